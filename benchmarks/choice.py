@@ -21,7 +21,7 @@ import tempfile
 import contest
 import environment
 
-from tfparallel.bench.model import modelled_as
+from tfparallel.bench.cost_fit import modelled_as
 from tfparallel.collectives.cost_model import Measurement, fit
 from tfparallel.collectives.profile import seconds_at
 

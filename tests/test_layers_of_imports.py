@@ -45,7 +45,7 @@ ROWS = [
 ROW_OF = {package: row for row, packages in enumerate(ROWS) for package in packages}
 
 # What decides in plain Python, and can be imported in milliseconds.
-PLAIN = ["", "startup", "cluster", "device_names", "task", "data.order", "data.partition"]
+PLAIN = ["", "startup", "cluster", "device_names", "task", "data.example_order", "data.partition"]
 PLAIN += ["checkpoint.folder", "checkpoint.stored", "diagnostics.faults"]
 PLAIN += ["commands.main", "command_line.runner"]
 PLAIN += ["command_line.contradictions", "flight.culprit", "task_files.kinds"]
@@ -63,7 +63,7 @@ def parse(path):
 
 @functools.cache
 def modules():
-    """Maps each of the library's modules to its tree: `"data.order"` and so on."""
+    """Maps each of the library's modules to its tree: `"data.example_order"` and so on."""
     found = {}
     for path in sorted(LIBRARY.rglob("*.py")):
         parts = path.relative_to(LIBRARY).with_suffix("").parts

@@ -21,7 +21,7 @@ class ComputeContext:
     Attributes:
         shard: Which rows of the batch (`data/rows_of_replica.py`).
         replica: Which replica of a mesh (`variables/replica.py`).
-        stage_pass: Which pass of which stage (`pipeline/micro_batch.py`).
+        stage_pass: Which pass of which stage (`pipeline/pass_context.py`).
         is_between_layers: Whether a tensor in parts stays in parts (`layers/parts.py`).
         trace: What notes the operations of layers (`tracing/audit.py`).
     """

@@ -5,8 +5,8 @@ import pytest
 
 from tfparallel.bench import collectives, table
 from tfparallel.bench.contender import OneProcess
+from tfparallel.bench.cost_fit import fitted
 from tfparallel.bench.measure import measure
-from tfparallel.bench.model import fitted
 from tfparallel.bench.sizes import COLLECTIVES, ITEM_BYTES, sweep
 from tfparallel.bench.table import Row
 

@@ -13,7 +13,7 @@ import warnings
 import numpy as np
 import pytest
 
-from tfparallel.checkpoint import writer
+from tfparallel.checkpoint import writer_lock
 from tfparallel.checkpoint.folder import CheckpointFolder
 from tfparallel.checkpoint.stored import CheckpointError, ForeignCheckpointError
 
@@ -49,9 +49,9 @@ def process_of(program, *arguments):
 @pytest.fixture
 def in_a_second(monkeypatch):
     """A holder on another host has one second."""
-    monkeypatch.setattr(writer, "_PATIENCE_SECONDS", 1.0)
-    monkeypatch.setattr(writer, "_QUIET_SECONDS", 0.5)
-    monkeypatch.setattr(writer, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(writer_lock, "_PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(writer_lock, "_QUIET_SECONDS", 0.5)
+    monkeypatch.setattr(writer_lock, "_LOOK_SECONDS", 0.1)
 
 
 def test_the_second_is_refused_and_told_who_the_first_is(tmp_path):
@@ -77,11 +77,11 @@ COPYING = HOLDER.replace("print", "import shutil; shutil.copytree(*sys.argv[1:])
 def test_a_holder_that_copied_the_folder_still_holds(tmp_path):
     folder, path = tmp_path / "a", str(tmp_path / "a")
     with process_of(COPYING, folder, tmp_path / "b") as process:
-        assert writer.take(path).startswith(f"process {process.pid} on")
+        assert writer_lock.take(path).startswith(f"process {process.pid} on")
         process.kill()
         wait_until_dead(process)  # Nobody has waited for it: a zombie writes nothing.
-        assert writer.take(path) is None
-        writer.release(path)
+        assert writer_lock.take(path) is None
+        writer_lock.release(path)
 
 
 def wait_until_dead(process):
@@ -90,31 +90,31 @@ def wait_until_dead(process):
 
 def test_who_finds_another_word_in_the_file_has_lost_it(tmp_path):
     path = str(tmp_path)
-    assert writer.take(path) is None and not writer.is_lost(path)
+    assert writer_lock.take(path) is None and not writer_lock.is_lost(path)
     about = json.loads((tmp_path / ".writer").read_bytes())
     (tmp_path / ".writer").write_text(json.dumps(about | {"word": "another"}))
-    assert writer.is_lost(path)
-    writer.release(path)
+    assert writer_lock.is_lost(path)
+    writer_lock.release(path)
     assert (tmp_path / ".writer").exists()
 
 
 def test_a_child_of_a_killed_holder_does_not_hold(tmp_path):
     with process_of(FORKING, tmp_path) as process:
-        assert writer.take(str(tmp_path)) is not None
+        assert writer_lock.take(str(tmp_path)) is not None
         process.kill()
         process.wait(30)
-        assert writer.take(str(tmp_path)) is None
-        writer.release(str(tmp_path))
+        assert writer_lock.take(str(tmp_path)) is None
+        writer_lock.release(str(tmp_path))
 
 
 # What a host is seen as from another: its lock, and its name of the machine.
 FAR = """
 import fcntl, json, os, sys, time
-from tfparallel.checkpoint import writer
+from tfparallel.checkpoint import writer_lock
 folder, beats = sys.argv[1], float(sys.argv[2])
-writer._machine = lambda: "another"
-writer._BEAT_SECONDS = beats
-assert writer.take(folder) is None
+writer_lock._machine = lambda: "another"
+writer_lock._BEAT_SECONDS = beats
+assert writer_lock.take(folder) is None
 print("held", flush=True)
 time.sleep(60)
 """
@@ -123,22 +123,22 @@ time.sleep(60)
 @pytest.mark.slow
 def test_a_holder_on_another_host_is_waited_for(tmp_path, in_a_second, monkeypatch):
     # In which it touches the file, however busy the machine is.
-    monkeypatch.setattr(writer, "_PATIENCE_SECONDS", 3.0)
+    monkeypatch.setattr(writer_lock, "_PATIENCE_SECONDS", 3.0)
     with process_of(FAR, tmp_path, 0.1), pytest.warns(UserWarning, match="Waiting up to 3 s"):
-        assert writer.take(str(tmp_path)).startswith("process ")
+        assert writer_lock.take(str(tmp_path)).startswith("process ")
     with process_of(FAR, tmp_path, 0.2) as process, pytest.warns(UserWarning):
         threading.Timer(0.3, process.kill).start()
-        assert writer.take(str(tmp_path)) is None
-    writer.release(str(tmp_path))
+        assert writer_lock.take(str(tmp_path)) is None
+    writer_lock.release(str(tmp_path))
 
 
 @pytest.mark.slow
 def test_a_host_that_is_gone_leaves_no_lock_and_finds_another_writer(tmp_path, in_a_second):
     """Its lock is still there, as an NFS server keeps it, and nobody touches the file."""
     with process_of(FAR, tmp_path, 60), pytest.warns(UserWarning, match="Waiting"):
-        assert writer.take(str(tmp_path)) is None
-    assert not writer.is_lost(str(tmp_path))
-    writer.release(str(tmp_path))
+        assert writer_lock.take(str(tmp_path)) is None
+    assert not writer_lock.is_lost(str(tmp_path))
+    writer_lock.release(str(tmp_path))
 
 
 def test_who_has_lost_the_folder_writes_nothing_more(tmp_path):
@@ -166,17 +166,17 @@ def test_where_there_are_no_locks_who_touches_the_file_holds(tmp_path, in_a_seco
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "lockf", no_locks)
-    monkeypatch.setattr(writer, "_BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(writer_lock, "_BEAT_SECONDS", 0.2)
     path = tmp_path / ".writer"
-    assert writer.take(str(tmp_path)) is None and not writer.is_lost(str(tmp_path))
-    hold = writer._holds.pop(os.path.realpath(tmp_path))  # As another process's.
+    assert writer_lock.take(str(tmp_path)) is None and not writer_lock.is_lost(str(tmp_path))
+    hold = writer_lock._holds.pop(os.path.realpath(tmp_path))  # As another process's.
     with pytest.warns(UserWarning, match="Waiting"):
-        assert writer.take(str(tmp_path)).startswith(f"process {os.getpid()} on")
+        assert writer_lock.take(str(tmp_path)).startswith(f"process {os.getpid()} on")
     hold.ends.set()
     with pytest.warns(UserWarning, match="Waiting"):
-        assert writer.take(str(tmp_path)) is None
+        assert writer_lock.take(str(tmp_path)) is None
     assert not hold.is_in_place()
     assert json.loads(path.read_text())["pid"] == os.getpid()
     os.close(hold.descriptor)
-    writer.release(str(tmp_path))
+    writer_lock.release(str(tmp_path))
     assert not path.exists()

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfparallel.collectives.wire_format import buckets
+from tfparallel.collectives.packing import buckets
 
 
 def test_from_the_last_layer_to_the_first():

@@ -11,7 +11,7 @@ from tfparallel.data.batches import (
     evaluation_batches,
     first_batches,
 )
-from tfparallel.data.order import batch_indices, epoch_order
+from tfparallel.data.example_order import batch_indices, epoch_order
 
 
 class Seen(keras.Model):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfparallel.data.order import batch_indices, epoch_order, num_batches_per_pass
+from tfparallel.data.example_order import batch_indices, epoch_order, num_batches_per_pass
 
 SEEDS = st.integers(0, 2**32 - 1)
 

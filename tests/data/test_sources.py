@@ -10,7 +10,7 @@ import tensorflow as tf
 import tfparallel
 from tfparallel.data import EpochBatches, NPZShards, TFRecords
 from tfparallel.data.batches import evaluation_batches, first_batches
-from tfparallel.data.order import batch_indices, window_order
+from tfparallel.data.example_order import batch_indices, window_order
 from tfparallel.task import load_task
 
 SIZES = [5, 1, 7, 0, 4]

@@ -3,7 +3,7 @@
 import pytest
 import tensorflow as tf
 
-from tfparallel.xla.step import in_programs
+from tfparallel.xla.compiled_step import in_programs
 
 FIRST, SECOND = "CPU:0", "CPU:1"
 

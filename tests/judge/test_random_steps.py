@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfparallel.xla.step import in_programs
+from tfparallel.xla.compiled_step import in_programs
 
 DEVICES = ("CPU:0", "CPU:1", "CPU:2")
 COLUMNS = 3

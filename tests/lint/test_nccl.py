@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfparallel
-from tfparallel.collectives import algorithm_selection, cross_device, process_group, wire_format
+from tfparallel.collectives import algorithm_selection, cross_device, packing, process_group
 from tfparallel.collectives.nccl import refusal, refusal_between
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.reducer import Reducer
@@ -110,13 +110,13 @@ def test_the_lint_sees_a_type_that_nccl_lacks(group, monkeypatch):
 
 
 def test_a_vector_has_no_more_elements_than_31_bits_count(monkeypatch, group):
-    monkeypatch.setattr(wire_format, "_MAX_ELEMENTS", 10)
+    monkeypatch.setattr(packing, "_MAX_ELEMENTS", 10)
     found = collectives_of(lambda: group.all_reduce([tf.ones([n]) for n in (4, 5, 3, 20, 6)]))
     assert [op.inputs[0].shape[0] for op in found] == [9, 3, 20, 6]
 
 
 def test_nor_has_one_in_a_process(monkeypatch):
-    monkeypatch.setattr(wire_format, "_MAX_ELEMENTS", 10)
+    monkeypatch.setattr(packing, "_MAX_ELEMENTS", 10)
     together = []
 
     class Noted(tf.distribute.ReductionToOneDevice):

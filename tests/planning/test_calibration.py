@@ -2,7 +2,7 @@
 
 import pytest
 
-from tfparallel.layout.costs import Line, Machine
+from tfparallel.layout.model_costs import Line, Machine
 from tfparallel.planning.calibration import TinySteps, calibrated
 
 

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from tests.planning.test_prediction import ROWS, model
-from tfparallel.layout.costs import Line, Machine
 from tfparallel.layout.mesh import Mesh
+from tfparallel.layout.model_costs import Line, Machine
 from tfparallel.planning.candidates import (
     Choices,
     meshes_of,

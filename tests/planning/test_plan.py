@@ -7,8 +7,8 @@ import pytest
 from keras import layers
 
 from tfparallel.layout.balance import NoPartition
-from tfparallel.layout.costs import LayerCosts, Line, ModelCosts
 from tfparallel.layout.mesh import Mesh
+from tfparallel.layout.model_costs import LayerCosts, Line, ModelCosts
 from tfparallel.placement import layer_costs
 from tfparallel.placement.layer_timing import measured_side_by_side
 from tfparallel.planning import planner

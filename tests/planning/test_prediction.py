@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from tfparallel.layout.costs import LayerCosts, Line, Machine, ModelCosts
 from tfparallel.layout.mesh import Mesh
+from tfparallel.layout.model_costs import LayerCosts, Line, Machine, ModelCosts
 from tfparallel.layout.schedule import make_schedule
 from tfparallel.planning.prediction import Pieces, predict
 

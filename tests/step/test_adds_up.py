@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 from keras import losses, metrics
 
-from tfparallel.step.adds_up import adds_up, why_not_by_rows
-from tfparallel.step.loss import NotByPieces, values_of
+from tfparallel.step.additivity import adds_up, why_not_by_rows
+from tfparallel.step.loss_terms import NotByPieces, values_of
 
 ROWS, CLASSES = 11, 4
 _random = np.random.default_rng(0)

@@ -9,8 +9,8 @@ from tfparallel.seams.tensorflow import traced_graph
 from tfparallel.tracing.graphs import of_programs
 from tfparallel.xla import exchanges
 from tfparallel.xla.clusters import plan_of
+from tfparallel.xla.compiled_step import in_programs
 from tfparallel.xla.exchanges import exchange_inside
-from tfparallel.xla.step import in_programs
 
 DEVICES = ["CPU:1", "CPU:2", "CPU:3"]
 

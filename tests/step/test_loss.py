@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from keras import losses
 
-from tfparallel.step.loss import REDUCTIONS, NotByPieces, values_of
+from tfparallel.step.loss_terms import REDUCTIONS, NotByPieces, values_of
 
 ROWS, LENGTH, CLASSES = 11, 3, 4
 PIECES = (slice(0, 4), slice(4, 9), slice(9, ROWS))

@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 from keras import losses, metrics
 
-from tfparallel.step.adds_up import adds_up, why_not_by_rows
-from tfparallel.step.loss import NotByPieces
+from tfparallel.step.additivity import adds_up, why_not_by_rows
+from tfparallel.step.loss_terms import NotByPieces
 from tfparallel.step.terms import growth, states, terms
 
 ROWS = 7

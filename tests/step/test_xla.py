@@ -12,7 +12,7 @@ from keras import layers
 
 import tfparallel
 from tests.lint import edges
-from tfparallel.step.xla import CompiledByDevice
+from tfparallel.step.jit_compile import CompiledByDevice
 from tfparallel.xla.compilable import is_compilable
 
 DEVICES = ["CPU:0", "CPU:1"]

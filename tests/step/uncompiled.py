@@ -3,11 +3,11 @@
 import tensorflow as tf
 
 from tfparallel.collectives import nccl
-from tfparallel.xla import step
+from tfparallel.xla import compiled_step
 
 
 class WithoutXla:
-    """Stands where `step.py` has `tf`: functions are not compiled, and stay on their device.
+    """Stands where `compiled_step.py` has `tf`: functions are not compiled, and keep their device.
 
     Attributes:
         traced: Of each function that would be compiled, its device and its graph.
@@ -38,6 +38,6 @@ class WithoutXla:
 def sums_run_on_cpus(monkeypatch) -> WithoutXla:
     """Has programs run on CPUs whose sums are inside."""
     found = WithoutXla()
-    monkeypatch.setattr(step, "tf", found)
+    monkeypatch.setattr(compiled_step, "tf", found)
     monkeypatch.setattr(nccl, "refusal", lambda devices: "")
     return found

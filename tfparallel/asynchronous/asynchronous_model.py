@@ -32,7 +32,7 @@ from tfparallel.extend import attach, extend, original_class
 from tfparallel.layout.layout import Layout
 from tfparallel.seams.compiled import compiled_metrics, loss_tracker
 from tfparallel.seams.keras import batches_of, compute_output_spec, layers_in, set_mask
-from tfparallel.step.adds_up import metrics_of_rows_together
+from tfparallel.step.additivity import metrics_of_rows_together
 from tfparallel.step.build import types_of_batches
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.terms import states

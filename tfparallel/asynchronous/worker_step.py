@@ -9,7 +9,7 @@ from tfparallel.data.rows_of_replica import count_rows
 from tfparallel.extend import is_own
 from tfparallel.seams.compiled import added_loss, compiled_loss, loss_of_batch, loss_trackers_of
 from tfparallel.seams.keras import mask_of
-from tfparallel.step.loss import call_with
+from tfparallel.step.loss_terms import call_with
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.terms import growth
 

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from tfparallel.bench.collectives import bus_factor
-from tfparallel.bench.model import least_bytes, modelled_as
+from tfparallel.bench.cost_fit import least_bytes, modelled_as
 from tfparallel.bench.table import Row
 from tfparallel.collectives.algorithms import ALGORITHMS
 from tfparallel.collectives.cost_model import CostModel
@@ -46,7 +46,7 @@ def draw_sweep(
         path: Where the PNG goes.
         rows: The measurement, of one collective and one number of ranks.
         title: What was measured.
-        models: By transport, as `tfparallel.bench.model.fitted` returns; draws what they predict.
+        models: By transport, as `bench.cost_fit.fitted` returns; draws what they predict.
         bandwidth: Bytes a second of the memory; draws the limit, too.
         shared: Whether the ranks share memory, for the limit.
     """

@@ -8,7 +8,7 @@
       step_00000025.new/  takes the place of the one before when that has gone
       unfinished_…/       what a killed process left; swept away by the next write
       unreadable_…/       could not be read when a run went on from an older one; never removed
-      .writer             who writes (`writer.py`)
+      .writer             who writes (`writer_lock.py`)
 
 A process may be killed, or a disk be full, at any moment: the checkpoints that were there before
 stay as they were. Disks and copies fail in other ways, too; what is read is verified first.
@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from tfparallel.checkpoint import writer
+from tfparallel.checkpoint import writer_lock
 from tfparallel.checkpoint.stored import (
     ARRAYS,
     FORMAT,
@@ -80,7 +80,7 @@ class CheckpointFolder:
             # Permissions alone do not tell: the file system may be read-only.
             with tempfile.TemporaryFile(dir=self.directory):
                 pass
-            other = writer.take(self.directory)
+            other = writer_lock.take(self.directory)
         except OSError as error:
             raise ForeignCheckpointError(
                 "The folder for checkpoints cannot be written to; a writable one is required. "
@@ -102,7 +102,7 @@ class CheckpointFolder:
         try:
             self.settle()
         finally:
-            writer.release(self.directory)
+            writer_lock.release(self.directory)
 
     def newest(self) -> StoredCheckpoint | None:
         """Returns the newest checkpoint that is whole; warns of those that are not.
@@ -231,7 +231,7 @@ class CheckpointFolder:
         _sync(self.directory)
 
     def _require_writer(self):
-        if writer.is_lost(self.directory):
+        if writer_lock.is_lost(self.directory):
             raise CheckpointError(
                 "Another run has become the writer of this folder, while this one could not be "
                 f"seen; a folder of checkpoints has one writer. Received: {self.directory}. Go on "

@@ -34,7 +34,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.collectives.compression_name import CompressionName
-from tfparallel.collectives.wire_format import by_dtype
+from tfparallel.collectives.packing import by_dtype
 from tfparallel.seams.tensorflow import ResourceVariable
 
 _COMPRESSED = (tf.float32, tf.float64)

@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from tfparallel.collectives import nccl
 from tfparallel.collectives.algorithms import ALGORITHMS
+from tfparallel.collectives.packing import by_dtype, in_vectors
 from tfparallel.collectives.scheduled import execute
-from tfparallel.collectives.wire_format import by_dtype, in_vectors
 from tfparallel.seams.distribute import (
     CollectiveAllReduce,
     Mirrored,

@@ -30,9 +30,9 @@ from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.collectives import differentiable, group
 from tfparallel.collectives.coordination import wait_for_all
 from tfparallel.collectives.in_replica import Replicas
+from tfparallel.collectives.packing import sendable
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.validate import agreed
-from tfparallel.collectives.wire_format import sendable
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.judge.propagation import exchanged, is_judging
 

@@ -33,8 +33,7 @@ import tensorflow as tf
 
 from tfparallel.cluster.differences import differences
 from tfparallel.collectives.compression import Compression
-from tfparallel.collectives.traffic import ROWS, SUMS, Traffic
-from tfparallel.collectives.wire_format import (
+from tfparallel.collectives.packing import (
     buckets,
     by_dtype,
     in_vectors,
@@ -42,6 +41,7 @@ from tfparallel.collectives.wire_format import (
     restored,
     sendable,
 )
+from tfparallel.collectives.traffic import ROWS, SUMS, Traffic
 from tfparallel.flight.marks import around
 from tfparallel.seams.tensorflow import all_gather_v2, all_reduce_v2, all_to_all_v2
 

@@ -1,7 +1,7 @@
 """Σ_k g_k: gradients summed over the replicas of this worker, then over the workers.
 
     dense     by the algorithm that was asked for, or on the first device; then over the workers,
-              in buckets if that was asked for (`wire_format.py`)
+              in buckets if that was asked for (`packing.py`)
     beside    what else is summed, and nobody waits for: losses, metrics; with the dense ones
     sparse    reading by reading, laid end to end or added place by place, by what their indices
               were made of (`indexed_slices.py`)

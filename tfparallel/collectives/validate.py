@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.collectives import group
-from tfparallel.collectives.wire_format import SENT_AS
+from tfparallel.collectives.packing import SENT_AS
 from tfparallel.seams.tensorflow import leaves_with_paths
 
 _FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)

@@ -12,8 +12,8 @@ from tfparallel.command_line.flag import Flag
 from tfparallel.diagnostics.faults import parse_fault
 from tfparallel.layout.layout import RECOMPUTES
 from tfparallel.layout.mesh import Mesh
-from tfparallel.replication import synchronization
-from tfparallel.replication.synchronization import Synchronization
+from tfparallel.replication import sync_option
+from tfparallel.replication.sync_option import Synchronization
 from tfparallel.task_files.kinds import KINDS
 from tfparallel.texts import parse_bytes
 
@@ -203,7 +203,7 @@ TABLE = {
         Flag("compression", _IN_PARALLEL, "Between workers: send gradients in fewer bytes, which "
             f"is not exact: {compression_name.FORMS}.", shown="HOW", read=CompressionName.parse),
         Flag("sync", _IN_PARALLEL, "When the weights are updated, and workers agree: "
-            f"{synchronization.FORMS}. Default: every_step. local_sgd, post_local_sgd and async "
+            f"{sync_option.FORMS}. Default: every_step. local_sgd, post_local_sgd and async "
             "are for several workers, and not exact; async needs `tfparallel launch --num_ps=1`. "
             "pipeline and hybrid take only every_step and accumulate:N.", shown="WHEN",
             read=Synchronization.parse),

@@ -7,7 +7,7 @@ from absl import flags
 
 from tfparallel.command_line.flags import resolved, value_of
 from tfparallel.layout.mesh import Mesh
-from tfparallel.replication.synchronization import Synchronization
+from tfparallel.replication.sync_option import Synchronization
 
 __all__ = ["TrainOptions"]
 

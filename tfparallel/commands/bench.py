@@ -10,8 +10,7 @@ import keras
 from absl import flags
 
 from tfparallel import devices as device_lib
-from tfparallel.bench import model as models
-from tfparallel.bench import table
+from tfparallel.bench import cost_fit, table
 from tfparallel.bench.between_workers import Workers, worker_contenders
 from tfparallel.bench.collectives import REDUCING
 from tfparallel.bench.contender import Contender, OneProcess, World
@@ -153,14 +152,14 @@ def _conclude(values: flags.FlagValues, world: World, rows: Sequence[Row]) -> No
     shared = isinstance(world, OneProcess)
     is_sweep = len({row.size_bytes for row in rows}) > 1
     num_cores = os.cpu_count() if len(set(world.names)) == 1 else None
-    found = models.fitted(rows, shared, num_cores) if is_sweep else {}
-    winners = ", ".join(f"{name} from {size} B" for size, name in models.fastest(rows))
+    found = cost_fit.fitted(rows, shared, num_cores) if is_sweep else {}
+    winners = ", ".join(f"{name} from {size} B" for size, name in cost_fit.fastest(rows))
     print(f"# Fastest, as measured : {winners}")
     for transport, model in found.items():
-        print(f"# Cost model, {transport:<8} : {models.describe(model)}")
+        print(f"# Cost model, {transport:<8} : {cost_fit.describe(model)}")
     bandwidth = None
     if values.plot is not None or values.report is not None:
-        bandwidth = models.memory_bandwidth()
+        bandwidth = cost_fit.memory_bandwidth()
     if values.report is not None:
         content = {
             "configuration": resolved(values),
@@ -172,7 +171,7 @@ def _conclude(values: flags.FlagValues, world: World, rows: Sequence[Row]) -> No
                 "memory_bandwidth": bandwidth,
                 "versions": versions(),
             },
-            "models": {name: models.as_json(model) for name, model in found.items()},
+            "models": {name: cost_fit.as_json(model) for name, model in found.items()},
             "rows": [row.as_json() for row in rows],
         }
         write_report(values.report, content)

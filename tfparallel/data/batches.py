@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.data import rows_of_worker
-from tfparallel.data.order import batch_indices, num_batches_per_pass
+from tfparallel.data.example_order import batch_indices, num_batches_per_pass
 from tfparallel.data.sources import Source, as_source, cast
 
 __all__ = ["EpochBatches", "evaluation_batches", "first_batches"]
@@ -31,7 +31,7 @@ Data = Any
 class EpochBatches(keras.callbacks.Callback):
     """The batches of a `fit`, and the callback that tells them the epoch.
 
-    What can be indexed is shuffled anew in each pass, by `tfparallel.data.order`. A
+    What can be indexed is shuffled anew in each pass, by `tfparallel.data.example_order`. A
     `tf.data.Dataset` comes in its own order. The short last batch of a pass is kept. With
     `steps_per_epoch` an epoch has that many batches: what can be indexed goes on through further
     passes where the last epoch stopped, a data set starts anew.

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.data.order import window_order
+from tfparallel.data.example_order import window_order
 from tfparallel.data.sources import Source, cast
 from tfparallel.texts import short
 

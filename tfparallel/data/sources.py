@@ -1,7 +1,7 @@
 """Indexable sources: data of which any example can be read without those before it.
 
-What is indexable gets the order of `tfparallel.data.order`: the same at any number of workers, new
-in each epoch, and a run that starts again in the middle of an epoch reads nothing twice.
+What is indexable gets the order of `example_order.py`: the same at any number of workers, new in
+each epoch, and a run that starts again in the middle of an epoch reads nothing twice.
 
     source       an index is      in memory                      read by
     Arrays       a row            all of it                      one gather a batch
@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.data.order import epoch_order
+from tfparallel.data.example_order import epoch_order
 from tfparallel.texts import short
 
 __all__ = ["Arrays", "Batches", "Source", "as_source", "cast"]

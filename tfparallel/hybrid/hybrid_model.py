@@ -1,9 +1,9 @@
 """The Keras model with several replicas, each of which has its layers on several devices."""
 
 from tfparallel.hybrid.places import MeshPlaces
-from tfparallel.hybrid.spread_call import SpreadCall
+from tfparallel.hybrid.replicated_inference import SpreadCall
 from tfparallel.layers.split_model import NestedModel
-from tfparallel.pipeline.pass_scope import states_in_layers
+from tfparallel.pipeline.pass_writes import states_in_layers
 from tfparallel.pipeline.pipelined_model import PipelinedModel
 from tfparallel.replication.refusals import refuse_swaps
 from tfparallel.replication.worker_session import WorkerSession

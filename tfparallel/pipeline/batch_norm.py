@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfparallel.data.partition import row_ranges
 from tfparallel.data.rows_of_replica import Shard
 from tfparallel.extend import extend, original_class
-from tfparallel.pipeline.micro_batch import current_pass
+from tfparallel.pipeline.pass_context import current_pass
 from tfparallel.pipeline.remote_replicas import Others
 from tfparallel.replication.batch_norm import SynchronizedBatchNormalization, in_rows
 from tfparallel.seams.keras import layers_in

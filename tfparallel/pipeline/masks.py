@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.pipeline.micro_batch import computing
+from tfparallel.pipeline.pass_context import computing
 from tfparallel.seams.functional import calling_with, calls_of, in_training
 from tfparallel.seams.keras import mask_of, set_mask
 from tfparallel.tracing.apart import traced_apart

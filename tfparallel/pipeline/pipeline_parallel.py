@@ -12,14 +12,14 @@ from tfparallel.layout.layout import RECOMPUTES, Layout
 from tfparallel.layout.mesh import Mesh
 from tfparallel.layout.schedule import Schedule, ScheduleError, make_schedule
 from tfparallel.pipeline.batch_norm import DeferredBatchNormalization, batch_norms
-from tfparallel.pipeline.micro_batch import extend_random_layers
-from tfparallel.pipeline.pass_scope import check_state
+from tfparallel.pipeline.pass_context import extend_random_layers
+from tfparallel.pipeline.pass_writes import check_state
 from tfparallel.pipeline.pipelined_model import PipelinedModel
 from tfparallel.placement import layer_devices
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.model_parallel import place, seen_model
 from tfparallel.problems import PlacementError, Problems, usable_devices
-from tfparallel.replication.synchronization import Synchronization
+from tfparallel.replication.sync_option import Synchronization
 
 __all__ = [
     "PipelineOptions",

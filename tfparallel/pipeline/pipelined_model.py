@@ -11,17 +11,17 @@ from tfparallel.extend import attach
 from tfparallel.judge.check_rows import check_rows
 from tfparallel.layout.schedule import Schedule
 from tfparallel.pipeline.accumulate import AccumulateBatches
-from tfparallel.pipeline.executor import Step
-from tfparallel.pipeline.loss import COMPARES, check_decomposes
-from tfparallel.pipeline.pass_scope import writable
+from tfparallel.pipeline.micro_batch_loss import COMPARES, check_decomposes
+from tfparallel.pipeline.pass_writes import writable
+from tfparallel.pipeline.pipeline_step import Step
 from tfparallel.pipeline.remote_replicas import Others
-from tfparallel.pipeline.replica_step import How
+from tfparallel.pipeline.schedule_executor import How
 from tfparallel.pipeline.stages import cut_stages
 from tfparallel.pipeline.traced_once import MustTraceEach
 from tfparallel.placement.layer_devices import PlacementError
 from tfparallel.placement.placed_model import PlacedModel
-from tfparallel.replication.policy import EveryStep, HasPolicy
 from tfparallel.replication.state import global_seed_generator
+from tfparallel.replication.sync_policy import EveryStep, HasPolicy
 from tfparallel.seams.compiled import compiled_loss
 from tfparallel.seams.functional import as_outputs
 from tfparallel.step.one_step import PassResult

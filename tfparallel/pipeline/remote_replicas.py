@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from tfparallel.collectives.packing import is_summable
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.traffic import ROWS
-from tfparallel.collectives.wire_format import is_summable
 from tfparallel.data.rows_of_replica import Shard
 
 __all__ = ["Others"]

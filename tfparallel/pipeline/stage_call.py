@@ -12,10 +12,10 @@ import tensorflow as tf
 
 from tfparallel.collectives.custom_gradient import is_differentiable
 from tfparallel.data.rows_of_replica import Shard, of_any_number, where_it_is
-from tfparallel.pipeline.batch import Batch
-from tfparallel.pipeline.loss import MicroBatchLoss, Part
-from tfparallel.pipeline.micro_batch import Pass, StepMemory, computing
-from tfparallel.pipeline.pass_scope import PassScope
+from tfparallel.pipeline.micro_batch_loss import MicroBatchLoss, Part
+from tfparallel.pipeline.micro_batches import Batch
+from tfparallel.pipeline.pass_context import Pass, StepMemory, computing
+from tfparallel.pipeline.pass_writes import PassScope
 from tfparallel.pipeline.stages import Key, LogitsOf, Stage, Values, with_mask_of
 from tfparallel.pipeline.traced_once import MustTraceEach, TracedOnce
 from tfparallel.seams.compiled import compiled_loss

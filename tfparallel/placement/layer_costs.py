@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.extend import original_class
-from tfparallel.layout.costs import LayerCosts, Line, ModelCosts
+from tfparallel.layout.model_costs import LayerCosts, Line, ModelCosts
 from tfparallel.placement.graph import edges, layers_in_order, row_bytes
 from tfparallel.placement.layer_timing import inputs_of, measured_seconds, specs
 from tfparallel.tracing.apart import traced_apart

@@ -20,9 +20,9 @@ from tfparallel.placement.processes import after_writes, has_others, naming_lost
 from tfparallel.seams.compiled import loss_of_batch
 from tfparallel.seams.keras import layers_in, takes_training
 from tfparallel.step.build import build_ahead
+from tfparallel.step.jit_compile import compiled_by_device
 from tfparallel.step.one_step import OneStep, PassResult
 from tfparallel.step.read_inputs import read_inputs
-from tfparallel.step.xla import compiled_by_device
 from tfparallel.tracing.audit import noting
 from tfparallel.update.built import check_known
 from tfparallel.update.place_optimizer import prepare

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tfparallel.layout.balance import NoPartition
-from tfparallel.layout.costs import Machine, ModelCosts
 from tfparallel.layout.mesh import Mesh
+from tfparallel.layout.model_costs import Machine, ModelCosts
 from tfparallel.layout.schedule import ScheduleError, make_schedule
 from tfparallel.planning.prediction import Pieces, Prediction, predict
 from tfparallel.texts import seconds_text, size_text

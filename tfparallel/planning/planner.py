@@ -17,10 +17,10 @@ from tfparallel.cluster.environment import available_cores
 from tfparallel.collectives.cost_model import CostModel
 from tfparallel.devices import list_devices
 from tfparallel.layers.tensor_parallel import parts_planned
-from tfparallel.layout.costs import Line, Machine, ModelCosts
 from tfparallel.layout.mesh import Mesh
+from tfparallel.layout.model_costs import Line, Machine, ModelCosts
 from tfparallel.pipeline.batch_norm import batch_norms
-from tfparallel.pipeline.pass_scope import check_state
+from tfparallel.pipeline.pass_writes import check_state
 from tfparallel.placement.layer_costs import model_costs
 from tfparallel.placement.layer_timing import measured_side_by_side
 from tfparallel.placement.model_parallel import check_model

@@ -17,8 +17,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfparallel.layout.costs import FORWARD_SHARE, LayerCosts, Line, Machine, ModelCosts
 from tfparallel.layout.mesh import Mesh
+from tfparallel.layout.model_costs import FORWARD_SHARE, LayerCosts, Line, Machine, ModelCosts
 from tfparallel.layout.schedule import Schedule, most_held
 from tfparallel.layout.simulator import StageSeconds, Timeline, simulate
 

@@ -27,8 +27,8 @@ from tfparallel.collectives.reducer import Reducer
 from tfparallel.data.rows_of_replica import Place
 from tfparallel.extend import is_own
 from tfparallel.replication.noise_scale import NoiseScale
-from tfparallel.replication.policy import BeginsEpochs, EveryStep
 from tfparallel.replication.refusals import check_activity
+from tfparallel.replication.sync_policy import BeginsEpochs, EveryStep
 from tfparallel.seams.compiled import compiled_loss, loss_terms
 from tfparallel.seams.keras import layers_in
 from tfparallel.seams.tensorflow import ResourceVariable

@@ -20,7 +20,7 @@ from tfparallel.replication import clone
 from tfparallel.replication.data_parallel_model import extend_model, preparing
 from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirroredStrategy
 from tfparallel.replication.refusals import check_scope
-from tfparallel.replication.synchronization import Synchronization
+from tfparallel.replication.sync_option import Synchronization
 from tfparallel.seams.distribute import DistributedVariable
 from tfparallel.user_log import notice
 

@@ -25,16 +25,16 @@ from tfparallel.replication.extend_parts import extend_parts
 from tfparallel.replication.local_sgd import LocalSgd
 from tfparallel.replication.own_rows import OwnRows
 from tfparallel.replication.places import ReplicaPlaces
-from tfparallel.replication.policy import EveryStep, HasPolicy
 from tfparallel.replication.replicated_layer import ReplicatedLayer, judge_anew
-from tfparallel.replication.synchronization import EVERY_STEP, Synchronization
+from tfparallel.replication.sync_option import EVERY_STEP, Synchronization
+from tfparallel.replication.sync_policy import EveryStep, HasPolicy
 from tfparallel.replication.worker_session import WorkerSession
 from tfparallel.seams.keras import batches_of, layers_in
 from tfparallel.step.build import build_ahead, symbolic_build, types_of_batches
 from tfparallel.step.call import Call
+from tfparallel.step.jit_compile import compiled_by_device
 from tfparallel.step.one_step import OneStep
 from tfparallel.step.read_inputs import read_inputs
-from tfparallel.step.xla import compiled_by_device
 from tfparallel.update.built import check_known
 from tfparallel.update.place_optimizer import prepare
 

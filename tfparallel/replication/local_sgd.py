@@ -23,7 +23,7 @@ from tfparallel.data import rows_of_worker
 from tfparallel.data.rows_of_replica import count_rows
 from tfparallel.extend import is_own
 from tfparallel.replication import sample_partition
-from tfparallel.replication.policy import BeginsEpochs, EveryStep, first_of
+from tfparallel.replication.sync_policy import BeginsEpochs, EveryStep, first_of
 from tfparallel.seams.tensorflow import ResourceVariable
 
 __all__ = ["LocalSgd"]

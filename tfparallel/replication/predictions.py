@@ -13,9 +13,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.collectives.packing import movable
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.traffic import ROWS
-from tfparallel.collectives.wire_format import movable
 
 __all__ = ["PredictionsOfWorkers", "check_gather_to"]
 

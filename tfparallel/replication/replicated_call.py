@@ -36,9 +36,9 @@ from tfparallel.collectives.custom_gradient import (
     differentiable_once,
     is_differentiable,
 )
+from tfparallel.collectives.packing import is_summable
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.collectives.traffic import ROWS
-from tfparallel.collectives.wire_format import is_summable
 from tfparallel.data import partition
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.extend import attach

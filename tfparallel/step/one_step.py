@@ -20,9 +20,9 @@ from tfparallel.extend import attach, attached
 from tfparallel.layout.layout import Layout
 from tfparallel.seams.compiled import compiled_metrics, loss_tracker
 from tfparallel.step.call import Call
+from tfparallel.step.jit_compile import CompiledByDevice
 from tfparallel.step.logs import LogsWhereTheyAre
 from tfparallel.step.metrics import StepMetrics
-from tfparallel.step.xla import CompiledByDevice
 from tfparallel.tracing.apart import traced_apart
 
 __all__ = ["PassResult", "OneStep"]

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.seams.compiled import CompileLoss, CompileMetrics, added_loss, compiled_loss
-from tfparallel.step.loss import ExampleLosses, call_with, values_of
+from tfparallel.step.loss_terms import ExampleLosses, call_with, values_of
 
 __all__ = ["example_losses", "grow", "growth", "states", "terms", "terms_of", "whole_loss"]
 

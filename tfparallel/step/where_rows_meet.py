@@ -27,7 +27,7 @@ from tfparallel.judge.check_rows import has_rows
 from tfparallel.seams.compiled import compiled_loss, compiled_metrics
 from tfparallel.seams.functional import as_outputs, functional_of
 from tfparallel.seams.keras import mask_of
-from tfparallel.step.adds_up import AddsUp, adds_up, why_not_by_rows
+from tfparallel.step.additivity import AddsUp, adds_up, why_not_by_rows
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.texts import first_to_last
 from tfparallel.user_log import notice

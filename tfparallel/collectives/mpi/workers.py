@@ -15,9 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.collectives.mpi.communicator import Communicator
+from tfparallel.collectives.packing import by_dtype
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.traffic import SUMS
-from tfparallel.collectives.wire_format import by_dtype
 from tfparallel.flight.marks import around_python
 
 _HALVES = (tf.float16, tf.bfloat16)

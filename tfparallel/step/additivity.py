@@ -22,7 +22,7 @@ from tfparallel.judge.size import ROWS
 from tfparallel.judge.where import line_of
 from tfparallel.seams.compiled import compiled_loss, compiled_metrics, loss_terms
 from tfparallel.seams.keras import set_mask
-from tfparallel.step.loss import REDUCTIONS
+from tfparallel.step.loss_terms import REDUCTIONS
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.terms import example_losses, terms_of
 from tfparallel.tracing.apart import traced_apart

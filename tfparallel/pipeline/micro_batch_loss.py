@@ -1,12 +1,12 @@
 """The loss, micro-batch by micro-batch, with the divisor that it has over the whole batch.
 
 Under 1F1B the first micro-batch goes back before the last has come forward, so its gradient must be
-known without the others' outputs. Its part of the loss is N_m / D (`step/loss.py`), and D is known
-beforehand, of shapes, masks and weights of the whole batch.
+known without the others' outputs. Its part of the loss is N_m / D (`step/loss_terms.py`), and D is
+known beforehand, of shapes, masks and weights of the whole batch.
 
 A loss that compares examples has no such form. Where it is not proved that a loss is a sum over the
-rows (`step/adds_up.py`), values show it: Σ_m N_m / D is held against the loss of the joined outputs
-in every step.
+rows (`step/additivity.py`), values show it: Σ_m N_m / D is held against the loss of the joined
+outputs in every step.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfparallel.extend import is_own, original_class
 from tfparallel.placement.layer_devices import PlacementError
 from tfparallel.seams.compiled import CompileLoss
-from tfparallel.step.loss import ExampleLosses, NotByPieces, call_with, values_of
+from tfparallel.step.loss_terms import ExampleLosses, NotByPieces, call_with, values_of
 
 __all__ = ["COMPARES", "MicroBatchLoss", "Part", "check_decomposes", "check_equal"]
 

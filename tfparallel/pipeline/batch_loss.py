@@ -12,8 +12,8 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives.custom_gradient import is_differentiable
-from tfparallel.pipeline.batch import Batch, Joined
 from tfparallel.pipeline.gradient_sums import OF_LOSS, GradientSums, read_by
+from tfparallel.pipeline.micro_batches import Batch, Joined
 from tfparallel.pipeline.remote_replicas import Others
 from tfparallel.seams.compiled import loss_of_batch, with_losses
 from tfparallel.seams.keras import storage_of

@@ -26,7 +26,7 @@ from tfparallel.data import rows_of_replica as shards
 from tfparallel.data import rows_of_worker
 from tfparallel.data.rows_of_replica import Place, count_rows
 from tfparallel.extend import attach
-from tfparallel.replication.synchronization import EVERY_STEP, Synchronization
+from tfparallel.replication.sync_option import EVERY_STEP, Synchronization
 from tfparallel.step.call import Call
 from tfparallel.step.one_step import PassResult
 

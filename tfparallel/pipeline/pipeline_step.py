@@ -1,13 +1,13 @@
 """A step of training: what the replicas leave, joined and added up.
 
-Each replica follows the schedule (`replica_step.py`); that is traced for the first, and made again
-for the others (`strategies/replica_trace.py`).
+Each replica follows the schedule (`schedule_executor.py`); that is traced for the first, and made
+again for the others (`strategies/replica_trace.py`).
 
 The gradient of a weight is Σ_d Σ_m g_dm; the optimizer updates once. The loss, the metrics and the
 terms that layers add are those of the whole batch: the losses of each micro-batch have its divisor
-(`loss.py`), and what the rows add to metrics is added up, so that no outputs meet. A metric that is
-not known to allow that sees the joined rows of its output. Where the loss is not known to allow it,
-all outputs are joined:
+(`micro_batch_loss.py`), and what the rows add to metrics is added up, so that no outputs meet. A
+metric that is not known to allow that sees the joined rows of its output. Where the loss is not
+known to allow it, all outputs are joined:
 
 * "gpipe": the loss is computed once, of the joined outputs, between the forward and the backward
   passes; it may be any.
@@ -20,19 +20,19 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.collectives import indexed_slices
-from tfparallel.collectives.wire_format import is_summable
+from tfparallel.collectives.packing import is_summable
 from tfparallel.data.rows_of_replica import for_replicas
-from tfparallel.pipeline.batch import Batch, Joined
+from tfparallel.pipeline.batch_loss import ExtraLosses, WholeLoss, added_up, scale_of
 from tfparallel.pipeline.batch_norm import write_averages
 from tfparallel.pipeline.device_order import DeviceOrder
 from tfparallel.pipeline.gradient_sums import GradientSums, totals
-from tfparallel.pipeline.loss import check_equal
-from tfparallel.pipeline.micro_batch import StepMemory
-from tfparallel.pipeline.pass_scope import sums_in_layers
+from tfparallel.pipeline.micro_batch_loss import check_equal
+from tfparallel.pipeline.micro_batches import Batch, Joined
+from tfparallel.pipeline.pass_context import StepMemory
+from tfparallel.pipeline.pass_writes import sums_in_layers
 from tfparallel.pipeline.remote_replicas import Others
-from tfparallel.pipeline.replica_step import How, Passed, ReplicaStep
+from tfparallel.pipeline.schedule_executor import How, Passed, ReplicaStep
 from tfparallel.pipeline.stages import Values
-from tfparallel.pipeline.whole_loss import ExtraLosses, WholeLoss, added_up, scale_of
 from tfparallel.seams.keras import clear_losses
 from tfparallel.step.one_step import PassResult
 from tfparallel.step.where_rows_meet import aligned, of_the_batch

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.seams.keras import model_supports_jit
-from tfparallel.xla.step import in_programs
+from tfparallel.xla.compiled_step import in_programs
 
 __all__ = ["CompiledByDevice", "compiled_by_device"]
 
