@@ -79,7 +79,7 @@ class StallGuard(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes that a step has ended; not if its logs are on a GPU, which may be at work."""
         logs = (logs or {}).values()
-        self._tick(any(tf.is_tensor(log) and "GPU" in log.device for log in logs))
+        self._tick(any(map(_is_on_gpu, logs)))
 
     def on_predict_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes that a step of `predict` has ended: Keras has waited for what it puts out."""
@@ -115,3 +115,7 @@ class StallGuard(keras.callbacks.Callback):
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         sys.stderr.flush()
         os._exit(TRY_AGAIN)  # The main thread may be where no exception reaches it.
+
+
+def _is_on_gpu(log) -> bool:
+    return tf.is_tensor(log) and "GPU" in log.device
