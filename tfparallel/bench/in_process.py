@@ -1,6 +1,7 @@
 """Contenders on the devices of one process, each a `tf.distribute.CrossDeviceOps`."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -14,7 +15,7 @@ class DeviceContender:
 
     collectives = ("all_reduce",)
 
-    def __init__(self, name: str, devices: Sequence[str], inputs: "_Inputs"):
+    def __init__(self, name: str, devices: Sequence[str], inputs: Callable):
         self.name = name
         self._ops = cross_device.make(name, devices)
         self._inputs = inputs
@@ -23,7 +24,7 @@ class DeviceContender:
     def prepare(self, collective: str, count: int, dtype: str) -> "_PreparedReduce":
         """Traces an all-reduce of `count` elements."""
         del collective  # There is one.
-        return _PreparedReduce(self._ops, self._inputs.variables(count, dtype))
+        return _PreparedReduce(self._ops, self._inputs(count, dtype))
 
 
 def device_contenders(
@@ -37,25 +38,12 @@ def device_contenders(
         parts: The elements of each of the tensors that a vector is handed over in; by default it
             is one.
     """
-    inputs = _Inputs(devices, parts)
+
+    @functools.lru_cache(maxsize=1)  # One set for all contenders of a size: large ones add up.
+    def inputs(count, dtype):
+        return variables_on_each(devices, [(part, dtype) for part in parts or [count]])
+
     return [DeviceContender(name, devices, inputs) for name in names]
-
-
-class _Inputs:
-    """Variables on each device, one set for all contenders of a size: large ones add up."""
-
-    def __init__(self, devices, parts):
-        self._devices = devices
-        self._parts = parts
-        self._key, self._held = None, []
-
-    def variables(self, count, dtype):
-        """For each tensor one variable on each device."""
-        if self._key != (count, dtype):
-            self._key, self._held = (count, dtype), []  # The last size's go before these come.
-            specs = [(part, dtype) for part in self._parts or [count]]
-            self._held = variables_on_each(self._devices, specs)
-        return self._held
 
 
 class _PreparedReduce:

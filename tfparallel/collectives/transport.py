@@ -16,7 +16,6 @@ over its ring unless the user's `communication_options` name NCCL: NCCL asks for
 that runs on a GPU, and TensorFlow's calls and these have no order between them.
 """
 
-import functools
 import os
 
 import tensorflow as tf
@@ -24,7 +23,6 @@ import tensorflow as tf
 from tfparallel.cluster.environment import ALL_REDUCE
 from tfparallel.collectives import nccl
 from tfparallel.collectives.mpi import communicator, start
-from tfparallel.collectives.mpi.workers import MpiProcessGroup
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.startup import has_nvidia_gpu
 
@@ -112,14 +110,7 @@ def joined(group: ProcessGroup, name: str | None) -> ProcessGroup:
             )
     if not name.startswith("mpi"):
         return group.with_transport(name)
-    ranks = start.join(
-        functools.partial(group.exchange, what="the start of MPI"),
-        group.worker_index,
-        group.first_host,
-        name,
-        group.timeout_seconds,
-    )
-    return MpiProcessGroup(group, ranks)
+    return start.join(group, name)
 
 
 def nccl_refusal(group: ProcessGroup) -> str:

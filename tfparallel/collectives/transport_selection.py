@@ -10,7 +10,6 @@ transport that needs what a worker lacks is no candidate.
 """
 
 import dataclasses
-import functools
 import platform
 import statistics
 import time
@@ -56,7 +55,7 @@ def _default(group) -> tuple[str, str]:
     """The name of a transport, and why it is that one."""
     if not transport.nccl_refusal(group):
         return "nccl", "each worker has a GPU"
-    offers = start.offers(functools.partial(group.exchange, what=_WHAT))
+    offers = start.offers(group, _WHAT)
     if len({offer["memory"] for offer in offers}) > 1:
         return group.transport, "the workers are on several hosts"
     missing = {k: offer["missing"] for k, offer in enumerate(offers) if offer["missing"]}

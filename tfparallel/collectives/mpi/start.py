@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import os
 import socket
-from collections.abc import Callable
 from typing import Any
 
 from tfparallel.cluster import pmi
@@ -21,59 +20,49 @@ from tfparallel.cluster.wire import Secret, new_nonce
 from tfparallel.collectives.mpi import library
 from tfparallel.collectives.mpi.communicator import Communicator
 from tfparallel.collectives.mpi.waiting import Waiting
+from tfparallel.collectives.mpi.workers import MpiProcessGroup
+from tfparallel.collectives.process_group import ProcessGroup
 
 # Of processes that `mpiexec` or `srun` started: PMI-1 and 2 (MPICH, Intel, Slurm), PMIx (Open MPI).
 _STARTED_BY_MPI = ("PMI_RANK", "PMI_FD", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 # What MPI's libraries, UCX and libfabric, connect over: they listen on a wire even if shared memory
 # carries all.
 _LOOPBACK_ONLY = {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}
+_WHAT = "the start of MPI"  # Names the exchanges.
 _CONNECT_SECONDS = 30.0
 _END_SECONDS = 5.0
 
 
-def offers(exchange: Callable[[Any], list[Any]]) -> list[dict[str, Any]]:
+def offers(group: ProcessGroup, what: str) -> list[dict[str, Any]]:
     """Returns what each worker, in order, has to join the others by MPI; MPI is not started.
 
     "missing" says what it lacks, or None; "starts" whether its library can be started here;
     "started" whether MPI's own starter did; "memory" names the memory that it shares; "cores" are
-    those that it may use.
+    those that it may use. `what` names the exchange.
     """
     missing = library.missing()
     started = any(name in os.environ for name in _STARTED_BY_MPI)
-    return exchange(
-        {
-            "missing": missing,
-            "starts": missing is None and (started or library.speaks_pmi()),
-            "started": started,
-            "memory": _memory_name(),
-            "cores": available_cores(),
-        }
-    )
+    own = {
+        "missing": missing,
+        "starts": missing is None and (started or library.speaks_pmi()),
+        "started": started,
+        "memory": _memory_name(),
+        "cores": available_cores(),
+    }
+    return group.exchange(own, what)
 
 
-def join(
-    exchange: Callable[[Any], list[Any]],
-    worker: int,
-    host: str,
-    algorithm: str,
-    timeout_seconds: float = 0.0,
-) -> Communicator:
-    """Joins the workers through MPI.
-
-    Args:
-        exchange: Sends what JSON can hold to all workers, and returns every worker's, in order.
-        worker: This worker's index.
-        host: Worker 0's host, as the others know it.
-        algorithm: See `Communicator`.
-        timeout_seconds: How long a collective waits for the others; 0 for ever.
+def join(group: ProcessGroup, algorithm: str) -> MpiProcessGroup:
+    """Joins workers, whom TensorFlow has joined, through MPI; see `Communicator` for `algorithm`.
 
     Raises:
         RuntimeError: If mpi4py or MPI's library is missing on a worker, or MPI did not start all
             workers.
         ValueError: If the algorithm cannot run here.
     """
+    worker, host = group.worker_index, group.first_host
     server, nonce = None, new_nonce()
-    said = offers(exchange)
+    said = offers(group, _WHAT)
     missing = [other["missing"] for other in said]
     lacking = [f"worker {k}: {problem}" for k, problem in enumerate(missing) if problem]
     if lacking:
@@ -85,7 +74,8 @@ def join(
     if worker == 0:
         token = secret.derived(nonce)
         server = _serve(host, [other["memory"] for other in said], token)
-    place = exchange({"port": server.port, "nonce": nonce} if server else None)[0]
+    own = {"port": server.port, "nonce": nonce} if server else None
+    place = group.exchange(own, _WHAT)[0]
     address, token = (host, place["port"]), secret.derived(place["nonce"])
     if not any(other["started"] for other in said):
         mpi = _load_by(address, token, worker, len(said))
@@ -103,10 +93,10 @@ def join(
     comm = mpi.COMM_WORLD.Split(0, key=worker)
     comm.Barrier()
     _forget_names(mpi)
-    waiting = Waiting(lambda: watch.lost, timeout_seconds, has_core=_have_cores(said))
+    waiting = Waiting(lambda: watch.lost, group.timeout_seconds, has_core=_have_cores(said))
     communicator = Communicator(mpi, comm, algorithm, waiting)
     atexit.register(communicator.part, _END_SECONDS)
-    return communicator
+    return MpiProcessGroup(group, communicator)
 
 
 def _serve(host, memories, token):
