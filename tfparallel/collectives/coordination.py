@@ -6,6 +6,7 @@ in one cannot be told who else does.
 """
 
 import atexit
+import contextlib
 import itertools
 import sys
 import threading
@@ -99,10 +100,8 @@ class PreemptionSync:
     def ask(self) -> None:
         """Asks all workers to stop; any thread may, and any worker."""
         if self._workers is not None:
-            try:
+            with contextlib.suppress(tf.errors.OpError):  # Another worker was faster.
                 coordination_service().set_config_key_value(f"{self._name}/asked", "yes")
-            except tf.errors.OpError:
-                pass  # Another worker was faster.
         self._learn()
 
     def stops_before(self, step: int) -> bool:
@@ -182,7 +181,7 @@ def leave_in_order(workers: ProcessGroup) -> None:
 
 def _leave(worker_index, num_workers):
     service = coordination_service()
-    try:
+    with contextlib.suppress(tf.errors.OpError):  # Somebody is gone already, or comes too late.
         if worker_index:
             service.set_config_key_value(f"tfparallel/left/{worker_index}", "left")
         elif getattr(sys, "last_value", None) is None:  # After an error, there is one to tell of.
@@ -191,5 +190,3 @@ def _leave(worker_index, num_workers):
                 left_ms = max(1, round(1000 * (deadline - time.monotonic())))
                 name = f"tfparallel/left/{worker}"
                 service.get_config_key_value(name, timeout_in_ms=left_ms)
-    except tf.errors.OpError:
-        pass  # Somebody is gone already, or comes too late.

@@ -102,15 +102,13 @@ class TransportChoice:
                 if name in names
             }
             found = algorithm_selection.fastest(seconds, default, "profile", size)
-            groups = _joined(group, [found.algorithm])
         elif self._calibrate:
             groups = _joined(group, [name for name in _LIKELY if name in names])
             seconds = _measured(groups, min(size_bytes, _MAX_BYTES))
             found = algorithm_selection.fastest(seconds, default, "calibration", size)
         else:
-            why = f"{size}: no profile, and nothing was measured"
-            found = Choice(default, "default", why)
-            groups = _joined(group, [default])
+            found = Choice(default, "default", f"{size}: no profile, and nothing was measured")
+        groups = groups or _joined(group, [found.algorithm])
         if found.algorithm not in groups:
             # MPI is installed, and cannot start.
             groups = _joined(group, [group.transport])

@@ -142,12 +142,12 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         facts: Mapping[str, Any] | None = None,
     ):
         if self is MultiWorkerMirroredStrategy._of_process:
-            given = {"cluster_resolver": cluster_resolver, "devices": devices}
-            given |= {"communication_options": communication_options, "all_reduce": all_reduce}
-            given |= {"compression": compression, "bucket_bytes": bucket_bytes, "facts": facts}
+            again = {"cluster_resolver": cluster_resolver, "devices": devices}
+            again |= {"communication_options": communication_options, "all_reduce": all_reduce}
+            again |= {"compression": compression, "bucket_bytes": bucket_bytes, "facts": facts}
             if stall_timeout not in (_STALL_SECONDS, self.stall_timeout):
-                given["stall_timeout"] = stall_timeout
-            _refuse_anew({name: value for name, value in given.items() if value is not None})
+                again["stall_timeout"] = stall_timeout
+            _refuse_anew({name: value for name, value in again.items() if value is not None})
             return
         if not stall_timeout > 0:
             raise ValueError(
@@ -159,8 +159,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
                 "`bucket_bytes` must be a number of bytes of at least 1, or None for one bucket. "
                 f"Received: bucket_bytes={bucket_bytes!r}."
             )
-        self.compression = compression
-        compressed = compression_of(compression)
+        self.compression, compressed = compression, compression_of(compression)
         given, named = all_reduce, transport.named_by(communication_options)
         all_reduce = transport.chosen(all_reduce or named)
         _refuse_late_start()

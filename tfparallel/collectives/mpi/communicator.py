@@ -191,14 +191,11 @@ class Communicator:
         return out.view(array.dtype).reshape(array.shape)
 
     def part(self, timeout_seconds: float) -> None:
-        """Sees to it that what the other workers still need from this one has reached them.
+        """Waits for pending messages to the other workers, with a deadline.
 
-        On one host it has. Between hosts the last messages may be on their way when a collective
+        On one host there are none. Between hosts the last may be on their way when a collective
         returns; all workers are through once all have come here. MPI_Finalize would do that and
-        more, without a deadline.
-
-        Args:
-            timeout_seconds: For how long; another worker may have failed and never come.
+        more, without a deadline; and another worker may have failed and never come.
         """
         if self._shared is None:
             self._waiting.timeout_seconds = timeout_seconds
