@@ -1,6 +1,6 @@
 """All-reduce algorithms, one a file: who sends what to whom, and what it costs. Plain Python.
 
-`tfparallel.collectives.scheduled` executes a schedule in TensorFlow; `cost_model` times it.
+`tfparallel.collectives.cross_device` executes a schedule in TensorFlow; `cost_model` times it.
 """
 
 from tfparallel.collectives.algorithms import (
