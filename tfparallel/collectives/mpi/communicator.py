@@ -88,8 +88,8 @@ class Communicator:
                 "'mpi_shared_memory' joins workers of one host. One host is required. Received: "
                 f"{self.num_ranks} workers that do not all share memory. Take all_reduce='mpi'."
             )
-        self.algorithm = algorithm
         self._write(algorithm)
+        self.algorithm = algorithm
 
     def implementation(self, collective: str) -> str:
         """Returns what truly runs a collective, in words."""
@@ -172,14 +172,14 @@ class Communicator:
                 self._finish(self._comm.Ireduce_scatter_block(array, out))
         return out
 
-    def broadcast(self, array: np.ndarray, root: int = 0) -> np.ndarray:
-        """Returns the root's array."""
+    def broadcast(self, array: np.ndarray) -> np.ndarray:
+        """Returns worker 0's array."""
         with self._lock:
             out = self._buffers.take(array.nbytes)
-            self._announce(f"broadcast(root={root}) of {array.dtype.name} {array.shape}")
-            if self._comm.Get_rank() == root:
+            self._announce(f"broadcast() of {array.dtype.name} {array.shape}")
+            if self._comm.Get_rank() == 0:
                 out[:] = _bytes_of(array)
-            self._finish(self._comm.Ibcast(out, root))
+            self._finish(self._comm.Ibcast(out, 0))
         return out.view(array.dtype).reshape(array.shape)
 
     def all_to_all(self, array: np.ndarray) -> np.ndarray:
