@@ -366,6 +366,7 @@ HEADS = [
             "absolute_error",
             "Largest()",
             "RowsSeen()",
+            "ErrorsInFunction()",
             "Compounding()",
             "metrics.MeanMetricWrapper(absolute_error, name='wrapped')",
             "metrics.LogCoshError()",

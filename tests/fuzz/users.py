@@ -299,6 +299,25 @@ class RowsSeen(keras.metrics.Metric):
 
 
 @keras.saving.register_keras_serializable("fuzz")
+class ErrorsInFunction(keras.metrics.Metric):
+    def __init__(self, name="errors_in_function", **kwargs):
+        import tensorflow as tf
+
+        super().__init__(name=name, **kwargs)
+        self.errors = self.add_variable((), "zeros", name="errors")
+        self.added = tf.function(self.add)
+
+    def add(self, y_true, y_pred):
+        self.errors.assign_add(ops.sum(ops.abs(y_true - y_pred)))
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.added(ops.cast(y_true, y_pred.dtype), y_pred)
+
+    def result(self):
+        return self.errors
+
+
+@keras.saving.register_keras_serializable("fuzz")
 def absolute_error(y_true, y_pred):
     return ops.mean(ops.abs(y_true - y_pred), axis=-1)
 
