@@ -190,8 +190,10 @@ def test_processes_meet(num_workers):
         ]
         for worker in started:
             output, errors = worker.communicate(timeout=60)
-            # Developer mode would tell of a socket or a task left behind.
-            assert (worker.returncode, errors) == (0, "")
+            # Developer mode would tell of a socket or a task left behind; and tells of a machine
+            # that is busy.
+            told = [line for line in errors.splitlines() if not line.startswith("Executing ")]
+            assert (worker.returncode, told) == (0, [])
             assert json.loads(output) == [{"seed": 7}] * num_workers
 
 
