@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tfparallel.collectives import transport, transport_selection
 from tfparallel.collectives.lost_worker import WorkerLostError, naming_lost_worker
-from tfparallel.collectives.process_group import _size_step
+from tfparallel.collectives.packing import size_step
 from tfparallel.collectives.traffic import ROWS
 
 ABORTED = "Graph execution error:\n\nDetected at node {}\n\nCollective ops is aborted by: {}\n"
@@ -49,7 +49,7 @@ def test_what_tensorflow_says_of_a_lost_worker(error, said, worker, reason):
 
 def test_steps_of_sizes():
     sizes = np.concatenate([np.arange(1, 5000), 2 ** np.arange(13, 31), 2 ** np.arange(13, 30) + 1])
-    steps, padded = _size_step(tf.constant(sizes, tf.int32))
+    steps, padded = size_step(tf.constant(sizes, tf.int32))
     steps, padded = steps.numpy(), padded.numpy()
     assert (padded >= sizes).all()
     assert (padded[sizes > 4] <= 1.25 * sizes[sizes > 4]).all()

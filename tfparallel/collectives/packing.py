@@ -1,5 +1,6 @@
-"""How tensors travel between workers: as which type, and which of them together."""
+"""How tensors travel between workers: as which type, in what size, and which of them together."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
@@ -9,6 +10,7 @@ SENT_AS = {
     **dict.fromkeys((tf.bool, tf.int8, tf.int16, tf.uint8, tf.uint16), tf.int32),
     **dict.fromkeys((tf.uint32, tf.uint64), tf.int64),
 }
+_STEPS_PER_OCTAVE = 4
 _MAX_ELEMENTS = 2**31  # Of a vector: TensorFlow joins and splits by numbers of 32 bits.
 
 
@@ -106,3 +108,17 @@ def buckets(sizes_bytes: Sequence[int], bucket_bytes: int | None) -> list[list[i
         found[-1].append(index)
         held += sizes_bytes[index]
     return found
+
+
+def size_step(size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the index of the smallest step that holds `size` elements, and its elements.
+
+    The steps are 5·2ᵒ, 6·2ᵒ, 7·2ᵒ and 8·2ᵒ for the octaves o = 0, 1, …; up to 4, all sizes are 4.
+    """
+    size = tf.maximum(size, _STEPS_PER_OCTAVE)
+    # A hair less than the logarithm, so that 8·2ᵒ, rounded or not, is the end of its octave.
+    octave = tf.math.log(tf.cast(size, tf.float64)) / math.log(2) - 2 - 1e-9
+    octave = tf.maximum(tf.cast(tf.floor(octave), size.dtype), 0)
+    unit = tf.bitwise.left_shift(tf.ones_like(size), octave)
+    quarters = -(-size // unit)
+    return (octave - 1) * _STEPS_PER_OCTAVE + quarters, quarters * unit

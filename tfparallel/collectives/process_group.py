@@ -22,7 +22,6 @@ Rests on collectives of TensorFlow's that have no public name outside a replica.
 import copy
 import functools
 import json
-import math
 import operator
 import re
 from collections.abc import Sequence
@@ -40,13 +39,13 @@ from tfparallel.collectives.packing import (
     movable,
     restored,
     sendable,
+    size_step,
 )
 from tfparallel.collectives.traffic import ROWS, SUMS, Traffic
 from tfparallel.flight.marks import around
 from tfparallel.seams.tensorflow import all_gather_v2, all_reduce_v2, all_to_all_v2
 
 _FIRST_GROUP_KEY = 2**20  # Above those that TensorFlow's strategies count up from 1.
-_STEPS_PER_OCTAVE = 4
 _MAX_SIGNATURES = 2**20  # A key is signature + _MAX_SIGNATURES · size step, in 32 bits.
 # Of TensorFlow's ring: pieces of this size travel at the same time as others are summed, which
 # beats one piece a worker (its default) by a quarter from 16 MiB up, and costs at small sizes.
@@ -334,7 +333,7 @@ class ProcessGroup:
             self.traffic.add_tensor(kind, flat, one_in=one_in)
             return self._run(name, flat, signature)
         size = tf.size(flat)
-        step, padded_size = _size_step(size)
+        step, padded_size = size_step(size)
         flat = tf.pad(flat, [[0, padded_size - size]])
         self.traffic.add_tensor(kind, flat)
         result = self._run(name, flat, signature + _MAX_SIGNATURES * step)
@@ -393,17 +392,3 @@ def _added_up(terms: Sequence[tf.Tensor]) -> tf.Tensor:
     if dtype.size > 2:
         return functools.reduce(operator.add, terms)
     return tf.cast(functools.reduce(operator.add, [tf.cast(t, tf.float32) for t in terms]), dtype)
-
-
-def _size_step(size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the index of the smallest step that holds `size` elements, and its elements.
-
-    The steps are 5·2ᵒ, 6·2ᵒ, 7·2ᵒ and 8·2ᵒ for the octaves o = 0, 1, …; up to 4, all sizes are 4.
-    """
-    size = tf.maximum(size, _STEPS_PER_OCTAVE)
-    # A hair less than the logarithm, so that 8·2ᵒ, rounded or not, is the end of its octave.
-    octave = tf.math.log(tf.cast(size, tf.float64)) / math.log(2) - 2 - 1e-9
-    octave = tf.maximum(tf.cast(tf.floor(octave), size.dtype), 0)
-    unit = tf.bitwise.left_shift(tf.ones_like(size), octave)
-    quarters = -(-size // unit)
-    return (octave - 1) * _STEPS_PER_OCTAVE + quarters, quarters * unit

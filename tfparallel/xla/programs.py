@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfparallel.xla.step_graph import StepGraph
 
-__all__ = ["Outside", "Program", "Node", "Programs"]
+__all__ = ["Node", "Outside", "Program", "Programs"]
 
 # An operation's name, or a program's device and level; no device of what is not compiled.
 Node = str | tuple[int | None, int]
