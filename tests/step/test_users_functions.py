@@ -12,11 +12,12 @@ from tfparallel.tracing.apart import traced_apart
 
 TWO = ["CPU:0", "CPU:1"]
 FORMS = {
-    "one": lambda model: tfparallel.data_parallel(model, devices=["CPU:0"]),
-    "data": lambda model: tfparallel.data_parallel(model, devices=TWO),
-    "model": lambda model: tfparallel.model_parallel(model, TWO),
-    "pipeline": lambda model: tfparallel.pipeline_parallel(model, TWO, num_micro_batches=2),
-    "tensor": lambda model: tfparallel.tensor_parallel(model, TWO),
+    "one": lambda build: tfparallel.data_parallel(build(), devices=["CPU:0"]),
+    "data": lambda build: tfparallel.data_parallel(build(), devices=TWO),
+    "model": lambda build: tfparallel.model_parallel(build(), TWO),
+    "model of a function": lambda build: tfparallel.model_parallel(build, TWO),
+    "pipeline": lambda build: tfparallel.pipeline_parallel(build(), TWO, num_micro_batches=2),
+    "tensor": lambda build: tfparallel.tensor_parallel(build(), TWO),
 }
 
 
@@ -36,7 +37,7 @@ class Farthest(keras.metrics.Metric):
 
 
 class Counts(keras.layers.Layer):
-    """Adds to its inputs how often it was called, in a function; its shapes need no call."""
+    """Counts its calls, in a function, and adds some of the number; its shapes need no call."""
 
     def build(self, input_shape):
         self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
@@ -53,18 +54,30 @@ class Counts(keras.layers.Layer):
         return input_shape
 
 
-def trained(form=None, *layers, metrics=()):
+def batches(rows):
+    """Two batches of as many rows; of None, of four, which the data set does not tell."""
+    x, y = np.ones((2 * (rows or 4), 6), "float32"), np.ones((2 * (rows or 4), 2), "float32")
+    found = tf.data.Dataset.from_tensor_slices((x, y)).batch(rows or 4, drop_remainder=True)
+    if rows:
+        return found
+    of_any = (tf.TensorSpec((None, 6)), tf.TensorSpec((None, 2)))
+    made = tf.data.Dataset.from_generator(lambda: iter(found), output_signature=of_any)
+    return made.apply(tf.data.experimental.assert_cardinality(2))
+
+
+def trained(form=None, *layers, metrics=(), rows=4):
     """What `fit` and `evaluate` tell, and the states."""
     keras.utils.set_random_seed(1)
-    model = keras.Sequential(
-        [keras.Input((6,)), keras.layers.Dense(4), *layers, keras.layers.Dense(2)]
-    )
-    if form is not None:
-        model = FORMS[form](model)
+
+    def build():
+        return keras.Sequential(
+            [keras.Input((6,)), keras.layers.Dense(4), *layers, keras.layers.Dense(2)]
+        )
+
+    model = build() if form is None else FORMS[form](build)
     model.compile("sgd", "mse", metrics=list(metrics), jit_compile=False)
-    x, y = np.ones((8, 6), "float32"), np.ones((8, 2), "float32")
-    told = model.fit(x, y, batch_size=4, epochs=2, verbose=0).history
-    told["evaluated"] = model.evaluate(x, y, batch_size=4, verbose=0)
+    told = model.fit(batches(rows), epochs=2, verbose=0).history
+    told["evaluated"] = model.evaluate(batches(rows), verbose=0)
     told["states"] = [v.numpy() for v in model.non_trainable_variables]
     return told
 
@@ -81,12 +94,14 @@ def test_of_a_metric(form):
     assert_same(trained(form, metrics=[Farthest()]), trained(metrics=[Farthest()]))
 
 
-@pytest.mark.parametrize("form", ["one", "model", "tensor"])
-def test_of_a_layer_with_a_state(form):
+# Of two rows are the outputs that a copy is compared by, of 32 the costs, of any number a proof.
+@pytest.mark.parametrize("rows", [2, 32, None])
+@pytest.mark.parametrize("form", ["one", "model", "model of a function", "tensor"])
+def test_of_a_layer_with_a_state(form, rows):
     """Story: a cost, a copy's outputs and a proof were traced, and the state stayed as it was."""
-    expected = trained(None, Counts())
+    expected = trained(None, Counts(), rows=rows)
     assert expected["states"] == [4.0 + 2.0]
-    assert_same(trained(form, Counts()), expected)
+    assert_same(trained(form, Counts(), rows=rows), expected)
 
 
 @pytest.mark.parametrize("apart", [False, True])
