@@ -71,9 +71,10 @@ def add_control_inputs(operation: tf.Operation, sources: Sequence[tf.Operation])
 
 
 class _Anew(XLAControlFlowContext):
-    """Where functions are traced anew; nothing else is, as it would be for XLA."""
+    """A context in which functions are traced anew. Operations are made as anywhere else."""
 
-    _all: list["_Anew"] = []  # A function tells them apart by their ids, which stay theirs.
+    # A function's cache knows each by its `id`, so none is freed: another could get that id.
+    _all: list["_Anew"] = []
 
     def __init__(self):
         super().__init__()
@@ -88,7 +89,7 @@ class _Anew(XLAControlFlowContext):
 
 @contextlib.contextmanager
 def functions_traced_anew() -> Iterator[None]:
-    """Has each `tf.function` that the graph being traced calls within be traced for it alone."""
+    """Within it, each `tf.function` that the graph being traced calls is traced for it alone."""
     here = _Anew()
     here.Enter()
     try:

@@ -1,8 +1,8 @@
-"""Traces that are only looked at, of which the functions that they call keep nothing.
+"""Traces made only to be inspected: a `tf.function` called in one keeps nothing of it.
 
-What a model computes is traced before its first step, for shapes, for a proof, for a plan. What
-such a trace writes goes nowhere. A `tf.function` of the user's own, as of a metric's
-`update_state`, would keep it, and its next call would be that one again: without what it writes.
+Shapes, proofs and plans come from traces made before the first step, and whatever those write is
+dropped. A `tf.function` of the user's own, such as a metric's `update_state`, would cache what was
+traced there, without its write, and the step would reuse it.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ __all__ = ["traced_apart"]
 
 @contextlib.contextmanager
 def traced_apart() -> Iterator[None]:
-    """Has functions that are called within the block be traced for it alone."""
+    """Within it, each `tf.function` that is called is traced for this trace alone."""
     with contextlib.ExitStack() as stack:
         if tf.executing_eagerly():
             stack.enter_context(FuncGraph("traced_apart").as_default())
