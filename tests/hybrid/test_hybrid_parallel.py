@@ -481,3 +481,31 @@ def test_a_batch_has_an_example_for_each_piece():
     x, y = data(residual)
     with pytest.raises(ValueError, match="batches of 3 for 2 replicas x 2 micro-batches"):
         model.fit(x, y, batch_size=3, verbose=0)
+
+
+@pytest.mark.parametrize(
+    "build_parallel",
+    [
+        lambda build: tfparallel.pipeline_parallel(build, devices=2, num_micro_batches=2),
+        lambda build: tfparallel.hybrid_parallel(build, mesh={"data": 2, "pipeline": 2}),
+    ],
+    ids=["pipeline", "hybrid"],
+)
+def test_a_batch_without_rows_adds_no_loss(build_parallel):
+    """Its share of the losses that layers add is 0 of 0 rows."""
+    spec = (tf.TensorSpec((None, 4)), tf.TensorSpec((None, 1)))
+
+    def build():
+        return keras.Sequential(
+            [keras.Input((4,)), layers.Dense(4, activity_regularizer="l2"), layers.Dense(1)]
+        )
+
+    def told(make):
+        model = seeded(lambda: make(build))
+        model.compile("sgd", "mse")
+        batches = [(np.ones((rows, 4)), np.ones((rows, 1))) for rows in (6, 0)]
+        of_any = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)
+        return model.fit(of_any, verbose=0).history["loss"], model.evaluate(of_any, verbose=0)
+
+    np.testing.assert_allclose(told(build_parallel)[0], told(lambda make: make())[0], rtol=1e-5)
+    np.testing.assert_allclose(told(build_parallel)[1], told(lambda make: make())[1], rtol=1e-5)

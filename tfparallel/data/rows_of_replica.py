@@ -111,8 +111,9 @@ class Shard(NamedTuple):
         return tf.where(tf.convert_to_tensor(self.num_rows) > 0, term, tf.zeros_like(term))
 
     def weight(self, dtype) -> tf.Tensor:
-        """The replica's share of the global batch, n_k / B."""
-        return tf.cast(self.num_rows, dtype) / tf.cast(self.num_averaged_rows, dtype)
+        """The replica's share of the global batch, n_k / B; 0 of a batch without rows."""
+        rows, of = tf.cast(self.num_rows, dtype), tf.cast(self.num_averaged_rows, dtype)
+        return tf.math.divide_no_nan(rows, of)
 
 
 def for_replicas(all_shards: Sequence[Shard]) -> list[Shard]:
