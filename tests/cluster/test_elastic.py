@@ -269,7 +269,7 @@ def test_strangers_start_no_round(start, endpoint, tmp_path):
             if number % 3 == 0:
                 stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
             elif number % 3 == 1:
-                stranger.sendall(b'{"job": "blobs", "nonce": "a"}\n')
+                stranger.sendall(b'{"job": "blobs", "nonce": "a", "version": 2}\n')
                 nonces = ("a", json.loads(stranger.recv(1000))["nonce"])
                 session = Session(Secret(""), "blobs", nonces, is_caller=True)
                 stranger.sendall(session.sealed(hello))

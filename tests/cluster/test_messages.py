@@ -210,3 +210,19 @@ def test_the_callers_own_handler_of_interrupts_is_left_alone():
         assert signal.getsignal(signal.SIGINT) is own and heard == [signal.SIGINT]
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_line_is_heard_once_and_none_before_another():
+    """One that a signal kept from being sent is missing, and the next is heard."""
+    secret, nonces = wire.Secret("right"), ("a", "b")
+    said, heard = (
+        wire.Session(secret, "blobs", nonces, is_caller=is_caller) for is_caller in (True, False)
+    )
+    first, second, third = (said.sealed(wire.encoded({"n": n})).rstrip() for n in range(3))
+    assert [heard.opened(line) for line in (first, first, third, second, third)] == [
+        {"n": 0}, None, {"n": 2}, None, None,
+    ]  # fmt: skip
+    proof, _, message = third.split(b" ", 2)
+    for number in (b"3", b"-1", b"", b"9" * 5000):
+        assert heard.opened(b" ".join([proof, number, message])) is None
+    assert wire.unproved(second) == {"n": 1}

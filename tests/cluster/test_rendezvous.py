@@ -7,12 +7,13 @@ import itertools
 import json
 import resource
 import selectors
+import signal
 import socket
 import time
 
 import pytest
 
-from tfparallel.cluster import rendezvous
+from tfparallel.cluster import rendezvous, wire
 from tfparallel.cluster.acceptor import Acceptor
 from tfparallel.cluster.address import join_address, split_address
 from tfparallel.cluster.channel import Call, Channel
@@ -20,6 +21,7 @@ from tfparallel.cluster.control_channel import ControlChannel
 from tfparallel.cluster.elastic import ElasticMeetings
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.rendezvous import meet
+from tfparallel.cluster.supervisor import StopRequest
 from tfparallel.cluster.wire import Secret, Session, encoded, unproved
 
 
@@ -53,6 +55,20 @@ def pool():
 def endpoint():
     (port,) = free_ports(1)
     return f"127.0.0.1:{port}"
+
+
+def test_another_version_is_named_by_both(endpoint, pool, monkeypatch):
+    host = start(pool, endpoint, 0, timeout_seconds=3)
+    with until_it_listens(endpoint) as older:
+        older.sendall(b'{"job": "blobs", "nonce": "a"}\n')
+        assert json.loads(older.makefile("rb").readline()) == {"refused": "blobs"}
+    with pytest.raises(RuntimeError, match="with another version of tfparallel"):
+        host.result(30)
+    near, there = connected()
+    with there, Call(near, Secret("right"), "blobs") as call:
+        there.sendall(b'{"job": "blobs", "nonce": "b"}\n')
+        with pytest.raises(wire.RefusedError, match="there has another version of tfparallel"):
+            call.greet(time.monotonic() + 5)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
@@ -271,7 +287,7 @@ def test_a_thousand_wrong_hellos_have_no_effect(pool, endpoint):
             silent.append(stranger)
             continue
         with stranger, contextlib.suppress(ConnectionError):
-            stranger.sendall(b'{"job": "blobs", "nonce": "a"}\n')
+            stranger.sendall(b'{"job": "blobs", "nonce": "a", "version": 2}\n')
             assert b"nonce" in stranger.recv(1 << 10)
             stranger.sendall(line)
             if number < 50:
@@ -302,7 +318,10 @@ def test_what_was_said_once_lets_nobody_in_again(pool, endpoint):
     with until_it_listens(endpoint) as stranger:
         stranger.sendall(heard)
         lines = stranger.makefile("rb").read().splitlines()
-    assert [sorted(json.loads(line)) for line in lines] == [["job", "nonce"], ["refused"]]
+    assert [sorted(json.loads(line)) for line in lines] == [
+        ["job", "nonce", "version"],
+        ["refused"],
+    ]
     with pytest.raises(RuntimeError, match="with another TFPARALLEL_JOB_TOKEN"):
         host.result(30)
 
@@ -316,7 +335,7 @@ def test_what_a_false_acceptor_says_is_not_believed(pool):
         caller = acceptor.accept()[0]
         with caller:
             greeting = json.loads(caller.makefile("rb").readline())
-            caller.sendall(b'{"job": "blobs", "nonce": "b"}\n')
+            caller.sendall(b'{"job": "blobs", "nonce": "b", "version": 2}\n')
             nonces = (greeting["nonce"], "b")
             session = Session(Secret("wrong"), "blobs", nonces, is_caller=False)
             caller.sendall(session.sealed(encoded(answer)))
@@ -375,7 +394,8 @@ def test_a_thousand_hosts_meet(pool, endpoint, monkeypatch, num_workers):
             callers[-1][1].ask(hello | {"node_rank": node}, deadline)
         _, first = callers.pop()
         # To read a thousand times what each host reads once would take longest.
-        answers = {read_to_the_end_of_a_line(connected)[65:] for connected, _ in callers}
+        lines = [read_to_the_end_of_a_line(connected) for connected, _ in callers]
+        answers = {line.split(b" ", 2)[2] for line in lines}
         answer = first.answer(deadline)
         meeting = host.result(deadline - time.monotonic())
         meeting.news.close()
@@ -571,6 +591,27 @@ def test_a_message_is_heard_once():
         assert not news.lines[0].listen()
     assert len(news.failures) == 1
     news.close()
+
+
+def test_a_signal_within_a_message_is_told_with_the_next(monkeypatch):
+    """Story: the other hosts took it for a loss, and their workers had no time to save."""
+    connection, there = connected()
+    news = ControlChannel(1, 2, {0: channel(connection, is_caller=True)})
+    others = ControlChannel(0, 2, {1: channel(there)})
+    framed = wire.framed
+
+    def interrupted(*said):
+        framed(*said)
+        monkeypatch.undo()
+        raise StopRequest(signal.SIGTERM)
+
+    monkeypatch.setattr(wire, "framed", interrupted)
+    with pytest.raises(StopRequest), news:
+        news.tell_success()
+    with others:
+        while others.lines[0].listen():
+            pass
+        assert (others.departure.node, others.departure.signum) == (1, signal.SIGTERM)
 
 
 @pytest.mark.parametrize("token", ["wrong", None])

@@ -85,7 +85,7 @@ class Acceptor:
         return self._selector.fileno()
 
     def wait(self, seconds: float) -> list[Visitor]:
-        """Waits for launchers of the job to come in; those are the caller's to hang up on."""
+        """Waits at most so long for launchers to come in, on whom the caller is to hang up."""
         come, has_caller = [], False
         for key, _ in self._selector.select(seconds):
             visitor = key.fileobj
@@ -112,7 +112,7 @@ class Acceptor:
             self.turned_away.append(told)
 
     def who_was_turned_away(self) -> str:
-        """Returns what an error says of them."""
+        """Returns what an error says of those who were turned away; "" if nobody was."""
         return "".join(f" Turned away: {told.rstrip('.')}." for told in self.turned_away)
 
     def _hear(self, visitor, line):
@@ -130,6 +130,8 @@ class Acceptor:
             raise ValueError("It names no job.")
         if said["job"] != self._job:
             self._refuse(visitor, f"of the job {said['job']!r}")
+        if not wire.is_of_this_version(said):
+            self._refuse(visitor, "with another version of tfparallel")
         own = wire.greeting(self._job)
         visitor.send(own)
         nonces = said["nonce"], own["nonce"]

@@ -87,7 +87,12 @@ class Channel:
         return True
 
     def read(self, max_bytes: int = wire.MAX_BYTES) -> bytes | None:
-        """Returns the next line if it has come, without waiting; `ValueError` if it is too long."""
+        """Returns the next line if it has come, without waiting.
+
+        Raises:
+            OSError: If the connection has ended.
+            ValueError: If the line is longer than `max_bytes`.
+        """
         while (line := self._lines.next(max_bytes)) is None:
             try:
                 # What follows the line stays with the system, which tells the next selector of it.
@@ -104,7 +109,10 @@ class Channel:
         return line
 
     def read_until(self, until: float, max_bytes: int = wire.MAX_BYTES) -> bytes | None:
-        """Returns the next line; None if it has not come until the monotonic time `until`."""
+        """Returns the next line; None if it has not come by the monotonic time `until`.
+
+        Errors as of `read`.
+        """
         with selectors.DefaultSelector() as selector:
             selector.register(self, selectors.EVENT_READ)
             while (line := self.read(max_bytes)) is None:
@@ -136,6 +144,9 @@ class Call(Channel):
         answer = wire.parsed(line)
         if not wire.is_greeting(answer):
             raise wire.refusal(answer, self._job)
+        if not wire.is_of_this_version(answer):
+            text = "the launcher there has another version of tfparallel; install one on all hosts"
+            raise wire.RefusedError(text, answer["job"])
         return own["nonce"], answer["nonce"]
 
     def answer(self, until: float) -> dict[str, Any] | None:
@@ -173,7 +184,10 @@ def who_listens(address: tuple[str, int], job: str, timeout_seconds: float) -> s
 
 
 def keep_alive(connected: socket.socket, idle_seconds: int) -> None:
-    """Has the system ask a host that is silent for so long; three times, then it has vanished."""
+    """Has TCP probe a host after `idle_seconds` of silence, and give it up after three probes.
+
+    What is sent and not acknowledged for as long ends the connection, too.
+    """
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {
         "TCP_KEEPIDLE": idle_seconds,

@@ -58,7 +58,8 @@ class Connection:
         if self.session is not None:
             if (message := self.session.opened(line)) is None:
                 other = (wire.parsed(line) or {}).get("refused")
-                raise wire.RefusedError("it is no worker of this job", other)
+                job = other if wire.is_word(other) else None
+                raise wire.RefusedError("it is no worker of this job", job)
             return message
         if (message := wire.parsed(line)) is None:
             raise ValueError("A message that is no JSON object.")

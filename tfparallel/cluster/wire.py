@@ -1,16 +1,16 @@
 """What the launchers and the workers of a job say to each other over TCP: lines, and proofs.
 
-    caller ──{"job": "train-17", "nonce": a}──> listener
-    caller <──{"job": "train-17", "nonce": b}── listener    or {"refused": its own job}
-    caller ──proof {…}────────────────────────> listener
-    caller <──proof {…}──────────────────────── listener    or {"refused": its own job}
+    caller ──{"job": "train-17", "nonce": a, …}──> listener
+    caller <──{"job": "train-17", "nonce": b, …}── listener    or {"refused": its own job}
+    caller ──proof 0 {…}─────────────────────────> listener
+    caller <──proof 0 {…}───────────────────────── listener    or {"refused": its own job}
 
 A message is a JSON object on a line of bounded size: what comes in may come from anybody, and
-nothing in it is ever executed. From the second line on each has its proof, an HMAC of
-both nonces (random words that are used once), who speaks, how many lines it has sent before, and
-what is said; so none can be used again, or for anything else. The job's token, which makes the
-proof, never crosses the wire. Without a proof what is said is a reason for a person to read, and
-has no effect.
+nothing in it is ever executed. From the second line on each has its proof, an HMAC of both nonces
+(random words that are used once), who speaks, the line's number, and what is said; so none can be
+used again, or for anything else. A number may be left out, of a line that a signal kept from being
+sent. The job's token, which makes the proof, never crosses the wire. Without a proof what is said
+is a reason for a person to read, and has no effect.
 
 Nothing here touches a socket. Launchers wait in a selector (channel.py), workers in an event loop
 (messages.py).
@@ -35,6 +35,7 @@ __all__ = [
     "framed",
     "greeting",
     "is_greeting",
+    "is_of_this_version",
     "is_word",
     "new_nonce",
     "parsed",
@@ -45,6 +46,8 @@ __all__ = [
 # Of one message; what a worker or a launcher says of itself is well below 2 KiB.
 MAX_BYTES = 1 << 16
 _MAX_WORD = 64
+_VERSION = 2  # Of what is said, and how.
+_MAX_DIGITS = 9  # Of the number of a line.
 _PROOF_BYTES = 64  # Of hexadecimal digits.
 _NONCE_BYTES = 16
 
@@ -122,23 +125,33 @@ class Session:
         self._secret, self._said = secret, (job, *nonces)
         speakers = ("caller", "listener")
         self._own, self._other = speakers if is_caller else reversed(speakers)
-        self._num_sent = self._num_heard = 0  # So that no line is believed twice, or out of turn.
+        self._next_sent = self._next_heard = 0  # Numbers of lines: none is believed twice.
 
     def sealed(self, message: bytes) -> bytes:
         """Returns the line to send, of what `encoded` returned."""
         digest = hashlib.sha256(message).hexdigest()
-        proof = self._secret.proof(self._own, *self._said, self._num_sent, digest)
-        self._num_sent += 1
-        return proof.encode() + b" " + message + b"\n"
+        number = self._next_sent
+        self._next_sent += 1
+        proof = self._secret.proof(self._own, *self._said, number, digest)
+        return f"{proof} {number} ".encode() + message + b"\n"
 
     def opened(self, line: bytes) -> dict[str, Any] | None:
         """Returns the message of a line; None if the proof is wrong or it is no message."""
-        proof, message = line[:_PROOF_BYTES].decode("latin-1"), line[_PROOF_BYTES + 1 :]
+        proof, number, message = _taken_apart(line)
         digest = hashlib.sha256(message).hexdigest()
-        if not self._secret.is_proof(proof, self._other, *self._said, self._num_heard, digest):
+        if number < self._next_heard or not self._secret.is_proof(
+            proof, self._other, *self._said, number, digest
+        ):
             return None
-        self._num_heard += 1
+        self._next_heard = number + 1
         return parsed(message)
+
+
+def _taken_apart(line: bytes) -> tuple[str, int, bytes]:
+    """The proof of a line, its number, -1 if it has none, and the message."""
+    number, _, message = line[_PROOF_BYTES + 1 :].partition(b" ")
+    is_number = number.isdigit() and len(number) <= _MAX_DIGITS
+    return line[:_PROOF_BYTES].decode("latin-1"), int(number) if is_number else -1, message
 
 
 def framed(message: dict[str, Any], session: Session | None) -> bytes:
@@ -163,17 +176,22 @@ def parsed(line: bytes) -> dict[str, Any] | None:
 
 def unproved(line: bytes) -> dict[str, Any]:
     """Returns what a line says whose proof is wrong, for a person to read; empty if nothing."""
-    return parsed(line[_PROOF_BYTES + 1 :]) or {}
+    return parsed(_taken_apart(line)[2]) or {}
 
 
-def greeting(job: str) -> dict[str, str]:
-    """Returns what each says first: its job, and a nonce."""
-    return {"job": job, "nonce": new_nonce()}
+def greeting(job: str) -> dict[str, Any]:
+    """Returns what each says first: its job, a nonce, and the version of what it will say."""
+    return {"job": job, "nonce": new_nonce(), "version": _VERSION}
 
 
 def is_greeting(said: dict[str, Any] | None) -> bool:
     """Whether somebody names a job and a nonce."""
     return said is not None and is_word(said.get("job")) and is_word(said.get("nonce"))
+
+
+def is_of_this_version(said: dict[str, Any]) -> bool:
+    """Whether somebody who greets speaks as this version of the package does."""
+    return said.get("version") == _VERSION
 
 
 def refusal(said: dict[str, Any] | None, job: str) -> RefusedError:
@@ -188,7 +206,7 @@ def refusal(said: dict[str, Any] | None, job: str) -> RefusedError:
 
 
 def is_word(text: Any) -> bool:
-    """Whether a job can have this name: up to 64 printable characters of ASCII, no space."""
+    """Whether it is up to 64 printable characters of ASCII without a space, as a job's name is."""
     return (
         isinstance(text, str)
         and 0 < len(text) <= _MAX_WORD

@@ -108,7 +108,10 @@ def _checked_facts(workers, worker_index, facts, timeout_seconds):
         problems.append(f"facts are not what JSON holds ({error})")
     if problems:
         received = dict(workers=workers, worker_index=worker_index, timeout_seconds=timeout_seconds)
-        fix = "Correct the cluster and the task index in TF_CONFIG."
+        fix = (
+            "Each worker needs an address of its own, and facts in plain values; correct the "
+            "cluster and the task index in TF_CONFIG."
+        )
         raise refusal("Cannot hold a rendezvous", problems, shown(received), fix)
     return facts
 
