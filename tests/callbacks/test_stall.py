@@ -53,3 +53,17 @@ def test_steps_that_go_on_are_left_alone():
 def test_the_watch_ends_with_its_block():
     done = run("pass")
     assert done.returncode == 0, done.stderr
+
+
+def test_what_is_waited_for_within_a_wait_ends_neither():
+    """A standing guard times nothing but waits, and a wait within another goes on with that."""
+    body = (
+        "guard = StallGuard(timeout_seconds=0.4, worker_index=3); guard.start(); time.sleep(0.6)\n"
+        "    with guard.waiting():\n"
+        "        with guard.waiting(): pass\n"
+        "        time.sleep(60)"
+    )
+    block = "with StallGuard(timeout_seconds=0.4, worker_index=3) as guard:"
+    program = PROGRAM.replace(block, "if True:").format(body=body)
+    done = run_python(["-c", program], timeout=100)
+    assert done.returncode == TRY_AGAIN and "a step has lasted longer" in done.stderr

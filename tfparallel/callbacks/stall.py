@@ -31,6 +31,7 @@ class StallGuard(keras.callbacks.Callback):
     """Watches over the steps of `fit`, `evaluate` or `predict` of one worker.
 
     Its place is behind all other callbacks, whose work belongs to the pause between two steps.
+    Between such calls it watches what is done within `waiting`.
 
     Args:
         timeout_seconds: How long a pause between two steps may last; a step a tenth more. Tracing,
@@ -42,10 +43,10 @@ class StallGuard(keras.callbacks.Callback):
 
     def __init__(self, timeout_seconds: float, worker_index: int):
         super().__init__()
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds
         self._worker_index = worker_index
-        self._in_step = False
-        self._since: float | None = None  # When that began; None while nothing is watched.
+        # Whether a step is watched, and since when: one value, which the thread reads at once.
+        self._watched: tuple[bool, float] | None = None
         self._ended = threading.Event()
 
     def __enter__(self):
@@ -57,21 +58,22 @@ class StallGuard(keras.callbacks.Callback):
         self.stop()
 
     def start(self) -> None:
-        """Begins to watch, but for what is not between `__enter__` and `__exit__`, or `waiting`."""
+        """Starts the thread. Nothing is timed until `__enter__` or `waiting` begins."""
         threading.Thread(target=self._watch, name="stall guard", daemon=True).start()
 
     def stop(self) -> None:
+        """Ends the thread."""
         self._ended.set()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Counts what all workers do together as a step: the one that hangs ends first."""
-        outer, is_watched = self._in_step, self._since is not None
+        outer = self._watched
         self._tick(True)
         try:
             yield
         finally:
-            self._in_step, self._since = outer, time.monotonic() if is_watched else None
+            self._watched = None if outer is None else (outer[0], time.monotonic())
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._tick(True)
@@ -89,18 +91,21 @@ class StallGuard(keras.callbacks.Callback):
     on_test_batch_end = on_train_batch_end
 
     def _tick(self, in_step):
-        self._in_step, self._since = in_step, time.monotonic()
+        self._watched = in_step, time.monotonic()
 
     def _watch(self):
-        while not self._ended.wait(min(self._timeout_seconds / 20, 5.0)):
-            allowed, since = self._timeout_seconds * (1 + _HEAD_START * self._in_step), self._since
-            if since is not None and time.monotonic() - since > allowed:
-                self._end(allowed)
+        while not self._ended.wait(min(self.timeout_seconds / 20, 5.0)):
+            if (watched := self._watched) is None:
+                continue
+            in_step, since = watched
+            allowed = self.timeout_seconds * (1 + _HEAD_START * in_step)
+            if time.monotonic() - since > allowed:
+                self._end(allowed, in_step)
 
-    def _end(self, allowed):
+    def _end(self, allowed, in_step):
         what = (
             "a step has lasted longer: another worker, or the data that the step waits for, hangs"
-            if self._in_step
+            if in_step
             else "no step has begun for longer: a callback, the data or the program hangs here"
         )
         print(

@@ -124,6 +124,7 @@ class WorkerSession:
             guard.start()
             weakref.finalize(self, guard.stop)
             self._between_calls = guard
+        self._between_calls.timeout_seconds = self._model.strategy.stall_timeout
         with naming_lost_worker(), agreement.in_plain_words(), self._between_calls.waiting():
             yield
 
