@@ -215,6 +215,40 @@ def test_the_layers_of_a_model_within_a_model_agree_in_a_form_that_is_exact():
     assert first_difference(build_model, data_parallel_on(2), some_batches()[0], 1e-4) is None
 
 
+class Outputs(keras.layers.Layer):
+    """Numbers of a type, moved by so much in every second model that is built."""
+
+    num_built = 0
+
+    def __init__(self, dtype, moved):
+        super().__init__()
+        Outputs.num_built += 1
+        self.type, self.moved = dtype, moved * (Outputs.num_built % 2)
+
+    def call(self, inputs):
+        return tf.cast(tf.ones_like(inputs) * 1e6 + self.moved, self.type)
+
+    def compute_output_spec(self, inputs):
+        return keras.KerasTensor(inputs.shape, self.type)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "moved", "is_named"),
+    [("int32", 1.0, True), ("float32", 1.0, False), ("complex64", 1.0, False)],
+)
+def test_whole_numbers_must_be_equal_and_others_nearly(dtype, moved, is_named):
+    """One of a million: rounding, unless whole numbers are counted."""
+    Outputs.num_built = 0
+
+    def build_model():
+        inputs = keras.Input((2,))
+        return keras.Model(inputs, Outputs(dtype, moved)(inputs))
+
+    given = (np.ones((2, 2), "float32"),)
+    found = first_difference(build_model, lambda build: build(), given, 1e-4)
+    assert (found is not None) is is_named
+
+
 @pytest.mark.slow
 def test_another_learning_rate_is_found_though_all_outputs_agree():
     """Nothing but the update differs: the outputs on the first batch cannot tell."""

@@ -65,3 +65,8 @@ def test_slots_find_the_variable_with_the_longest_fitting_name(slot, owner):
 )  # fmt: skip
 def test_digits_that_agree(relative, dtype, digits):
     assert digits_that_agree(relative, dtype) == digits
+
+
+def test_the_imaginary_part_counts():
+    found = distance_between(np.array([3.0 + 4.0j]), np.array([3.0 + 4.5j]))
+    assert (found.absolute, found.magnitude) == (0.5, 5.0)

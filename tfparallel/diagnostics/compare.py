@@ -66,7 +66,12 @@ def largest_magnitude(value: np.ndarray) -> float:
     """Returns the largest magnitude of an element; 0 of what holds no numbers."""
     if not value.size or not (is_float(value) or np.issubdtype(value.dtype, np.number)):
         return 0.0
-    return float(np.max(np.abs(value.astype(np.float64))))
+    return float(np.max(np.abs(_wide(value))))
+
+
+def _wide(value: np.ndarray) -> np.ndarray:
+    """In a type that can be subtracted exactly, as bfloat16 and others cannot in NumPy."""
+    return value.astype(np.complex128 if np.iscomplexobj(value) else np.float64)
 
 
 def _largest_difference(expected: np.ndarray, received: np.ndarray) -> float:
@@ -76,8 +81,7 @@ def _largest_difference(expected: np.ndarray, received: np.ndarray) -> float:
         return 0.0
     if expected.dtype.kind in "bOSU":  # Booleans and strings are equal or not.
         return float(not np.array_equal(expected, received))
-    # Extended types such as bfloat16 have no exact subtraction in NumPy.
-    expected, received = expected.astype(np.float64), received.astype(np.float64)
+    expected, received = _wide(expected), _wide(received)
     if not (np.isfinite(expected).all() and np.isfinite(received).all()):
         return math.nan
     return float(np.max(np.abs(expected - received)))

@@ -73,7 +73,7 @@ def first_difference(
     for name, one, other in pairs:
         one, other = np.asarray(one), np.asarray(other)
         found = distance_between(one, other)
-        if not found.is_within(tolerance if is_float(one) else 0.0):
+        if not found.is_within(tolerance if is_float(one) or np.iscomplexobj(one) else 0.0):
             return f"layer {name!r}: its output differs by {found.absolute:.1e} on the first batch"
     return None
 
