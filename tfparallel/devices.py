@@ -2,8 +2,8 @@
 
 A device is named `"CPU:0"` or `"GPU:1"`. TensorFlow places an operation on the
 CPU without a word when the device it was given does not exist; the functions
-here raise instead. Which devices there are is in `device_listing.py`, how they are made in
-`device_setup.py`.
+here raise instead. Which devices there are, and those of other processes, is in
+`device_listing.py`; how the CPU and GPUs are split, in `device_setup.py`.
 
 ```python
 import tfparallel

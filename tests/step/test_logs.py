@@ -199,7 +199,7 @@ def test_a_step_of_which_the_logs_are_on_a_gpu_may_go_on(monkeypatch):
     for logs in ({"loss": 1.0}, {"loss": tf.constant(1.0)}, None):
         guard.on_train_batch_begin(0)
         guard.on_train_batch_end(0, logs)
-        assert not guard._in_step
+        assert not guard._watched[0]
     monkeypatch.setattr(stall, "_is_on_gpu", tf.is_tensor)
     guard.on_train_batch_end(0, {"loss": tf.constant(1.0)})
-    assert guard._in_step
+    assert guard._watched[0]

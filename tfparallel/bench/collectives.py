@@ -103,7 +103,7 @@ def whole_numbers(count: int, dtype: str, rank: int, num_ranks: int) -> np.ndarr
 
 def random_numbers(count: int, dtype: str, rank: int, num_ranks: int) -> np.ndarray:
     """Returns a rank's standard normal input, shape `(count,)`; the same at every call."""
-    del num_ranks  # Of which whole numbers must stay small, and these need not.
+    del num_ranks  # Only whole numbers depend on it.
     generator = np.random.default_rng([rank, count])
     return generator.standard_normal(count, np.float32).astype(_NUMPY[dtype])
 

@@ -63,7 +63,7 @@ class Checkpoint(keras.callbacks.Callback):
             `step`, the steps of all epochs that were done. None for a start.
         num_passed: How many calls of the train function passed without training.
         is_passing: Whether the step at hand was done before the run was interrupted, and passes.
-        written_at: Of how many steps the newest checkpoint is.
+        written_at: How many steps the newest checkpoint holds.
 
     Raises:
         ValueError: If an argument is out of range. From `fit`, before any training: if the folder

@@ -175,7 +175,7 @@ def _compression(model):
 def restore_metrics(model: keras.Model, arrays: Sequence[np.ndarray], batch: Any) -> bool:
     """Gives the metrics the values of `capture`; False if they are others.
 
-    Keras builds metrics that are not built of the batch, `(x, y[, sample_weight])`.
+    Metrics that are not yet built are built of the batch's shapes; it is `(x, y[, sample_weight])`.
     """
     if not _metrics_fit(model, arrays):
         # Keras calls it itself, under a strategy only; with the error it raises for a model that

@@ -49,7 +49,7 @@ def local_place(addresses: Sequence[str], index: int) -> tuple[int, int]:
 
 
 def address_problems(named: Iterable[tuple[str, object]]) -> list[str]:
-    """Says what is wrong with addresses, each given behind its name, and with two that are one."""
+    """Says what is wrong with addresses, each given behind its name, and which are the same."""
     problems, taken = [], {}
     for name, address in named:
         if not isinstance(address, str):

@@ -15,7 +15,7 @@ __all__ = ["BackOff", "RestartBackOff"]
 
 
 class BackOff:
-    """The wait of the hosts that would join: `first_seconds`, then twice as long each time.
+    """The wait of the hosts that would join: `first_seconds`, then twice as long, up to a maximum.
 
     What fails later than `soon_seconds` after its start has done some work: what was before is
     forgotten.
@@ -31,7 +31,11 @@ class BackOff:
         self._seconds = self._until = 0.0
 
     def failed(self, lasted_seconds: float, now: float) -> float:
-        """Takes note that a host that joined has failed; returns how long the next one waits."""
+        """Takes note that a host that joined has failed, at the monotonic time `now`.
+
+        Returns:
+            How many seconds the next one waits.
+        """
         if lasted_seconds > self._soon:
             self._seconds = 0.0
         else:

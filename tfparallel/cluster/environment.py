@@ -74,7 +74,7 @@ def available_cores() -> list[int]:
 
 
 def core_shares(cores: Sequence[int], num_workers: int) -> list[Sequence[int]]:
-    """Deals out cores in equal runs of neighbours, at least one each; the rest stays unused."""
+    """Deals out cores in equal runs of neighbours, and leaves the rest; `ValueError` if too few."""
     size = len(cores) // num_workers
     if size == 0:
         raise ValueError(

@@ -23,7 +23,8 @@ __all__ = ["host_programs", "meet_alone", "programs_with_servers", "worker_envir
 def meet_alone(num_workers: int) -> Rendezvous:
     """Returns the meeting of a job that this host runs alone, on free ports of its loopback.
 
-    Call it anew for each attempt: what is dying may still hold the old ports.
+    Call it anew for each attempt: what is dying may still hold the old ports. `RuntimeError` if
+    there are too few free ones.
     """
     *ports, master_port = free_ports(num_workers + 1)
     return Rendezvous(
@@ -94,9 +95,10 @@ def programs_with_servers(
     num_servers: int,
     restart_count: int = 0,
 ) -> list[Program]:
-    """Makes the programs of a job with servers of weights, all on this host: with the chief last.
+    """Makes the programs of a job with servers of weights, all on this host; the chief comes last.
 
-    The job ends with the chief, and goes on without workers, but for one.
+    The job ends with the chief, and goes on as long as one worker is left. `RuntimeError` if there
+    are too few free ports.
     """
     chief, *ports = (f"127.0.0.1:{port}" for port in free_ports(1 + num_workers + num_servers))
     workers, servers = tuple(ports[:num_workers]), tuple(ports[num_workers:])

@@ -41,7 +41,7 @@ _RETRY_SECONDS = 0.1
 _WELCOME = "welcome"
 _NO_WORKER = "what listens there is no worker 0 of this job"
 _HOSTS_KEY = "PMI_process_mapping"
-_IDLE_SECONDS = 5  # After 20 s a host that sends no end of its connections has vanished.
+_IDLE_SECONDS = 5  # A host that answers nothing for 20 s has vanished, whatever it is sent.
 
 
 @dataclasses.dataclass
@@ -193,7 +193,7 @@ class Server(threading.Thread):
 
 
 class Watch(threading.Thread):
-    """Tells which worker of the job has ended first: `lost`, from a connection of role "watch"."""
+    """Tells which worker of the job has ended first. Its connection is one of the role "watch"."""
 
     def __init__(self, connected: socket.socket):
         super().__init__(name="tfparallel-watch", daemon=True)
@@ -216,7 +216,11 @@ class Watch(threading.Thread):
 def connect(
     address: tuple[str, int], token: str, worker: int, role: str, timeout_seconds: float
 ) -> socket.socket:
-    """Connects a worker to the server, as "pmi", for MPI's library, or as "watch"; or `OSError`."""
+    """Connects a worker to the server: as "pmi" for MPI's library, or as "watch" for a `Watch`.
+
+    Raises:
+        OSError: If there is no server of this job within the time.
+    """
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:

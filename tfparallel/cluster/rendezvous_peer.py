@@ -26,7 +26,7 @@ _SURVEY_SECONDS = 0.5
 _MAX_STRANGERS = 256
 _MAX_INTRUDERS = 3
 # What all jobs' workers call themselves before the token tells whose they are; with the version.
-_JOB = "tfparallel-workers-3"
+_JOB = "tfparallel-workers-4"
 _NOBODY = "nothing listens there"
 STRANGER = "what listens there is no tfparallel worker"
 

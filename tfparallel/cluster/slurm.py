@@ -48,7 +48,7 @@ def expand_node_list(text: str) -> list[str]:
 
 
 def expand_tasks_per_node(text: str) -> list[int]:
-    """Writes out the tasks on each node, `"2(x3),1"` as 2, 2, 2, 1; `ValueError` for others."""
+    """Writes out the tasks on each node, `"2(x3),1"` as 2, 2, 2, 1; else `ValueError`."""
     counts = []
     for part in text.split(","):
         match = _COUNT.fullmatch(part.strip())

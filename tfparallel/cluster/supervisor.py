@@ -132,7 +132,8 @@ class Job:
     def wait(self, timeout_seconds: float | None = None) -> Outcome:
         """Waits until all workers succeeded or one failed, on any host; then stops the others.
 
-        When the time is over, all are stopped. What `on_output` raised is raised here.
+        After `timeout_seconds` all are stopped; None waits for ever. What `on_output` raised is
+        raised here.
 
         Returns:
             The outcome, with no process left on this host.

@@ -1,8 +1,7 @@
-"""What workers agree on outside of any step: that all are here, when all stop, who leaves last.
+"""What workers agree on without a collective: that all are here, when all stop, who leaves last.
 
 Rests on TensorFlow's coordination service (`seams.tensorflow.coordination_service`), which its
-multi-worker strategy starts and which has no public face. No collective could do it: what waits
-in one cannot be told who else does.
+multi-worker strategy starts and which has no public face.
 """
 
 import atexit

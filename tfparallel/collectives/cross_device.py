@@ -236,7 +236,7 @@ def refusals(devices: Sequence[str]) -> dict[str, str]:
     refused = {}
     if reason := nccl.refusal(devices):
         refused["nccl"] = reason
-        refused[IN_PROGRAMS] = reason.replace("nccl", IN_PROGRAMS)  # Which is NCCL, too.
+        refused[IN_PROGRAMS] = f"{IN_PROGRAMS} sums by NCCL: {reason}"
     if len(devices) % 2:
         refused["tf_hierarchical_copy"] = (
             f"TensorFlow's leaves out one device of an odd number ({len(devices)})"

@@ -1,4 +1,4 @@
-"""How tensors travel between workers: as which type, in what size, and which of them together."""
+"""How tensors travel between workers or devices: as which type, in what size, which together."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,9 @@ def is_summable(tensor: tf.Tensor) -> bool:
 
 
 def sendable(tensor: tf.Tensor) -> tf.Tensor:
-    """A tensor as a sum can send it: small integers and truth values as larger integers.
+    """A tensor as a sum can send it: truth values and integers of up to 16 bits as int32.
+
+    uint32 and uint64 go as int64.
 
     Raises:
         ValueError: If it holds no numbers.
@@ -71,7 +73,7 @@ def in_vectors(tensors: Sequence[tf.Tensor]) -> Iterator[list[int]]:
 
 
 def buckets(sizes_bytes: Sequence[int], bucket_bytes: int | None) -> list[list[int]]:
-    """Deals gradients out to buckets: the last layers' sum is on its way during the first ones'.
+    """Deals gradients out to buckets: the last layers' are summed while the first are computed.
 
         backward   ∂J/∂θ_4   ∂J/∂θ_3   ∂J/∂θ_2   ∂J/∂θ_1
         bucket 0              Σ(θ_4, θ_3)

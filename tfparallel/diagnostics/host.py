@@ -13,7 +13,7 @@ __all__ = ["WORKER_MIB", "examine_cores", "examine_disk", "examine_memory", "fre
 
 _MIB = 2**20
 _ENOUGH_DISK_MIB = 1024
-WORKER_MIB = 1024  # One that has loaded no data yet holds about 500 MiB.
+WORKER_MIB = 1024  # A worker needs this much free: it holds 500 before it loads data.
 _CGROUP = pathlib.Path("/sys/fs/cgroup")
 
 

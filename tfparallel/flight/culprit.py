@@ -19,7 +19,7 @@ __all__ = ["has_lost_another", "lost_by", "waited_for", "with_errors"]
 
 
 def has_lost_another(culprit: WorkerExit, folder: str, attempt: int, began: float) -> bool:
-    """Whether a worker of this host ended since another one was lost, by its flight record.
+    """Whether a worker of this host ended because another was lost, by its flight record.
 
     Records from before `began`, in seconds since 1970, are of earlier jobs.
     """

@@ -78,7 +78,7 @@ def doing(record: WorkerRecord) -> str:
 
 
 def behind(records: Sequence[WorkerRecord]) -> tuple[tuple[int, ...], str]:
-    """Names the workers that the others waited for, none if nobody can tell, and says why."""
+    """Names the workers that the others waited for, and says why. None if nobody can tell."""
     missing = _missing(records)
     if missing and not elsewhere(records):
         return tuple(missing), f"{_workers(missing)} left no record: `fit` did not begin there."
@@ -159,7 +159,11 @@ class Split:
 
 
 def splits(records: Sequence[WorkerRecord]) -> list[Split]:
-    """Where the time of each worker goes, over the steps that all records hold, if enough."""
+    """Where the time of each worker goes, over the steps that all records hold.
+
+    Returns:
+        A split for each worker; none if too few steps can be compared.
+    """
     shifts = clock_shifts(records)
     by_worker = {record.worker: _by_step(record, shifts[record.worker]) for record in records}
     steps = sorted(set.intersection(*(set(steps) for steps in by_worker.values())))

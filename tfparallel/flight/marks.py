@@ -68,7 +68,7 @@ class Marks:
         return times
 
     def end_step(self, begin: float, end: float, *, is_one: bool = True) -> None:
-        """Records a step, and what has been passed in it.
+        """Records a step from `begin` to `end`, in seconds since 1970, and what it has passed.
 
         Of several steps in one execution (`is_one` is false) the last alone is seen.
         """

@@ -135,7 +135,7 @@ class FlightRecord:
         self._write_json(_ABOUT, _NAMES - _ABOUT, self._about)
 
     def end(self, how: str, lost: int | None = None) -> None:
-        """Says how the worker has ended what is recorded, and for the loss of which one."""
+        """Says how it ended: "well", or an error's words; and which worker's loss ended it."""
         self._about |= {"ended": how[:500], "ended_at": time.time()}
         self._about |= {} if lost is None else {"lost": lost}
         with contextlib.suppress(ValueError):  # It is closed.
@@ -186,7 +186,7 @@ def path_of(folder: str | os.PathLike, worker: int, attempt: int) -> str:
 
 
 def read_record(path: str | os.PathLike) -> WorkerRecord:
-    """Reads a record, of a worker that lives or does not; `ValueError` if it is none."""
+    """Reads a record, of a live worker or not; `OSError`, or `ValueError` if it is none."""
     with open(path, "rb") as file:
         data = file.read()
     if not data.startswith(_MAGIC) or len(data) != _SIZE:

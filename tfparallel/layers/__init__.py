@@ -14,7 +14,7 @@ Written in a model's definition they are the plain layers of Keras that they sta
 """
 
 from tfparallel.layers.attention import ParallelMultiHeadAttention
-from tfparallel.layers.dense import (
+from tfparallel.layers.column_and_row import (
     ChannelParallelConv2D,
     ChannelReducingConv2D,
     ColumnParallelDense,

@@ -59,6 +59,7 @@ class FixedLayer:
     """
 
     def enable_lora(self, *args, **kwargs):
+        """Raises a `PlacementError`."""
         raise PlacementError(_fixed(self, "enable_lora"))
 
     def _quantize(self, *args, **kwargs):
@@ -79,7 +80,7 @@ class SplitLayer(OnDevices, FixedLayer):
     """
 
     def split(self, **_) -> None:
-        """Has nothing to do, of a layer that is called with each part itself."""
+        """Makes no parts: the layer itself is called with each part."""
 
     def __call__(self, *args, **kwargs):
         """Calls the layer; a tensor in parts may stand where a tensor does.

@@ -12,7 +12,7 @@ from tfparallel.cloning.layers import copy_layers, is_its_graph, like, rebuilt
 from tfparallel.extend import extend, original_class
 from tfparallel.layers import featurewise, spatial_plan, split_plan
 from tfparallel.layers.attention import ParallelMultiHeadAttention
-from tfparallel.layers.dense import (
+from tfparallel.layers.column_and_row import (
     ChannelParallelConv2D,
     ChannelReducingConv2D,
     ColumnParallelDense,
@@ -87,7 +87,7 @@ def tensor_parallel(
         >>> model.compile("adam", "mse")
         >>> model.fit(x, y)
     """
-    refuse_scope()
+    refuse_scope("`tensor_parallel`")
     problems = Problems()
     names = usable_devices(devices, problems)
     with problems.gathered():

@@ -21,7 +21,6 @@ Parallelism", NeurIPS 2019 (arXiv 1811.06965). Narayanan et al., "PipeDream", SO
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator
 
 __all__ = [
@@ -56,9 +55,14 @@ class Instruction:
         return f"{self.kind[0].upper()}{self.micro_batch}"
 
 
-# The passes of a stage on a micro-batch.
-forward = functools.partial(Instruction, "forward")
-backward = functools.partial(Instruction, "backward")
+def forward(stage: int, micro_batch: int) -> Instruction:
+    """The forward pass of a stage on a micro-batch."""
+    return Instruction("forward", stage, micro_batch)
+
+
+def backward(stage: int, micro_batch: int) -> Instruction:
+    """The backward pass of a stage on a micro-batch."""
+    return Instruction("backward", stage, micro_batch)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -279,11 +279,11 @@ def check_model(model: keras.Model) -> keras.Model:
     return model
 
 
-def refuse_scope() -> None:
+def refuse_scope(builder: str = "This builder") -> None:
     """Raises an error within a strategy's scope."""
     if tf.distribute.has_strategy():
         raise PlacementError(
-            "This builder must be called outside a strategy's scope, which mirrors each variable "
+            f"{builder} must be called outside a strategy's scope, which mirrors each variable "
             f"on all its devices. Received: {type(tf.distribute.get_strategy()).__name__} in scope."
             " Move the call, and `compile` and `fit` of its model, out of the `with` block."
         )

@@ -18,7 +18,7 @@ any replica:
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
@@ -105,8 +105,16 @@ class MirroredVariable(TensorFlowsMirroredVariable):
         return float(self.numpy())
 
 
+def _writing(method: str) -> Callable:
+    def write(self, *args, **kwargs):
+        return self._write(method, *args, **kwargs)
+
+    write.__name__ = method
+    return write
+
+
 for _method in _WRITING:
-    setattr(MirroredVariable, _method, functools.partialmethod(MirroredVariable._write, _method))
+    setattr(MirroredVariable, _method, _writing(_method))
 
 
 class MetricVariable(SyncOnReadVariable):

@@ -27,7 +27,7 @@ from tfparallel.seams.optimizers import (
 from tfparallel.update import files
 from tfparallel.update.built import own_variables, trained_by, wrapped_by
 from tfparallel.update.clipping import clip_parts
-from tfparallel.update.optimizer_kinds import belongs_to_keras, is_from_keras, updates_alike
+from tfparallel.update.optimizer_kinds import is_keras_class, is_keras_object, updates_alike
 from tfparallel.update.pending import PendingSums
 from tfparallel.update.places import Places, is_in_replica
 from tfparallel.update.shares import Shares
@@ -133,7 +133,7 @@ class UnitOptimizer:
                 self._at_each(
                     lambda _: [whole.assign(whole.constraint(whole)) for whole in constrained],
                     [None] * len(self._places),
-                    alike=all(belongs_to_keras(whole.constraint) for whole in constrained),
+                    alike=all(is_keras_object(whole.constraint) for whole in constrained),
                     written=parts_of(constrained),
                 )
 
@@ -200,7 +200,7 @@ class UnitOptimizer:
     def _updates_alike(self) -> bool:
         """Whether the update is known to come to the same at all places."""
         units = weights_of(self)
-        return updates_alike(self) and all(belongs_to_keras(unit.constraint) for unit in units)
+        return updates_alike(self) and all(is_keras_object(unit.constraint) for unit in units)
 
     def _mark_sums(self, mark) -> None:
         if self.gradient_accumulation_steps and not wrapped_by(self):
@@ -210,7 +210,7 @@ class UnitOptimizer:
 
     def _rate_of_all(self):
         """The learning rate, where each share would have one of its own; else None."""
-        is_own = self._in_shares and not belongs_to_keras(rate_of(self))
+        is_own = self._in_shares and not is_keras_object(rate_of(self))
         return self._get_current_learning_rate() if is_own else None
 
     def _get_current_learning_rate(self):
@@ -272,7 +272,7 @@ class UnitOptimizer:
         # They are summed, and Keras's sum would have each update wait for all gradients. The
         # backward pass finds them last layer first; but an update of the user's own may count.
         ordered = grads_and_vars
-        if is_from_keras(original_class(self)):
+        if is_keras_class(original_class(self)):
             ordered = ordered[::-1]
         return [pair for pair in ordered if pair[0] is not None]
 

@@ -2,7 +2,7 @@
 
 Then its update is the same for a part of a weight as for the whole: parts lie on several devices,
 or each replica updates a share. LAMB's and Adafactor's norms and Muon's matrices are of whole
-weights. And of Keras's own classes two runs of one update come to the same.
+weights. It also tells Keras's own classes, of which the same update gives the same result twice.
 """
 
 from typing import Any
@@ -16,10 +16,10 @@ from tfparallel.seams.optimizers import has_a_table, rate_of
 
 __all__ = [
     "NAMES",
-    "belongs_to_keras",
+    "is_keras_object",
     "check_elementwise",
     "is_elementwise",
-    "is_from_keras",
+    "is_keras_class",
     "updates_alike",
 ]
 
@@ -89,14 +89,14 @@ def updates_alike(optimizer) -> bool:
 
     One of the user's own may draw, or keep a state that nobody knows of.
     """
-    return is_from_keras(original_class(optimizer)) and belongs_to_keras(rate_of(optimizer))
+    return is_keras_class(original_class(optimizer)) and is_keras_object(rate_of(optimizer))
 
 
-def belongs_to_keras(held: Any) -> bool:
+def is_keras_object(held: Any) -> bool:
     """Whether an object is of a class of Keras's, or None."""
-    return held is None or is_from_keras(type(held))
+    return held is None or is_keras_class(type(held))
 
 
-def is_from_keras(cls: type) -> bool:
+def is_keras_class(cls: type) -> bool:
     """Whether Keras has a class, and not the user."""
     return cls.__module__.startswith("keras.")
