@@ -668,7 +668,6 @@ def test_weights_for_another_number_of_replicas():
         tfparallel.data_parallel(mlp, devices=THREE, replica_weights=[3, 1])
 
 
-@pytest.mark.slow
 def test_schedule_free_training_averages_on_one_device_as_on_two():
     x = np.random.default_rng(0).normal(size=(40, 4))
     y = x.sum(axis=1, keepdims=True)

@@ -74,8 +74,15 @@ class OneStep(CompiledByDevice):
     def _symbolic_build(self, iterator=None, data_batch=None):
         metrics = compiled_metrics(self)
         is_new = metrics is not None and not metrics.built
-        with traced_apart():
-            super()._symbolic_build(iterator, data_batch)
+        optimizer, vars(self)["optimizer"] = self.optimizer, None
+        try:
+            with traced_apart():
+                super()._symbolic_build(iterator, data_batch)
+        finally:
+            vars(self)["optimizer"] = optimizer
+        # Outside of that trace: what it begins with, as `ScheduleFreeAdamW` does, is assigned.
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(self.trainable_variables)
         if is_new and metrics.built:
             attach(self, _metrics_built_ahead=metrics)
 
