@@ -226,6 +226,13 @@ def test_an_optimizer_whose_config_says_too_little():
     assert_trains_alike(tfparallel.data_parallel(model, devices=["CPU:0", "CPU:1"]), model)
 
 
+def test_an_optimizer_that_accumulates():
+    """Whose `iterations` are no variable: Keras makes them of the steps."""
+    model = around()
+    model.compile(keras.optimizers.Adam(0.01, gradient_accumulation_steps=2), "mse")
+    assert_trains_alike(tfparallel.data_parallel(model, devices=["CPU:0", "CPU:1"]), model)
+
+
 @pytest.mark.slow
 @every_builder
 def test_updates_that_are_counted_from_another_number(clone):

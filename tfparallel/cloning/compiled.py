@@ -12,6 +12,7 @@ from tfparallel.extend import classes_of, original_class
 from tfparallel.seams.compiled import compile_arguments
 from tfparallel.seams.keras import layers_in
 from tfparallel.seams.optimizers import (
+    count_of,
     key_of,
     left_out_of_decay,
     left_out_pattern,
@@ -121,7 +122,8 @@ def _carry_beside_config(source, target, pairs) -> None:
 
     Their number may be set before there is anything else.
     """
-    target.iterations.assign(source.iterations)
+    # Of `iterations` Keras makes the number of updates, where several steps are one.
+    count_of(target).assign(count_of(source))
     excluded = left_out_of_decay(source)
     pattern = left_out_pattern(source)
     if excluded or pattern:
