@@ -24,6 +24,7 @@ class ComputeContext:
         stage_pass: Which pass of which stage (`pipeline/pass_context.py`).
         is_between_layers: Whether a tensor in parts stays in parts (`layers/parts.py`).
         trace: What notes the operations of layers (`tracing/audit.py`).
+        gathers: What joins the shares of a weight that is read (`replication/gathers.py`).
     """
 
     shard: Any = None
@@ -31,6 +32,7 @@ class ComputeContext:
     stage_pass: Any = None
     is_between_layers: bool = False
     trace: Any = None
+    gathers: Any = None
 
 
 _NOWHERE = ComputeContext()

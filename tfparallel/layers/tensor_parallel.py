@@ -27,10 +27,10 @@ from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.model_parallel import check_model, model_of, refuse_scope, seen_model
-from tfparallel.placement.storageless import NeedsStorage, StoragelessModel
 from tfparallel.problems import PlacementError, Problems, usable_devices
 from tfparallel.seams.functional import has_graph
 from tfparallel.seams.keras import layers_in
+from tfparallel.variables.storageless import NeedsStorage, StoragelessModel
 
 __all__ = ["Asked", "parts_planned", "split_in_place", "tensor_parallel"]
 

@@ -24,7 +24,6 @@ from tfparallel.pipeline.pass_writes import check_state
 from tfparallel.placement.layer_costs import model_costs
 from tfparallel.placement.layer_timing import measured_side_by_side
 from tfparallel.placement.model_parallel import check_model
-from tfparallel.placement.storageless import NeedsStorage, StoragelessModel
 from tfparallel.planning.calibration import calibrated
 from tfparallel.planning.candidates import Candidate, Choices, parallelism_of, rank, why_first
 from tfparallel.planning.part_timing import measured_whole_shares
@@ -32,6 +31,7 @@ from tfparallel.planning.step_timing import measured_loss, measured_sum, measure
 from tfparallel.planning.tiny_model import measured_tiny_steps
 from tfparallel.problems import PlacementError
 from tfparallel.update.optimizer_kinds import check_elementwise
+from tfparallel.variables.storageless import NeedsStorage, StoragelessModel
 
 __all__ = ["Plan", "make_plan"]
 

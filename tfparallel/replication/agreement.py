@@ -18,6 +18,7 @@ from tfparallel.data import rows_of_worker
 from tfparallel.seams.compiled import compile_arguments
 from tfparallel.seams.keras import layers_in
 from tfparallel.seams.optimizers import rate_of
+from tfparallel.variables.sharded import ShardedVariable
 
 # The first batches of a `fit`, `evaluate` or `predict` are compared; another order shows there.
 _NUM_STEPS = 2
@@ -151,13 +152,15 @@ def _values(variable) -> np.ndarray:
     return np.ascontiguousarray(keras.ops.convert_to_numpy(variable)).reshape(-1)
 
 
-def _checksum(variable) -> int:
+def _checksum(variable) -> int | None:
+    if isinstance(variable, ShardedVariable):  # The value is one; what was assigned may be several.
+        return variable.checksum
     return zlib.crc32(_values(variable).view("uint8"))
 
 
 def _blocks(variable, most: int) -> list[Any]:
     """Of each block of the values a projection and their size; exact where values are no floats."""
-    if not _is_floating(variable):
+    if not _is_floating(variable) or isinstance(variable, ShardedVariable):
         return [_checksum(variable)]
     values = _values(variable)
     size = max(_LEAST_BLOCK, -(-len(values) // most))
@@ -174,7 +177,7 @@ def _differ(blocks, others) -> bool:
 
 
 def _block_differs(one, other) -> bool:
-    if isinstance(one, int):
+    if not isinstance(one, list):
         return one != other
     if not np.isfinite([*one, *other]).all():
         return not np.array_equal(np.isfinite(one), np.isfinite(other))

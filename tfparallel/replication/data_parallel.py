@@ -20,9 +20,12 @@ from tfparallel.replication import clone
 from tfparallel.replication.data_parallel_model import extend_model, preparing
 from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirroredStrategy
 from tfparallel.replication.refusals import check_scope
+from tfparallel.replication.sharding import build_in_shares
 from tfparallel.replication.sync_option import Synchronization
 from tfparallel.seams.distribute import DistributedVariable
 from tfparallel.user_log import notice
+
+_SHARDED = ("optimizer", "parameters")
 
 
 def data_parallel(
@@ -33,7 +36,7 @@ def data_parallel(
     all_reduce: str | None = None,
     compression: str | None = None,
     sync: str = "every_step",
-    shard_optimizer: bool = False,
+    shard: str | None = None,
     replica_weights: Sequence[int] | None = None,
     synchronize_batch_norm: bool = True,
     check_rows: bool = True,
@@ -77,9 +80,10 @@ def data_parallel(
             updates weights that servers hold, by gradients that miss at most a few updates of the
             others, or as many as `"async:6"` says, in a job of `tfparallel launch --num_ps=1`. See
             `docs/synchronization.md`. Within a process replicas always agree.
-        shard_optimizer: Whether each of N replicas, of all workers, keeps and updates its share of
-            what the optimizer holds: 1/N of the memory of it, and the same weights. For optimizers
-            that update each element independently, such as Adam. Files hold the whole.
+        shard: What each of N replicas, of all workers, keeps 1/N of, for the same weights:
+            `"optimizer"`, what the optimizer holds; `"parameters"`, the weights and gradients too,
+            which are joined layer by layer while it is computed. For optimizers that update each
+            element independently, such as Adam. Files hold the whole. Default: nothing.
         replica_weights: Shares of unequal devices, such as `[3, 1]`: of every four rows the first
             replica computes three. One whole number for each replica of all workers; the
             weights that come out are the same. Default: equal shares.
@@ -120,7 +124,7 @@ def data_parallel(
         _refuse_beside_async(
             sync,
             {"devices": devices, "all_reduce": all_reduce, "compression": compression}
-            | {"shard_optimizer": shard_optimizer or None, "replica_weights": replica_weights}
+            | {"shard": shard, "replica_weights": replica_weights}
             | {"strategy": None if strategy == "auto" else strategy},
         )
         return _build_asynchronous(model_or_function, policy)
@@ -129,33 +133,46 @@ def data_parallel(
     )
     if isinstance(strategy, _OneDevice) and policy.accumulates:
         strategy = MirroredStrategy(device_lib.choose_devices(num_devices=1))
-    if shard_optimizer and policy.is_local:
-        raise ValueError(
-            "Workers that step by themselves each need the whole optimizer. One of the two is "
-            f"required. Received: shard_optimizer=True, sync={sync!r}. Leave one out."
-        )
+    if shard is not None:
+        _check_shard(shard, sync, policy)
     if replica_weights is not None:
         _set_replica_weights(strategy, replica_weights)
-    shards = shard_optimizer and strategy.num_replicas > 1
+    shard = shard if strategy.num_replicas > 1 else None
     is_function = not isinstance(model_or_function, keras.Model)
     if not is_function:
         _refuse_foreign_scope(model_or_function, strategy)
-        model = clone.clone_under(model_or_function, strategy, preparing(strategy, shards))
+        prepare = preparing(strategy, shard is not None)
+        model = clone.clone_under(model_or_function, strategy, prepare)
     else:
-        model = _build(model_or_function, strategy)
+        model = _build(model_or_function, strategy, in_shares=shard == "parameters")
     model = extend_model(
         model,
         None if isinstance(strategy, _OneDevice) else strategy,
         synchronize_batch_norm=synchronize_batch_norm,
         check_rows=check_rows,
         sync=policy,
-        shard_optimizer=shards,
+        shard=shard,
         made_by_function=is_function,
     )
     if model._is_chief:
-        shares = "; the optimizer in shares" if shards else ""
+        shares = {"optimizer": "; the optimizer in shares", "parameters": "; all in shares"}
+        shares = shares.get(shard, "")
         notice(f"data_parallel: {replicas_in_words(model.layout)}{shares}.", once=True)
     return model
+
+
+def _check_shard(shard: str, sync: str, policy: Synchronization) -> None:
+    if shard not in _SHARDED:
+        raise ValueError(
+            f"`shard` must be one of {', '.join(map(repr, _SHARDED))}, or None. Received: "
+            f"shard={shard!r}."
+        )
+    if policy.is_local or (policy.accumulates and shard == "parameters"):
+        raise ValueError(
+            "Workers that step by themselves each need whole weights, and all that an optimizer "
+            f"holds. One of the two is required. Received: shard={shard!r}, sync={sync!r}. Leave "
+            "one out."
+        )
 
 
 def _refuse_beside_async(sync: str, given: dict[str, Any]) -> None:
@@ -255,15 +272,18 @@ def _set_replica_weights(strategy, replica_weights) -> None:
         strategy.replica_weights = replica_weights
 
 
-def _build(function, strategy) -> keras.Model:
+def _build(function, strategy, *, in_shares: bool = False) -> keras.Model:
     if not callable(function):
         raise ValueError(
             "`data_parallel` needs a function that builds a Keras model, or a built model. "
             f"Received: {function!r} (of type {type(function).__name__}). Pass the function "
             "itself, `data_parallel(build_model)`, not its name."
         )
-    with strategy.scope():
-        model = function()
+    if in_shares:
+        model = build_in_shares(function, strategy)
+    else:
+        with strategy.scope():
+            model = function()
     if not isinstance(model, keras.Model):
         raise ValueError(
             f"The function given to `data_parallel` must return a Keras model. Received: {model!r} "

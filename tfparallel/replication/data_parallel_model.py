@@ -50,7 +50,8 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
     checks of the input remain.
     """
 
-    _shards_optimizer = False  # Whether each replica updates its share of the weights.
+    _shards_optimizer = False  # Whether each replica updates its share of the weights,
+    _shards_parameters = False  # and keeps no other part of them.
     _made_by_function = False  # Whether the builder was given the function that makes the model.
     _session: WorkerSession  # What else is different among workers.
 
@@ -334,7 +335,7 @@ def extend_model(
     synchronize_batch_norm: bool = True,
     check_rows: bool | None = None,
     sync: Synchronization = EVERY_STEP,
-    shard_optimizer: bool = False,
+    shard: str | None = None,
     made_by_function: bool = False,
 ) -> keras.Model:
     """Makes `model`, whose variables `strategy` holds, data parallel, in place.
@@ -345,7 +346,7 @@ def extend_model(
         synchronize_batch_norm: Whether batch normalization takes the global batch's moments.
         check_rows: Whether a model that mixes examples is refused; None as the strategy says.
         sync: When the workers agree on their weights.
-        shard_optimizer: Whether each replica keeps and updates its share of the optimizer.
+        shard: What each replica keeps a share of: "optimizer", or "parameters" too.
         made_by_function: Whether a function that was given to `data_parallel` made the model.
 
     Returns:
@@ -360,7 +361,8 @@ def extend_model(
         _check_rows=check_rows,
         _sync=sync,
         _made_by_function=made_by_function,
-        _shards_optimizer=shard_optimizer,
+        _shards_optimizer=shard is not None,
+        _shards_parameters=shard == "parameters",
         _in_train_step=False,
         _gathers=True,
         _predict_own_rows=(None, None),

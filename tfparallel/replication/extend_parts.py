@@ -7,6 +7,7 @@ from tfparallel.judge.check_rows import exchange_moments
 from tfparallel.replication import batch_norm, random
 from tfparallel.replication.places import ReplicaPlaces
 from tfparallel.replication.replicated_layer import ReplicatedLayer
+from tfparallel.replication.sharding import shard_weights
 from tfparallel.seams.keras import layers_in, seed_generators_of
 from tfparallel.update.place_optimizer import prepare
 
@@ -47,7 +48,10 @@ def extend_parts(model: keras.Model) -> None:
                 _synchronize_batch_norm=model._synchronize_batch_norm,
                 _check_rows=model._check_rows,
             )
-    for optimizer in _optimizers(model):
+    optimizers = _optimizers(model)
+    if model._shards_parameters:
+        shard_weights(model, optimizers)
+    for optimizer in optimizers:
         prepare(optimizer, ReplicaPlaces(strategy), shares=model._shards_optimizer)
 
 

@@ -10,6 +10,7 @@ from tfparallel.collectives import cross_device
 from tfparallel.extend import original_class
 from tfparallel.keras_compat import ACTIVITY_IS_SUMMED
 from tfparallel.seams.keras import layers_in
+from tfparallel.variables.sharded import ShardedVariable
 
 
 def check_model(model: keras.Model, strategy) -> None:
@@ -202,8 +203,13 @@ def _outside(variables, strategy) -> list[str]:
     return [
         variable.path
         for variable in variables
-        if getattr(variable.value, "distribute_strategy", None) is not strategy
+        if getattr(_held(variable), "distribute_strategy", None) is not strategy
     ]
+
+
+def _held(variable: keras.Variable):
+    """What holds the value of a variable, or a share of it."""
+    return variable.share.value if isinstance(variable, ShardedVariable) else variable.value
 
 
 def _parts_outside(layer, strategy) -> list[str]:

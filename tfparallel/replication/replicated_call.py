@@ -39,12 +39,14 @@ from tfparallel.collectives.custom_gradient import (
 from tfparallel.collectives.packing import is_summable
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.collectives.traffic import ROWS
+from tfparallel.compute_context import within
 from tfparallel.data import partition
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.extend import attach
 from tfparallel.judge.check_rows import has_rows
 from tfparallel.logits import Logits, logits_of, output_of, sources_of
 from tfparallel.replication import state
+from tfparallel.replication.gathers import Gathers
 from tfparallel.replication.inputs import BatchInputs, own_shards
 from tfparallel.replication.refusals import refuse_state
 from tfparallel.replication.row_sums import Summed, Sums
@@ -54,6 +56,7 @@ from tfparallel.strategies import variables
 from tfparallel.strategies.replica_trace import ReplicaTrace
 from tfparallel.tracing.graphs import operations_here
 from tfparallel.update.pending import PendingSums
+from tfparallel.variables.sharded import ShardedVariable
 
 
 class _Replica(NamedTuple):
@@ -108,6 +111,7 @@ class ReplicatedCall:
         self._worker_rows = worker_rows
         self._gathers = gathers
         self._trainable = [variable for variable in layer.variables if variable.trainable]
+        self._joins = Gathers(strategy)
         self._waiting: list[tf.Tensor] = []  # Sums of this worker that travel with the gradients,
         self._arrived: list[tf.Tensor] | None = None  # and what the backward pass made of them.
 
@@ -148,7 +152,7 @@ class ReplicatedCall:
             )
 
         needed = [needs_gradient([tensor]) for tensor in inputs.floats]
-        sources = inputs.floats + [tf.convert_to_tensor(v.value) for v in self._trainable]
+        sources = inputs.floats + self._sources_of_weights()
         results = call_with_gradient(f"replicated call of {self._layer.name}", forward, sources)
         scopes = [replica.scope for replica in replicas]
         is_training = getattr(self._layer, "_in_train_step", False)
@@ -182,7 +186,11 @@ class ReplicatedCall:
 
         def on_replica(k, shard, part):
             own = inputs.floats_of(part)
-            with shards.working_on(shard), tf.GradientTape(persistent=True) as tape:
+            self._joins.begin()
+            with (
+                within(shard=shard, gathers=self._joins),
+                tf.GradientTape(persistent=True) as tape,
+            ):
                 tape.watch(own)
                 replica_args, replica_kwargs = inputs.pack(part)
                 with call_state.inherited(), state.ReplicaScope(k) as scope:
@@ -288,7 +296,7 @@ class ReplicatedCall:
                 )
                 if is_differentiable(target) and dy is not None
             ]
-            copies = [variables.copies(variable)[k] for variable in self._trainable]
+            copies = [_copies(variable)[k] for variable in self._trainable]
             with shards.working_on(replica.shard):
                 return replica.tape.gradient(
                     [target for target, _ in targets],
@@ -296,6 +304,7 @@ class ReplicatedCall:
                     [dy for _, dy in targets],
                 )
 
+        self._joins.begin_backward()
         gradients = trace.run(on_replica, range(len(replicas)), own_upstream)
         by_source = list(zip(*gradients, strict=True))
         num_inputs = len(replicas[0].inputs)
@@ -316,9 +325,32 @@ class ReplicatedCall:
             return joined
         return self._gathered([joined], num_rows)[0]
 
+    def _sources_of_weights(self) -> list[tf.Tensor]:
+        """What the caller's tape knows the trainable variables by: of a sharded one, its shares."""
+        found = []
+        for variable in self._trainable:
+            is_sharded = isinstance(variable, ShardedVariable)
+            for held in variable.shares if is_sharded else [variable.value]:
+                with tf.device(held.device):
+                    found.append(tf.convert_to_tensor(held))
+        return found
+
     def _variable_gradients(self, by_variable, inputs):
-        """Σ_k g_k for each trainable variable: over the replicas here, then over the workers."""
-        for variable, terms in zip(self._trainable, by_variable, strict=True):
+        """Σ_k g_k for each source: over the replicas here, then over the workers."""
+        pairs = list(zip(self._trainable, by_variable, strict=True))
+        whole = [pair for pair in pairs if not isinstance(pair[0], ShardedVariable)]
+        totals = iter(
+            self._summed_gradients([v for v, _ in whole], [terms for _, terms in whole], inputs)
+        )
+        results = []
+        for variable, terms in pairs:
+            # Of a share, what each replica has is summed.
+            is_sharded = isinstance(variable, ShardedVariable)
+            results += terms if is_sharded else [next(totals)]
+        return results
+
+    def _summed_gradients(self, trainable, by_variable, inputs):
+        for variable, terms in zip(trainable, by_variable, strict=True):
             for term in terms:
                 # TensorFlow does not know that of every gradient (of `einsum`, say, for a batch of
                 # any size), and what has no size in the graph is padded, and never compressed.
@@ -330,34 +362,40 @@ class ReplicatedCall:
         reducer = Reducer(self._strategy.all_reduce_ops, self._strategy.workers)
         totals, beside = reducer.totals(
             [[None] if is_left else terms for terms, is_left in pairs],
-            lambda: self._kinds_of_readings(inputs),
+            lambda: self._kinds_of_readings(trainable, inputs),
             self._waiting,
-            self._trainable,
+            trainable,
         )
         if self._waiting:
             self._arrived = beside
-        for i, (variable, terms) in enumerate(zip(self._trainable, by_variable, strict=True)):
+        for i, (variable, terms) in enumerate(zip(trainable, by_variable, strict=True)):
             if left[i]:
                 pending.add(variable, terms)
                 totals[i] = tf.zeros_like(variable.value)
         return totals
 
-    def _kinds_of_readings(self, inputs) -> list:
-        """By trainable variable, where no graph is traced; else a gradient itself tells."""
+    def _kinds_of_readings(self, trainable, inputs) -> list:
+        """By variable, where no graph is traced; else a gradient itself tells."""
         if not tf.executing_eagerly():
-            return [None] * len(self._trainable)
+            return [None] * len(trainable)
         kinds = getattr(self._layer, "_kinds_of_readings", None)
-        if kinds is None or len(kinds) != len(self._trainable):
+        if kinds is None or len(kinds) != len(trainable):
 
             def call(arguments):
                 with state.ReplicaScope(0):
                     found = self._call(*arguments[0], **arguments[1])
                 return found.tensors if isinstance(found, Sums) else found
 
-            weights = [variables.copies(variable)[0] for variable in self._trainable]
+            weights = [variables.copies(variable)[0] for variable in trainable]
             kinds = indexed_slices.kinds_of(call, inputs.structure, weights)
             attach(self._layer, _kinds_of_readings=kinds)
         return kinds
+
+
+def _copies(variable: keras.Variable) -> Sequence[tf.Variable]:
+    """What each replica here has of a weight: a copy, or a share."""
+    is_sharded = isinstance(variable, ShardedVariable)
+    return variable.shares if is_sharded else variables.copies(variable)
 
 
 def checked_output(layer: keras.Layer, output: tf.Tensor) -> tf.Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend import compute_output_spec, in_stateless_scope
+from keras.src.backend import compute_output_spec, get_stateless_scope, in_stateless_scope
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 from keras.src.saving.keras_saveable import KerasSaveable
@@ -30,6 +30,7 @@ __all__ = [
     "SafeModeScope",
     "arguments_of",
     "attention_axes",
+    "autocast",
     "batches_of",
     "begin_at",
     "clear_losses",
@@ -62,7 +63,9 @@ __all__ = [
     "takes_training",
     "unlocked",
     "untrack",
+    "value_in_scope",
     "variables_held_by",
+    "weights_held_by",
 ]
 
 # Modules of Keras's, by which a caller is told in the frames of the stack.
@@ -128,6 +131,21 @@ def storage_of(variable: keras.Variable) -> tf.Variable | None:
 def set_storage(variable: keras.Variable, storage: tf.Variable | None) -> None:
     """Has a variable of Keras's have its value elsewhere."""
     variable._value = storage
+
+
+def value_in_scope(variable: keras.Variable) -> Any:
+    """The value that a stateless scope has for a variable; None without."""
+    return get_stateless_scope().get_current_value(variable) if in_stateless_scope() else None
+
+
+def autocast(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
+    """A value of a variable in the type in which the layer that is called computes."""
+    return variable._maybe_autocast(value)
+
+
+def weights_held_by(layer: keras.Layer) -> list[keras.Variable]:
+    """The weights that a layer holds itself and trains, unless it is frozen."""
+    return layer._trainable_variables
 
 
 def mask_of(tensor: Any) -> Any:

@@ -56,6 +56,7 @@ __all__ = [
     "set_input",
     "share_functions",
     "traced_graph",
+    "waiting_for",
     "wait_for_other_processes",
 ]
 
@@ -96,6 +97,11 @@ def functions_traced_anew() -> Iterator[None]:
         yield
     finally:
         here.Exit()
+
+
+def waiting_for(operation: tf.Operation) -> list[tf.Operation]:
+    """The operations that wait for one, and take nothing of it."""
+    return operation._control_outputs
 
 
 def set_input(operation: tf.Operation, index: int, tensor: tf.Tensor) -> None:

@@ -258,7 +258,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
 
         Called by all workers at the same place of their program.
         """
-        size_bytes = sum(v.value.shape.num_elements() * v.value.dtype.size for v in variables)
+        size_bytes = sum(v.shape.num_elements() * tf.as_dtype(v.dtype).size for v in variables)
         if self._to_choose is None or not size_bytes:
             return
         self.workers, self.all_reduce_choice = self._to_choose.choose(size_bytes)

@@ -1,5 +1,6 @@
 """Clipping by the norms of whole weights, where no gradient at hand is whole."""
 
+import itertools
 from collections.abc import Sequence
 
 import keras
@@ -40,33 +41,33 @@ def clip_parts(
 
 def clip_shares(
     optimizer: keras.Optimizer,
-    shares: Sequence[tf.Tensor],
+    shares: Sequence[Sequence[tf.Tensor]],
     others: Sequence[tf.Tensor | tf.IndexedSlices],
-    workers: ProcessGroup,
-) -> tuple[list[tf.Tensor], list[tf.Tensor | tf.IndexedSlices]]:
-    """Clips gradients of which each worker has a share. A norm is a sum of squares over shares.
+    workers: ProcessGroup | None,
+) -> tuple[list[Sequence[tf.Tensor]], list[tf.Tensor | tf.IndexedSlices]]:
+    """Clips gradients of which each place has a share. A norm is a sum of squares over shares.
 
     Args:
         optimizer: One that clips or not.
-        shares: Of gradients what this worker has.
+        shares: Of gradients what each place of this worker has.
         others: Gradients that are whole, the same on all workers.
-        workers: The workers.
+        workers: The workers; None for one.
 
     Returns:
         The shares and the others.
     """
-    clips_by_norm = optimizer.clipnorm or optimizer.global_clipnorm
-    if not clips_by_norm:
-        if not optimizer.clipvalue:
-            return list(shares), list(others)
+    if not (optimizer.clipnorm or optimizer.global_clipnorm):
         most = optimizer.clipvalue
-        clipped = [tf.clip_by_value(each, -most, most) for each in (*shares, *others)]
-        return clipped[: len(shares)], clipped[len(shares) :]
-    dtypes = [each.dtype for each in (*shares, *others)]
+        if not most:
+            return list(shares), list(others)
+        clipped = [[tf.clip_by_value(each, -most, most) for each in own] for own in shares]
+        return clipped, [tf.clip_by_value(each, -most, most) for each in others]
+    dtypes = [each.dtype for each in (*itertools.chain(*shares), *others)]
     dtype = tf.float64 if tf.float64 in dtypes else tf.float32
-    own = [tf.reduce_sum(tf.square(tf.cast(share, dtype))) for share in shares]
-    squares = tf.unstack(workers.all_reduce([tf.stack(own)])[0]) if own else []
-    squares += [tf.reduce_sum(tf.square(tf.cast(_values(each), dtype))) for each in others]
+    squares = [tf.add_n([_square_of(each, dtype) for each in own]) for own in shares]
+    if workers is not None and squares:
+        squares = tf.unstack(workers.all_reduce([tf.stack(squares)])[0])
+    squares += [_square_of(each, dtype) for each in others]
     if optimizer.clipnorm:
         most = tf.constant(optimizer.clipnorm, dtype)
         factors = [most / tf.maximum(tf.sqrt(square), most) for square in squares]
@@ -77,8 +78,17 @@ def clip_shares(
         norm = tf.sqrt(tf.add_n(squares))
         factors = [most * tf.minimum(1 / norm, 1 / most) + (norm - norm)] * len(squares)
         others = [tf.convert_to_tensor(each) for each in others]
-    clipped = [_times(each, f) for each, f in zip((*shares, *others), factors, strict=True)]
-    return clipped[: len(shares)], clipped[len(shares) :]
+    pairs = zip(shares, factors, strict=False)
+    clipped = [[_times(each, factor) for each in own] for own, factor in pairs]
+    pairs = zip(others, factors[len(shares) :], strict=True)
+    return clipped, [_times(each, factor) for each, factor in pairs]
+
+
+def _square_of(gradient, dtype: tf.DType) -> tf.Tensor:
+    """The square of a norm, where the gradient is."""
+    values = _values(gradient)
+    with tf.device(values.device):
+        return tf.reduce_sum(tf.square(tf.cast(values, dtype)))
 
 
 def _by_norm_of_all(gradients, clipnorm) -> list:
@@ -93,7 +103,8 @@ def _by_norm_of_all(gradients, clipnorm) -> list:
 
 def _times(gradient, factor: tf.Tensor):
     values = _values(gradient)
-    return _with_values(gradient, values * tf.cast(factor, values.dtype))
+    with tf.device(values.device):
+        return _with_values(gradient, values * tf.cast(factor, values.dtype))
 
 
 def _values(gradient) -> tf.Tensor:

@@ -19,7 +19,8 @@ from tfparallel.collectives.coordination import wait_for_all
 from tfparallel.extend import attach, extend
 from tfparallel.seams.keras import set_storage
 from tfparallel.update.places import Places
-from tfparallel.update.shares import cut_out, joined, mark, shape_shared_out
+from tfparallel.update.shares import mark
+from tfparallel.variables.sharded import cut_out, joined, shape_shared_out
 from tfparallel.variables.split import split_variable, whole_of
 
 __all__ = [

@@ -29,8 +29,10 @@ from tfparallel.update.built import own_variables, trained_by, wrapped_by
 from tfparallel.update.clipping import clip_parts
 from tfparallel.update.optimizer_kinds import is_keras_class, is_keras_object, updates_alike
 from tfparallel.update.pending import PendingSums
-from tfparallel.update.places import Places, is_in_replica
+from tfparallel.update.places import Places
 from tfparallel.update.shares import Shares
+from tfparallel.variables.replica import is_in_replica
+from tfparallel.variables.sharded import ShardedGradient, ShardedVariable
 from tfparallel.variables.split import SplitVariable, cut_all, parts_of, whole_of
 
 __all__ = ["UnitOptimizer", "extend_for"]
@@ -118,8 +120,13 @@ class UnitOptimizer:
                 self._shares.fill(self._shares.parts if self.use_ema else changed)
             constrained = self._constrained_whole(changed)
             alike = self._in_shares or (self._updates_alike and self._agree_on(grads))
-            sums_shares = self._in_shares and bool(self._pending)
-            expanded = self._expanded(grads, parts, len(self._places) if alike else 1)
+            comes_cut = any(isinstance(gradient, ShardedGradient) for gradient in grads)
+            sums_shares = self._in_shares and (comes_cut or bool(self._pending))
+            number = len(self._places) if alike else 1
+            if sums_shares:
+                expanded = self._shares.summed(self._pending, grads, parts, self)
+            else:
+                expanded = self._expanded(grads, parts, number)
             with attached(self, _rate=self._rate_of_all(), _is_expanded=sums_shares):
                 self._at_each(
                     lambda own: super(UnitOptimizer, self).apply(own, units),
@@ -129,6 +136,10 @@ class UnitOptimizer:
                 )
             if self._in_shares:
                 self._shares.join(self._shares.parts if self.ema_overwrite_frequency else changed)
+            for whole in constrained:
+                if isinstance(whole, ShardedVariable):  # It has one value, of all places.
+                    whole.assign(whole.constraint(whole))
+            constrained = [w for w in constrained if not isinstance(w, ShardedVariable)]
             if constrained:
                 self._at_each(
                     lambda _: [whole.assign(whole.constraint(whole)) for whole in constrained],
@@ -178,8 +189,6 @@ class UnitOptimizer:
             is_update = (count_of(self) + 1) % self.gradient_accumulation_steps == 0
             scale = self.loss_scale_factor
             return self._pending.accumulated(grads, parts, held, is_update, scale, places)
-        if self._in_shares and self._pending:
-            return self._shares.summed(self._pending, grads, parts, self)
         if number == 1:
             return [grads]
         expanded = []

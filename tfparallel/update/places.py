@@ -19,7 +19,7 @@ from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.tracing.audit import device_of, device_outside, noting
 from tfparallel.update.one_at_a_time import one_large_update_at_a_time
 
-__all__ = ["Places", "following_inputs", "is_in_replica"]
+__all__ = ["Places", "following_inputs"]
 
 
 class Places:
@@ -139,8 +139,3 @@ def _device_of_inputs(op: tf.Operation) -> str:
         if device:
             return device
     return ""
-
-
-def is_in_replica() -> bool:
-    """Whether a replica computes by itself, as in a custom loop: TensorFlow updates the copies."""
-    return tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()

@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfparallel.collectives.reducer import Reducer
@@ -30,8 +29,16 @@ from tfparallel.extend import extend
 from tfparallel.update.clipping import clip_shares
 from tfparallel.update.pending import PendingSums
 from tfparallel.update.places import Places
+from tfparallel.variables.sharded import (
+    ShardedGradient,
+    ShardedVariable,
+    cut_out,
+    joined,
+    shape_shared_out,
+    shard_variable,
+)
 
-__all__ = ["Shares", "cut_out", "joined", "mark", "shape_shared_out"]
+__all__ = ["Shares", "mark", "shard"]
 
 
 class Shares:
@@ -57,27 +64,20 @@ class Shares:
                 f"{written}, which take their gradient for their value. Leave shard_optimizer out."
             )
         self._places, self.parts = places, list(parts)
-        self.variables = list(map(self._made, self.parts))
+        self.variables = [_share_of(part, places) for part in self.parts]
         self._by_id = {id(p): own for p, own in zip(self.parts, self.variables, strict=True)}
         places.copy(self.variables)
         with tf.init_scope(), places.all():
             self.fill(self.parts)
-
-    def _made(self, part):
-        number, *rest = shape_shared_out(part.shape, self._places.number)
-        shape = (-(-number // self._places.number), *rest)
-        with self._places.make(), self._places.beside(part):
-            share = keras.Variable("zeros", shape, part.dtype, trainable=True, name=part.name)
-        share._path = part.path  # Slots are named by it.
-        mark(share, part)
-        return share
 
     def of(self, part: keras.Variable) -> keras.Variable:
         """The share of a weight; itself if there is none."""
         return self._by_id.get(id(part), part)
 
     def cut(self, gradient: Any, share: keras.Variable, index: int) -> Any:
-        """What the share of a place here has of a gradient, dense or sparse."""
+        """What the share of a place here has of a gradient, dense, sparse or cut."""
+        if isinstance(gradient, ShardedGradient):
+            return gradient[index]
         shape = shape_shared_out(share._sharded.shape, self._places.number)
         bounds = self._places.bounds(share.shape[0])[index]
         if isinstance(gradient, tf.IndexedSlices):
@@ -88,7 +88,7 @@ class Shares:
         """Gives each share what the copy of the weight at its place holds."""
         for index in range(len(self._places)):
             with self._places.at(index):
-                for part in parts:
+                for part in filter(_is_whole, parts):
                     share = self.of(part)
                     own, whole = (self._places.copies(each)[index] for each in (share, part))
                     with tf.device(own.device):
@@ -96,6 +96,7 @@ class Shares:
 
     def join(self, parts: Sequence[keras.Variable]) -> None:
         """Gives every copy of the weights what all shares hold."""
+        parts = list(filter(_is_whole, parts))
         wholes = joined(list(map(self.of, parts)), self._places)
         for index in range(len(self._places)):
             with self._places.at(index):
@@ -118,7 +119,8 @@ class Shares:
 
         Args:
             pending: The terms.
-            gradients: What is added to them, the same on all workers, or all of a gradient.
+            gradients: What is added to them, the same on all workers; or all of a gradient; or what
+                the places here have of one.
             parts: The weights.
             optimizer: By whose rules the gradients are clipped.
 
@@ -126,25 +128,31 @@ class Shares:
             At each place here the shares of the gradients, clipped.
         """
         places, number = self._places, self._places.number
-        here = slice(places.first, places.first + len(places))
-        found, wholes, rest = [], [], []
+        found: dict[int, Sequence[tf.Tensor]] = {}  # By the index of a weight, at each place here.
+        wholes, rest = {}, {}
         for i, (part, gradient) in enumerate(zip(parts, gradients, strict=True)):
+            if isinstance(gradient, ShardedGradient):
+                found[i] = gradient
+                continue
             terms = pending.take(part, None)
             if terms is not None:
                 size, shape = self.of(part).shape[0], shape_shared_out(part.shape, number)
-                found.append(i)
-                wholes.append([cut_out(term, shape, 0, number * size) for term in terms])
-                rows = here.start * size, here.stop * size
-                rest.append(cut_out(tf.convert_to_tensor(gradient), shape, *rows))
+                wholes[i] = [cut_out(term, shape, 0, number * size) for term in terms]
+                rows = places.first * size, (places.first + len(places)) * size
+                rest[i] = cut_out(tf.convert_to_tensor(gradient), shape, *rows)
         pending.clear()
-        totals, _ = Reducer(places.all_reduce_ops, None).totals(wholes, list)
-        sums = places.workers.reduce_scatter(totals)
-        sums = [total + own for total, own in zip(sums, rest, strict=True)]
+        if wholes:
+            totals, _ = Reducer(places.all_reduce_ops, None).totals(list(wholes.values()), list)
+            sums = places.workers.reduce_scatter(totals)
+            for (i, own), total in zip(rest.items(), sums, strict=True):
+                found[i] = tf.split(total + own, len(places))
         others = [i for i, g in enumerate(gradients) if i not in found and g is not None]
-        sums, whole = clip_shares(optimizer, sums, [gradients[i] for i in others], places.workers)
+        sums, whole = clip_shares(
+            optimizer, list(found.values()), [gradients[i] for i in others], places.workers
+        )
         expanded: list[list[Any]] = [[None] * len(gradients) for _ in range(len(places))]
-        for i, total in zip(found, sums, strict=True):
-            for index, share in enumerate(tf.split(total, len(places))):
+        for i, shares in zip(found, sums, strict=True):
+            for index, share in enumerate(shares):
                 expanded[index][i] = share
         for i, gradient in zip(others, whole, strict=True):
             for index in range(len(places)):
@@ -152,6 +160,36 @@ class Shares:
                     own = places.gradient(gradient, parts[i], index)
                     expanded[index][i] = self.cut(own, self.of(parts[i]), index)
         return expanded
+
+
+def shard(variable: keras.Variable, places: Places, value: tf.Tensor) -> None:
+    """Has each place keep a share of a weight, in place of a copy; in place.
+
+    Args:
+        variable: The weight.
+        places: The places.
+        value: The whole value that it has.
+    """
+    shard_variable(variable, _share_of(variable, places), places)
+    variable.assign(value)
+
+
+def _share_of(part: keras.Variable, places: Places) -> keras.Variable:
+    """The variable of which each place has a share of a weight, or of a part of one."""
+    if isinstance(part, ShardedVariable):
+        return part.share
+    number, *rest = shape_shared_out(part.shape, places.number)
+    shape = (-(-number // places.number), *rest)
+    with places.make(), places.beside(part):
+        share = keras.Variable("zeros", shape, part.dtype, trainable=True, name=part.name)
+    share._path = part.path  # Slots are named by it.
+    mark(share, part)
+    return share
+
+
+def _is_whole(part: keras.Variable) -> bool:
+    """Whether a weight has copies that shares are filled from, and joined to."""
+    return not isinstance(part, ShardedVariable)
 
 
 class Shared:
@@ -168,41 +206,6 @@ class Shared:
 def mark(variable: keras.Variable, weight: keras.Variable) -> None:
     """Has a share, or a slot of it, know the weight, and what the weight may be a part of."""
     extend(variable, Shared, _sharded=weight, _shown=getattr(weight, "_whole", weight))
-
-
-def joined(found, places: Places) -> list[tf.Tensor]:
-    """Joins what all replicas hold of shares, or of slots, to the shapes of the weights."""
-    if not found:
-        return []
-    rows = []
-    for variable in found:
-        own = [tf.convert_to_tensor(copy) for copy in places.copies(variable)]
-        with places.beside(variable._sharded):
-            rows.append(tf.concat(own, 0)[None])
-    workers = places.workers
-    if workers is not None:
-        rows = workers.all_gather(rows, [1] * workers.num_workers)
-    wholes = []
-    for row, variable in zip(rows, found, strict=True):
-        shape = shape_shared_out(variable._sharded.shape, places.number)
-        with places.beside(variable._sharded):
-            flat = tf.reshape(row, [-1, *shape[1:]])[: shape[0]]
-            wholes.append(tf.reshape(flat, variable._sharded.shape))
-    return wholes
-
-
-def shape_shared_out(shape: Sequence[int], num_shares: int) -> list[int]:
-    """In which shape a weight is cut along axis 0: a matrix as it is, all else flat."""
-    shape = [int(size) for size in shape]
-    return shape if len(shape) == 2 and shape[0] >= num_shares else [int(np.prod(shape))]
-
-
-def cut_out(tensor: tf.Tensor, shape: list[int], start: int, end: int) -> tf.Tensor:
-    """A share of a tensor that is brought into a shape before; zeros behind its end."""
-    number = shape[0]
-    found = tf.reshape(tensor, shape)[min(start, number) : min(end, number)]
-    missing = (end - start) - max(min(end, number) - start, 0)
-    return tf.pad(found, [[0, missing]] + [[0, 0]] * len(shape[1:])) if missing else found
 
 
 def _rows_read(gradient: tf.IndexedSlices, shape: list[int], start: int, end: int):

@@ -17,11 +17,13 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
+import tensorflow as tf
+
 from tfparallel.compute_context import context, within
 from tfparallel.device_names import canonical
 from tfparallel.layout.layout import Layout
 
-__all__ = ["Replica", "at_work", "here", "replicas_of"]
+__all__ = ["Replica", "at_work", "here", "is_in_replica", "replicas_of"]
 
 
 class Replica(NamedTuple):
@@ -65,3 +67,7 @@ def here(device: str) -> str:
     """Returns the device of the replica at work that is in the place of one of the first's."""
     replica = context().replica
     return device if replica is None or replica.index == 0 else replica.device(device)
+
+def is_in_replica() -> bool:
+    """Whether a replica computes by itself, as in a custom loop: TensorFlow updates the copies."""
+    return tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()

@@ -117,6 +117,14 @@ class StoragelessModel:
                 if assigned is not None:
                     variable.assign(assigned)
 
+    def value_of(self, variable: keras.Variable) -> tf.Tensor:
+        """The value of a variable that is not to have memory here, and waits no longer."""
+        del self._waiting[id(variable)]
+        assigned = self._scope.get_current_value(variable)
+        if assigned is not None:
+            return tf.convert_to_tensor(assigned)
+        return initializer_of(variable)(tuple(variable.shape), dtype=variable.dtype)
+
     def initialize_rest(self) -> None:
         """Initializes what waits still: variables of metrics and optimizers."""
         self.initialize(list(self._waiting.values()))

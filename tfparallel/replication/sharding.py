@@ -1,0 +1,70 @@
+"""Which weights of a model the replicas share out, and models that are built in shares."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.extend import is_own
+from tfparallel.replication.places import ReplicaPlaces
+from tfparallel.seams.keras import layers_in, weights_held_by
+from tfparallel.update.built import wrapped_by
+from tfparallel.update.shares import shard
+from tfparallel.variables.sharded import ShardedVariable
+from tfparallel.variables.storageless import NeedsStorage, StoragelessModel
+
+__all__ = ["build_in_shares", "shard_weights"]
+
+# A weight of fewer elements is not worth a collective, as DeepSpeed's
+# `stage3_param_persistence_threshold`; what an optimizer holds of it is shared out all the same.
+_FEWEST = 2**12
+
+
+def build_in_shares(function: Callable[[], Any], strategy) -> Any:
+    """Calls a function that builds a model; no device ever holds more than one whole weight.
+
+    Args:
+        function: Returns a Keras model.
+        strategy: Whose replicas share out its weights.
+
+    Returns:
+        What the function returned. It was built in the plain way, whole, if it needs values.
+    """
+    try:
+        built = StoragelessModel(function)
+    except NeedsStorage:
+        with strategy.scope():
+            return function()
+    if isinstance(built.model, keras.Model):
+        places = ReplicaPlaces(strategy)
+        for weight in filter(built.waits_for, _large_weights(built.model)):
+            shard(weight, places, built.value_of(weight))
+    with strategy.scope():
+        built.initialize_rest()
+    return built.model
+
+
+def shard_weights(model: keras.Model, optimizers: list[keras.Optimizer]) -> None:
+    """Has each replica keep its share of the large weights of a model, in place of a copy.
+
+    Args:
+        model: One that replicas train.
+        optimizers: What updates it.
+    """
+    places = ReplicaPlaces(model.strategy)
+    is_read = is_own(model, "train_step") or any(map(wrapped_by, optimizers))
+    for weight in _large_weights(model):
+        if not isinstance(weight, ShardedVariable):
+            shard(weight, places, tf.convert_to_tensor(weight.value))
+        weight.gives_whole_gradients = is_read
+
+
+def _large_weights(model: keras.Model) -> Iterator[keras.Variable]:
+    """The weights that are worth it; none of which a batch reads single rows."""
+    for layer in layers_in(model):
+        if not isinstance(layer, keras.layers.Embedding):
+            for weight in weights_held_by(layer):
+                if math.prod(weight.shape) >= _FEWEST:
+                    yield weight

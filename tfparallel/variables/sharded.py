@@ -1,0 +1,238 @@
+"""A Keras variable of which each replica keeps a share, in place of a copy.
+
+    kernel (5, 2)    θ₀ θ₁ │ θ₂ θ₃ │ θ₄ ·        in N equal shares, zeros behind the last element
+                     CPU:0   CPU:1   CPU:2
+
+The variable stays what the layer, the model, the file and the user know: one `keras.Variable` of
+the whole shape, without memory of its own. What is read is joined from the shares of all workers,
+what is assigned is cut into them. In a replica's call it is gathered (`replication/gathers.py`).
+
+A matrix is shared out by rows, everything else flat.
+"""
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.compute_context import context
+from tfparallel.extend import attach, extend
+from tfparallel.problems import PlacementError
+from tfparallel.seams.keras import autocast, in_stateless_scope, set_storage, value_in_scope
+from tfparallel.seams.tensorflow import not_recording, record_operation, set_identity
+from tfparallel.variables.replica import is_in_replica
+
+__all__ = [
+    "ShardedGradient",
+    "ShardedVariable",
+    "cut_out",
+    "joined",
+    "joined_rows",
+    "shape_shared_out",
+    "shard_variable",
+]
+
+
+class ShardedGradient(tuple):
+    """The gradient of a sharded variable: at each place here that of the place's share."""
+
+    __slots__ = ()
+
+
+class _Handle(tf.__internal__.CompositeTensor):
+    """What a tape differentiates with respect to: the shares of all places here."""
+
+    def __init__(self, variable: "ShardedVariable"):
+        self._variable = variable
+
+    @property
+    def _type_spec(self):
+        return tf.TensorSpec(self._variable.shape, self._variable.dtype)
+
+    @property
+    def __composite_gradient__(self):
+        return self
+
+    @property
+    def dtype(self) -> tf.DType:
+        """The type of the variable's elements."""
+        return tf.as_dtype(self._variable.dtype)
+
+    def get_gradient_components(self, handle) -> list:
+        """Returns the handles of the shares."""
+        return [copy.handle for copy in handle._variable.shares]
+
+    def replace_gradient_components(self, handle, gradients):
+        """Returns a `ShardedGradient`, or a whole one; None if nothing depends on the variable."""
+        variable = handle._variable
+        if all(gradient is None for gradient in gradients):
+            return None
+        terms = []
+        for gradient, copy in zip(gradients, variable.shares, strict=True):
+            with tf.device(copy.device):
+                found = tf.zeros(copy.shape, copy.dtype) if gradient is None else gradient
+                terms.append(tf.convert_to_tensor(found))
+        if not variable.gives_whole_gradients:
+            return ShardedGradient(terms)
+        return joined_rows([terms], [variable], variable.places)[0]
+
+
+class ShardedVariable:
+    """Extends a variable of Keras of which each replica keeps a share.
+
+    Attributes:
+        share: A variable, each copy of which is a share.
+        places: Where the copies are: `tfparallel.update.places.Places`.
+        checksum: Of the whole value that was assigned last, so that workers can tell whether all
+            were given the same; None if that was in a graph.
+        gives_whole_gradients: Whether tapes outside of replicas find whole gradients, which a
+            program of the user's own needs; else a `ShardedGradient`.
+    """
+
+    checksum: int | None = None
+    gives_whole_gradients = False
+
+    @property
+    def shares(self) -> Sequence[tf.Variable]:
+        """The shares of this process."""
+        return self.places.copies(self.share)
+
+    @property
+    def value(self):
+        """The whole value. Outside of a replica all workers must read it together."""
+        held = value_in_scope(self)
+        if held is not None:
+            return autocast(self, held)
+        gathers = context().gathers
+        if gathers is not None:
+            return gathers.read(self)
+        if is_in_replica() and not in_stateless_scope():
+            raise PlacementError(
+                "Under shard='parameters' Keras's `fit` joins the weights that a replica reads. A "
+                f"call within `fit` is required. Received: a read of '{self.path}' in "
+                "`strategy.run`. Train by `fit`, or take shard='optimizer'."
+            )
+        with tf.device(self.shares[0].device):
+            if self.places.workers is not None and in_stateless_scope():
+                value = self._like_the_whole()
+            else:
+                value = self._joined()
+        set_identity(value, f"sharded_{id(self)}")  # By which an optimizer knows the variable.
+        return autocast(self, value)
+
+    def _joined(self) -> tf.Tensor:
+        shares = [tf.convert_to_tensor(copy) for copy in self.shares]
+        with not_recording():
+            (whole,) = joined_rows([shares], [self], self.places)
+        # All workers read it, and come to the same gradient, of which each has its rows.
+        record_operation(
+            f"shares of {self.path}", [whole], shares, lambda upstream: self._cut(upstream)
+        )
+        return whole
+
+    def _cut(self, whole) -> list[tf.Tensor]:
+        """What each place here has of a whole tensor."""
+        found, shape = [], shape_shared_out(self.shape, self.places.number)
+        bounds = self.places.bounds(self.share.shape[0])
+        for copy, own in zip(self.shares, bounds, strict=True):
+            with tf.device(copy.device):
+                found.append(cut_out(tf.convert_to_tensor(whole), shape, *own))
+        return found
+
+    def _like_the_whole(self) -> tf.Tensor:
+        """What has the whole's shape, for a trace that is only looked at: nobody is asked."""
+        rows = tf.concat([tf.convert_to_tensor(copy) for copy in self.shares], 0)
+        rows = tf.concat([rows] * self.places.workers.num_workers, 0)
+        return _of_shape(rows, self.shape, self.places.number)
+
+    @property
+    def handle(self) -> _Handle:
+        """What a tape knows the variable by."""
+        return _Handle(self)
+
+    def _direct_assign(self, value):
+        value = tf.cast(value, self.share.dtype)
+        is_known = tf.executing_eagerly()
+        attach(self, checksum=zlib.crc32(np.asarray(value).tobytes()) if is_known else None)
+        for copy, own in zip(self.shares, self._cut(value), strict=True):
+            copy.assign(own)
+
+    @property
+    def _shared_name(self) -> str:
+        return self.name
+
+    def _serialize_to_tensors(self):
+        # `tf.train.Checkpoint` writes a whole variable, and reads one.
+        return {"VARIABLE_VALUE": self.value}
+
+    def _restore_from_tensors(self, restored_tensors):
+        self.assign(restored_tensors["VARIABLE_VALUE"])
+
+    def _export_to_saved_model_graph(self, *args, **kwargs):
+        raise PlacementError(
+            "A SavedModel must hold whole weights. Received: an export of the variable "
+            f"'{self.path}', of which each replica has a share. Save the model by "
+            "`model.save('model.keras')`, and export what `keras.models.load_model` returns."
+        )
+
+
+def shard_variable(variable: keras.Variable, share: keras.Variable, places: Any) -> None:
+    """Has each place keep a share of a variable; in place.
+
+    Args:
+        variable: The whole; its own memory is given free.
+        share: Its shares, which hold its value.
+        places: The places.
+    """
+    set_storage(variable, None)
+    extend(variable, ShardedVariable, share=share, places=places)
+
+
+def joined(found: Sequence[keras.Variable], places: Any) -> list[tf.Tensor]:
+    """Joins what all replicas hold of shares, or of slots, to the shapes of the weights."""
+    copies = [[tf.convert_to_tensor(copy) for copy in places.copies(each)] for each in found]
+    return joined_rows(copies, [each._sharded for each in found], places)
+
+
+def joined_rows(
+    by_weight: Sequence[Sequence[tf.Tensor]], weights: Sequence[keras.Variable], places: Any
+) -> list[tf.Tensor]:
+    """Joins rows, of each place here, with those of the other workers, to the shapes of weights."""
+    if not weights:
+        return []
+    rows = []
+    for own, weight in zip(by_weight, weights, strict=True):
+        with places.beside(weight):
+            rows.append(tf.concat(own, 0)[None])
+    workers = places.workers
+    if workers is not None:
+        rows = workers.all_gather(rows, [1] * workers.num_workers)
+    wholes = []
+    for row, weight in zip(rows, weights, strict=True):
+        with places.beside(weight):
+            flat = tf.reshape(row, [-1, *row.shape[2:]])
+            wholes.append(_of_shape(flat, weight.shape, places.number))
+    return wholes
+
+
+def _of_shape(rows: tf.Tensor, shape: Sequence[int], number: int) -> tf.Tensor:
+    """The rows of all shares as the weight is; without what stands behind its end."""
+    size = shape_shared_out(shape, number)[0]
+    return tf.reshape(rows if rows.shape[0] == size else rows[:size], shape)
+
+
+def shape_shared_out(shape: Sequence[int], num_shares: int) -> list[int]:
+    """In which shape a weight is cut along axis 0: a matrix as it is, all else flat."""
+    shape = [int(size) for size in shape]
+    return shape if len(shape) == 2 and shape[0] >= num_shares else [int(np.prod(shape))]
+
+
+def cut_out(tensor: tf.Tensor, shape: list[int], start: int, end: int) -> tf.Tensor:
+    """A share of a tensor that is brought into a shape before; zeros behind its end."""
+    number = shape[0]
+    found = tf.reshape(tensor, shape)[min(start, number) : min(end, number)]
+    missing = (end - start) - max(min(end, number) - start, 0)
+    return tf.pad(found, [[0, missing]] + [[0, 0]] * len(shape[1:])) if missing else found
