@@ -219,13 +219,13 @@ DEVICES = [f"CPU:{index}" for index in range(4)]
 
 
 def in_shares(build_model):
-    return tfparallel.data_parallel(build_model, devices=DEVICES, shard_optimizer=True)
+    return tfparallel.data_parallel(build_model, devices=DEVICES, shard="optimizer")
 
 
-def on_mesh(*, shard_optimizer=False, **axes):
+def on_mesh(*, shard=None, **axes):
     size = tfparallel.Mesh(**axes).size
     return lambda build_model: tfparallel.hybrid_parallel(
-        build_model, tfparallel.Mesh(**axes), DEVICES[:size], shard_optimizer=shard_optimizer
+        build_model, tfparallel.Mesh(**axes), DEVICES[:size], shard=shard
     )
 
 
@@ -233,7 +233,7 @@ CHAIN = [
     one_device,
     on_mesh(data=2, pipeline=2),
     lambda build_model: tfparallel.data_parallel(build_model, devices=DEVICES[:3]),
-    on_mesh(data=2, tensor=2, shard_optimizer=True),
+    on_mesh(data=2, tensor=2, shard="optimizer"),
     in_shares,
     on_mesh(pipeline=2, tensor=2),
     lambda build_model: tfparallel.tensor_parallel(build_model, DEVICES[:2]),

@@ -139,7 +139,7 @@ def test_each_replica_may_keep_its_share_of_the_optimizer(in_float64, tmp_path, 
     """In the file whole slots, which one device goes on with."""
     function, optimizer = CASES[case]
     one = seeded(function)
-    model = on_mesh(function, mesh, shard_optimizer=True)
+    model = on_mesh(function, mesh, shard="optimizer")
     trained(one, optimizer, function)
     trained(model, optimizer, function)
     assert difference(model.get_weights(), one.get_weights()) < 1e-9
@@ -160,7 +160,7 @@ def test_a_built_model_brings_its_slots_into_shares(in_float64, mesh):
     one = seeded(sharded.build)
     trained(one, sharded.OPTIMIZERS["Adam"], sharded.build)
     model = tfparallel.hybrid_parallel(
-        one, mesh, DEVICES[:4], num_micro_batches=2, shard_optimizer=True
+        one, mesh, DEVICES[:4], num_micro_batches=2, shard="optimizer"
     )
     found: list[dict] = [{}, {}]
     for each, slots in zip((one, model), found, strict=True):
@@ -171,11 +171,11 @@ def test_a_built_model_brings_its_slots_into_shares(in_float64, mesh):
 @pytest.mark.parametrize("form", ["mesh", "replicas"])
 def test_shares_are_neither_swapped_nor_written_as_wholes(tmp_path, form):
     if form == "mesh":
-        model = on_mesh(sharded.build, Mesh(data=2, pipeline=2), shard_optimizer=True)
+        model = on_mesh(sharded.build, Mesh(data=2, pipeline=2), shard="optimizer")
     else:
         model = sharded.on_replicas(2)
     trained(model, lambda: keras.optimizers.Adam(0.05, use_ema=True), sharded.build)
-    with pytest.raises(ValueError, match="Received: SwapEMAWeights with shard_optimizer=True"):
+    with pytest.raises(ValueError, match="Received: SwapEMAWeights with shard='optimizer'"):
         model.fit(*sharded.data(), callbacks=[keras.callbacks.SwapEMAWeights()], verbose=0)
     with pytest.raises(ValueError, match="would write one replica's share"):
         tf.train.Checkpoint(model=model, optimizer=model.optimizer).write(str(tmp_path / "all"))
@@ -187,7 +187,7 @@ def eight_devices():
     keras.config.set_dtype_policy("float64")
     found, case = [], "Adam, clipped"
     for mesh in (Mesh(data=2, pipeline=2, tensor=2), Mesh(data=4, pipeline=2)):
-        options = {"sync": f"accumulate:{STEPS}", "shard_optimizer": True}
+        options = {"sync": f"accumulate:{STEPS}", "shard": "optimizer"}
         model = on_mesh(accumulated.CASES[case][0], mesh, num_micro_batches=1, **options)
         accumulated.trained(model, case, accumulated.ROWS)
         one = of_one_step(case)

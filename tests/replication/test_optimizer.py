@@ -103,7 +103,7 @@ def test_an_optimizer_of_another_model_is_refused(form):
 
 
 def test_slots_of_whole_weights_are_shared_out():
-    model = tfparallel.data_parallel(build_small, devices=THREE, shard_optimizer=True)
+    model = tfparallel.data_parallel(build_small, devices=THREE, shard="optimizer")
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     optimizer.build(model.trainable_variables)
     momentum = np.arange(8.0).reshape(4, 2)

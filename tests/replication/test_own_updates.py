@@ -12,14 +12,14 @@ FOUR = [f"CPU:{k}" for k in range(4)]
 EPOCHS, BATCH = 2, 7
 FORMS = {
     "replicas": lambda build: tfparallel.data_parallel(build, devices=FOUR[:2]),
-    "shares": lambda build: tfparallel.data_parallel(build, devices=FOUR[:2], shard_optimizer=True),
+    "shares": lambda build: tfparallel.data_parallel(build, devices=FOUR[:2], shard="optimizer"),
     "stages": lambda build: tfparallel.pipeline_parallel(build, FOUR[:2], num_micro_batches=2),
     "parts": lambda build: tfparallel.tensor_parallel(build, FOUR[:2]),
     "mesh": lambda build: tfparallel.hybrid_parallel(
         build, Mesh(data=2, pipeline=2), num_micro_batches=2
     ),
     "shares on a mesh": lambda build: tfparallel.hybrid_parallel(
-        build, Mesh(data=2, tensor=2), shard_optimizer=True
+        build, Mesh(data=2, tensor=2), shard="optimizer"
     ),
 }
 

@@ -57,7 +57,7 @@ def data(function=build, number=29):
 def on_replicas(number, function=build, **options):
     devices = [f"CPU:{index}" for index in range(number)]
     return tfparallel.data_parallel(
-        lambda: seeded(function), devices=devices, shard_optimizer=True, **options
+        lambda: seeded(function), devices=devices, shard="optimizer", **options
     )
 
 
@@ -160,7 +160,7 @@ def test_moving_averages_are_of_weights_that_others_write_too(in_float64):
 def test_averages_in_shares_are_not_swapped():
     model = on_replicas(2)
     model.compile(optimizers.SGD(0.1, use_ema=True), "mse")
-    with pytest.raises(ValueError, match="SwapEMAWeights with shard_optimizer=True"):
+    with pytest.raises(ValueError, match="SwapEMAWeights with shard='optimizer'"):
         model.fit(*data(), callbacks=[keras.callbacks.SwapEMAWeights()], verbose=0)
 
 
@@ -244,7 +244,7 @@ def test_a_file_holds_whole_slots_and_is_read_anywhere(in_float64, tmp_path):
 def test_a_model_that_was_trained_goes_on(in_float64):
     whole = trained(seeded(build), optimizers.Adam(0.05), epochs=2)
     first = trained(seeded(build), optimizers.Adam(0.05), epochs=1)
-    model = tfparallel.data_parallel(first, devices=["CPU:0", "CPU:1"], shard_optimizer=True)
+    model = tfparallel.data_parallel(first, devices=["CPU:0", "CPU:1"], shard="optimizer")
     x, y = data()
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
     assert apart(model, whole) < 1e-9
@@ -265,7 +265,7 @@ def test_what_needs_whole_weights_is_refused(optimizer, message):
 
 
 def test_local_steps_need_the_whole_optimizer():
-    with pytest.raises(ValueError, match="Received: shard_optimizer=True, sync='local_sgd:8'"):
+    with pytest.raises(ValueError, match="Received: shard='optimizer', sync='local_sgd:8'"):
         on_replicas(2, sync="local_sgd:8")
 
 

@@ -52,7 +52,7 @@ def training():
     if tfparallel.num_workers() == 1:
         model = build()
     else:
-        model = tfparallel.data_parallel(build, shard_optimizer=True)
+        model = tfparallel.data_parallel(build, shard="optimizer")
         strategy = model.distribute_strategy
         gathered = tf.function(lambda: strategy.gather(strategy.run(column), 1))().numpy().tolist()
     model.compile(keras.optimizers.Adam(0.1), of_all_rows)

@@ -264,7 +264,7 @@ def shares(workers, folder):
     trained(one, ROWS, optimizer=keras.optimizers.Adam(0.05, global_clipnorm=0.1))
     sent = {}
     for name, in_shares in (("whole", False), ("shares", True)):
-        model = parallel(build, "every_step", shard_optimizer=in_shares)
+        model = parallel(build, "every_step", shard="optimizer" if in_shares else None)
         before = workers.traffic.read()["sums"]
         trained(model, ROWS, optimizer=keras.optimizers.Adam(0.05, global_clipnorm=0.1))
         sent[name] = workers.traffic.read()["sums"] - before
@@ -278,7 +278,7 @@ def clipped_shares(workers, folder):
     found = {}
     for name, options in CLIPPED.items():
         trained(one := alone(build_read), ROWS, optimizer=keras.optimizers.SGD(0.1, **options))
-        other = parallel(build_read, "every_step", shard_optimizer=True)
+        other = parallel(build_read, "every_step", shard="optimizer")
         trained(other, ROWS, optimizer=keras.optimizers.SGD(0.1, **options))
         found[name] = apart(other, one)
     return found
@@ -287,18 +287,18 @@ def clipped_shares(workers, folder):
 def shares_that_go_on(workers, folder):
     """Beside accumulated gradients, from checkpoints and backups, under a loss of two calls."""
     found = {}
-    accumulating = parallel(build, shard_optimizer=True)
+    accumulating = parallel(build, shard="optimizer")
     trained(accumulating, ROWS)
     whole = alone(build)
     trained(whole, ROWS * STEPS)
     found["accumulated"] = apart(accumulating, whole)
     checkpoint = tfparallel.callbacks.Checkpoint(folder + "/sharded")
-    trained(parallel(build, shard_optimizer=True), ROWS, epochs=1, callbacks=[checkpoint])
+    trained(parallel(build, shard="optimizer"), ROWS, epochs=1, callbacks=[checkpoint])
     resumed = parallel(build)  # With whole slots.
     checkpoint = tfparallel.callbacks.Checkpoint(folder + "/sharded")
     trained(resumed, ROWS, callbacks=[checkpoint])
     found["resumed"] = apart(resumed, whole)
-    backed = parallel(build, "every_step", shard_optimizer=True)
+    backed = parallel(build, "every_step", shard="optimizer")
     trained(backed, ROWS, epochs=1, optimizer=keras.optimizers.Adam(0.05))
     backup = keras.callbacks.BackupAndRestore(folder + "/backup")  # With nothing to restore.
     fitted = {"batch_size": ROWS, "shuffle": False, "verbose": 0}
@@ -306,14 +306,14 @@ def shares_that_go_on(workers, folder):
     trained(one := alone(build), ROWS, optimizer=keras.optimizers.Adam(0.05))
     found["backed up"] = apart(backed, one)
     for interrupted in (True, False):  # And with something: the chief alone reads the file.
-        restored = parallel(build, "every_step", shard_optimizer=True)
+        restored = parallel(build, "every_step", shard="optimizer")
         backup = keras.callbacks.BackupAndRestore(folder + "/restored")
         callbacks = [backup, InterruptsEpoch()] if interrupted else [backup]
         with contextlib.suppress(KeyboardInterrupt):
             trained(restored, ROWS, optimizer=keras.optimizers.Adam(0.05), callbacks=callbacks)
     found["restored"] = apart(restored, one)
     trained(one := alone(build_twice), ROWS)
-    trained(twice := parallel(build_twice, "every_step", shard_optimizer=True), ROWS)
+    trained(twice := parallel(build_twice, "every_step", shard="optimizer"), ROWS)
     found["called twice"] = apart(twice, one)
     return found
 

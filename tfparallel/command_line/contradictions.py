@@ -33,7 +33,9 @@ def in_parallel(values: flags.FlagValues, positional: Sequence[str]) -> list[str
             "--parallel=hybrid needs a mesh: how many devices there are along each axis. Received: "
             "no --mesh. Add --mesh=data=2,pipeline=2, for example."
         )
-    problems += _of_options(values, _sync_problems, _micro_batch_problems, _schedule_problems)
+    problems += _of_options(
+        values, _sync_problems, _shard_problems, _micro_batch_problems, _schedule_problems
+    )
     count = len(values.devices) if values.devices is not None else values.num_devices
     if values.parallel == "none" and count is not None and count > 1:
         given = f"--num_devices={count}"
@@ -59,6 +61,24 @@ def _sync_problems(options: TrainOptions) -> list[str]:
         f"take all. Received: --sync={options.sync} with --parallel={parallel}. Take "
         "--parallel=data, or drop --sync."
     ]
+
+
+def _shard_problems(options: TrainOptions) -> list[str]:
+    """Shares of the weights are for replicas that update them in each step."""
+    if options.shard != "parameters":
+        return []
+    if options.parallel != "data":
+        return [
+            "Of --shard, a mesh takes optimizer alone: stages and parts divide the weights. "
+            f"Received: --shard=parameters with --parallel={options.parallel}. Take "
+            "--shard=optimizer, or --parallel=data."
+        ]
+    if options.policy.accumulates:
+        return [
+            "--shard=parameters updates the weights in each step. Received: --shard=parameters "
+            f"with --sync={options.sync}. Drop one of them."
+        ]
+    return []
 
 
 def _micro_batch_problems(options: TrainOptions) -> list[str]:

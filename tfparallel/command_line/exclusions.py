@@ -48,14 +48,14 @@ EXCLUDES = (
         Excludes((flag, "sync=async"), _NO_SUMS, _NO_ASYNC)
         for flag in (
             "devices", "num_devices", "num_workers", "strategy", "all_reduce", "bucket_bytes",
-            "compression", "shard_optimizer", "inject", "jit_compile", "precision=mixed_float16",
+            "compression", "shard", "inject", "jit_compile", "precision=mixed_float16",
         )
     ),
     Excludes(
         ("sync=local_sgd|post_local_sgd", "compression"),
         "--compression is of gradients, and workers that step by themselves send weights.",
     ),
-    Excludes(("sync=local_sgd|post_local_sgd", "shard_optimizer"), _ALONE),
+    Excludes(("sync=local_sgd|post_local_sgd", "shard"), _ALONE),
     *(
         Excludes(("sweep", flag), _FITTED)
         for flag in (

@@ -207,9 +207,9 @@ TABLE = {
             "are for several workers, and not exact; async needs `tfparallel launch --num_ps=1`. "
             "pipeline and hybrid take only every_step and accumulate:N.", shown="WHEN",
             read=Synchronization.parse),
-        Flag("shard_optimizer", _IN_PARALLEL, "For data and hybrid: whether each replica keeps "
-            "and updates its share of the optimizer.", False, "switch",
-            only_with="parallel=data|hybrid"),
+        Flag("shard", _IN_PARALLEL, "What each replica keeps a share of. For data and hybrid: "
+            "what the optimizer holds; for data: the weights and gradients too.",
+            choices=["optimizer", "parameters"], only_with="parallel=data|hybrid"),
     ),
     "Stages and micro-batches": (
         Flag("num_micro_batches", f"{_IN_PARALLEL}, plan", "For pipeline: parts of a batch, 8 "

@@ -26,7 +26,7 @@ class TrainOptions:
         global_batch_size: Rows of a step, over all devices.
         seed: Fixes the weights and the order of the data.
         precision, jit_compile: The type to compute in, and whether XLA compiles; None as the task.
-        all_reduce, calibrate, bucket_bytes, compression, shard_optimizer: Sums and updates.
+        all_reduce, calibrate, bucket_bytes, compression, shard: Sums and updates.
         sync: When the weights are updated.
         num_micro_batches, schedule, chunks_per_device, recompute, batch_normalization: A pipeline;
             None where nobody said.
@@ -54,7 +54,7 @@ class TrainOptions:
     calibrate: bool = True
     bucket_bytes: int | None = None
     compression: str | None = None
-    shard_optimizer: bool = False
+    shard: str | None = None
     sync: str = "every_step"
     num_micro_batches: int | None = None
     schedule: str | None = None
@@ -130,7 +130,7 @@ class TrainOptions:
         if self.parallel == "hybrid":
             found["mesh"] = self.mesh
             found["allow_independent_workers"] = self.allow_independent_workers
-            found["shard_optimizer"] = self.shard_optimizer
+            found["shard"] = self.shard
         if self.parallel not in _STAGED:
             return found
         return found | self.of_pipeline() | {"sync": self.sync}

@@ -45,7 +45,7 @@ class Parallelism:
         all_reduce: What sums the replicas of this process, as `tfparallel.MirroredStrategy` takes
             it: `all_reduce` and `calibrate`.
         sync: When the weights are updated, as `data_parallel` takes it.
-        shard_optimizer: Whether each replica keeps its share of the optimizer.
+        shard: What each replica keeps a share of, as `data_parallel` takes it.
         num_servers: How many processes hold the weights of asynchronous workers; 0 for none.
     """
 
@@ -55,7 +55,7 @@ class Parallelism:
     cut: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     all_reduce: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sync: str = "every_step"
-    shard_optimizer: bool = False
+    shard: str | None = None
     num_servers: int = 0
 
     @property
@@ -109,7 +109,7 @@ class Parallelism:
                 return self._in_stages(hybrid_parallel, build_model)
         except PlacementError as error:
             raise UsageError(str(error)) from error
-        update = {"sync": self.sync, "shard_optimizer": self.shard_optimizer}
+        update = {"sync": self.sync, "shard": self.shard}
         if self.num_servers:
             return data_parallel(build_model, sync=self.sync)
         if self.strategy is not None:
@@ -164,7 +164,9 @@ class Parallelism:
                 f"{counted(self.num_servers, 'server')}, sync {self.sync}"
             )
         sync = "" if self.sync == "every_step" else f", sync {self.sync}"
-        sync += ", the optimizer in shares" if self.shard_optimizer else ""
+        sync += {"optimizer": ", the optimizer in shares", "parameters": ", all in shares"}.get(
+            self.shard, ""
+        )
         if self.workers is not None:
             by = "auto" if self.strategy.all_reduce_is_open else self.workers.transport
             return (
@@ -221,7 +223,7 @@ def start_parallelism(options: TrainOptions, facts: Mapping[str, Any]) -> Parall
         all_reduce = {} if is_worker else _all_reduce(options, devices)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    update = {"sync": options.sync, "shard_optimizer": options.shard_optimizer}
+    update = {"sync": options.sync, "shard": options.shard}
     if not is_worker:
         names = ["bucket_bytes", "compression"]
         if options.policy.is_local:

@@ -215,7 +215,7 @@ def _facts(path: str, values: flags.FlagValues) -> dict[str, Any]:
     with open(path, "rb") as file:
         digest = hashlib.sha256(file.read()).hexdigest()[:16]
     names = ("seed", "global_batch_size", "epochs", "steps_per_epoch")
-    names = (*names, "precision", "jit_compile", "sync", "shard_optimizer")
+    names = (*names, "precision", "jit_compile", "sync", "shard")
     return {"task file": digest, **{f"--{name}": getattr(values, name) for name in names}}
 
 
@@ -241,10 +241,10 @@ def _report_of_parallelism(parallelism: Parallelism, model: keras.Model) -> dict
     if parallelism.name in ("model", "pipeline"):
         report["placement"] = held_by_device(model)
     if parallelism.name == "data":
-        report |= {"sync": parallelism.sync, "shard_optimizer": parallelism.shard_optimizer or None}
+        report |= {"sync": parallelism.sync, "shard": parallelism.shard}
     elif "sync" in parallelism.cut:
         report["sync"] = parallelism.cut["sync"]
-        report["shard_optimizer"] = parallelism.cut.get("shard_optimizer") or None
+        report["shard"] = parallelism.cut.get("shard")
     if report.get("sync", "").startswith("accumulate"):
         report["steps_of_an_update"] = model.num_accumulated_steps
     if parallelism.workers is not None:

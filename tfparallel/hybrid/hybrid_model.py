@@ -64,7 +64,7 @@ class HybridModel(SpreadCall, NestedModel, PipelinedModel):
     def save(self, filepath, overwrite=True, zipped=None, **kwargs):
         """Saves plain Keras, as `keras.Model.save`; any worker may, alone or with all others.
 
-        With `shard_optimizer=True` all workers must.
+        With `shard="optimizer"` all workers must.
         """
         with self._session.path_to_write(filepath, overwrite) as path:
             return super().save(path, overwrite, zipped, **kwargs)

@@ -44,7 +44,7 @@ def hybrid_parallel(
     batch_size: int = 32,
     compression: str | None = None,
     sync: str = "every_step",
-    shard_optimizer: bool = False,
+    shard: str | None = None,
     check_rows: bool = True,
     allow_independent_workers: bool = False,
 ) -> keras.Model:
@@ -76,8 +76,8 @@ def hybrid_parallel(
         batch_size: The examples of a batch, for what the best cut costs.
         compression: Of the gradients that travel between workers, as for `data_parallel`.
         sync: As for `pipeline_parallel`; between workers no gradient is sent for N−1 batches.
-        shard_optimizer: Whether each of D replicas, of all workers, keeps and updates its share of
-            the optimizer, as for `data_parallel`.
+        shard: `"optimizer"` for what each of D replicas, of all workers, keeps a share of, as for
+            `data_parallel`. Weights are in stages and parts already.
         check_rows: As for `data_parallel`.
         allow_independent_workers: Likewise. Else the replicas are shared out to the workers of the
             job that this process is part of, in order.
@@ -99,6 +99,12 @@ def hybrid_parallel(
     problems = Problems()
     CompressionName.parse(compression)
     mesh = _mesh_of(mesh)
+    if shard not in (None, "optimizer"):
+        raise PlacementError(
+            "The replicas of a mesh keep shares of the optimizer alone; stages and parts divide the "
+            f"weights. `shard` must be 'optimizer' or None. Received: shard={shard!r}. Give the "
+            "mesh a larger `pipeline` or `tensor`, or take `data_parallel`."
+        )
     cluster = Cluster() if allow_independent_workers else Cluster.from_env()
     number = cluster.num_workers
     if mesh.data % number:
@@ -143,7 +149,7 @@ def hybrid_parallel(
     def spread(model: HybridModel) -> None:
         parts.spread(model)
         session = WorkerSession(model, each_reads_all=True)
-        shares = shard_optimizer and mesh.data > 1
+        shares = shard is not None and mesh.data > 1
         attach(model, strategy=strategy, _session=session, _shards_optimizer=shares)
 
     model = in_micro_batches(

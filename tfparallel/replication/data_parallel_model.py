@@ -183,7 +183,7 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
     def save(self, filepath, overwrite=True, **kwargs):
         """Saves the model, as `keras.Model.save`; any worker may, alone or with all others.
 
-        With `gradient_accumulation_steps` or `shard_optimizer=True` all workers must.
+        With `gradient_accumulation_steps` or `shard` all workers must.
         """
         with self._session.path_to_write(filepath, overwrite) as path:
             return super().save(path, overwrite, **kwargs)
@@ -376,8 +376,8 @@ def extend_model(
     return model
 
 
-def preparing(strategy, shard_optimizer: bool) -> Callable[[keras.Optimizer], None] | None:
+def preparing(strategy, in_shares: bool) -> Callable[[keras.Optimizer], None] | None:
     """What makes an optimizer fit the strategy before it is built; None where nothing must."""
-    if not shard_optimizer:
+    if not in_shares:
         return None
     return functools.partial(prepare, places=ReplicaPlaces(strategy), shares=True)

@@ -284,9 +284,9 @@ def refuse_swaps(callbacks) -> None:
     """
     if any(isinstance(callback, keras.callbacks.SwapEMAWeights) for callback in callbacks):
         raise ValueError(
-            "SwapEMAWeights swaps the weights with averages that, under shard_optimizer=True, "
+            "SwapEMAWeights swaps the weights with averages that, under shard='optimizer', "
             "each replica has a share of. An optimizer with whole averages is required. "
-            "Received: SwapEMAWeights with shard_optimizer=True. Leave one of them out."
+            "Received: SwapEMAWeights with shard='optimizer'. Leave one of them out."
         )
 
 

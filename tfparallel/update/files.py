@@ -20,7 +20,7 @@ from tfparallel.extend import attach, extend
 from tfparallel.seams.keras import set_storage
 from tfparallel.update.places import Places
 from tfparallel.update.shares import mark
-from tfparallel.variables.sharded import cut_out, joined, shape_shared_out
+from tfparallel.variables.sharded import apart, cut_out, joined, shape_shared_out
 from tfparallel.variables.split import split_variable, whole_of
 
 __all__ = [
@@ -199,7 +199,7 @@ def wait_to_save(places: Places) -> None:
         wait_for_all(places.workers, _SAVE_SECONDS)
     except RuntimeError as error:
         raise RuntimeError(
-            "Under shard_optimizer=True each worker has a part of the optimizer, and all "
+            "Under `shard` each worker has a part of the optimizer, and all "
             f"workers must save it together. {error}"
         ) from error
 
@@ -269,4 +269,4 @@ def _share_out(slot, value, places) -> None:
     bounds = places.bounds(slot.shape[0])
     for index, (copy, own) in enumerate(zip(places.copies(slot), bounds, strict=True)):
         with places.at(index):
-            copy.assign(cut_out(tf.constant(value, copy.dtype), shape, *own))
+            copy.assign(apart(cut_out(tf.constant(value, copy.dtype), shape, *own)))

@@ -58,9 +58,9 @@ def check_elementwise(optimizer: keras.Optimizer, *, shares: bool) -> None:
         return
     if not is_elementwise(cls):
         form, error = (
-            ("shard_optimizer=True", ValueError) if shares else ("tensor_parallel", PlacementError)
+            ("`shard`", ValueError) if shares else ("tensor_parallel", PlacementError)
         )
-        other = "leave shard_optimizer out" if shares else "`tfparallel.model_parallel`"
+        other = "leave `shard` out" if shares else "`tfparallel.model_parallel`"
         raise error(
             f"{form} supports optimizers that update each element independently ({NAMES}). "
             f"Received: {cls.__name__}, which looks at whole weights, or is not known. Take one of "
@@ -68,7 +68,7 @@ def check_elementwise(optimizer: keras.Optimizer, *, shares: bool) -> None:
         )
     if shares and optimizer.gradient_accumulation_steps:
         raise ValueError(
-            "Under shard_optimizer=True gradients are accumulated by the step, and an update in "
+            "Under `shard` gradients are accumulated by the step, and an update in "
             "each call of the optimizer is required. Received: gradient_accumulation_steps="
             f"{optimizer.gradient_accumulation_steps}. Take "
             f"sync='accumulate:{optimizer.gradient_accumulation_steps}' in its place."

@@ -32,6 +32,7 @@ from tfparallel.update.places import Places
 from tfparallel.variables.sharded import (
     ShardedGradient,
     ShardedVariable,
+    apart,
     cut_out,
     joined,
     shape_shared_out,
@@ -60,8 +61,8 @@ class Shares:
         written = [p.path for p in parts if getattr(p, "overwrite_with_gradient", False)]
         if written:
             raise ValueError(
-                "Under shard_optimizer=True weights are updated by the optimizer. Received: "
-                f"{written}, which take their gradient for their value. Leave shard_optimizer out."
+                "Under `shard` weights are updated by the optimizer. Received: "
+                f"{written}, which take their gradient for their value. Leave `shard` out."
             )
         self._places, self.parts = places, list(parts)
         self.variables = [_share_of(part, places) for part in self.parts]
@@ -92,7 +93,7 @@ class Shares:
                     share = self.of(part)
                     own, whole = (self._places.copies(each)[index] for each in (share, part))
                     with tf.device(own.device):
-                        own.assign(self.cut(tf.convert_to_tensor(whole), share, index))
+                        own.assign(apart(self.cut(tf.convert_to_tensor(whole), share, index)))
 
     def join(self, parts: Sequence[keras.Variable]) -> None:
         """Gives every copy of the weights what all shares hold."""
@@ -198,7 +199,7 @@ class Shared:
     def _serialize_to_tensors(self):
         raise ValueError(
             "`tf.train.Checkpoint` would write one replica's share. The whole state is required. "
-            f"Received: '{self.path}', under shard_optimizer=True. Take `tfparallel.callbacks."
+            f"Received: '{self.path}', under `shard`. Take `tfparallel.callbacks."
             "Checkpoint`, or `model.save`, which write all of it."
         )
 
@@ -212,9 +213,9 @@ def _rows_read(gradient: tf.IndexedSlices, shape: list[int], start: int, end: in
     """The rows of a sparse gradient that a share has; others stand in its first row, as zeros."""
     if len(shape) < 2:  # Flat.
         raise ValueError(
-            "Under shard_optimizer=True an embedding is shared out by rows. A matrix of at least "
+            "Under `shard` an embedding is shared out by rows. A matrix of at least "
             f"as many rows as there are replicas is required. Received: shape {gradient.shape}. "
-            "Leave shard_optimizer out."
+            "Leave `shard` out."
         )
     indices = gradient.indices
     inside = (indices >= start) & (indices < end)

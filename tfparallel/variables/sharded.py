@@ -28,6 +28,7 @@ from tfparallel.variables.replica import is_in_replica
 __all__ = [
     "ShardedGradient",
     "ShardedVariable",
+    "apart",
     "cut_out",
     "joined",
     "joined_rows",
@@ -158,7 +159,8 @@ class ShardedVariable:
         is_known = tf.executing_eagerly()
         attach(self, checksum=zlib.crc32(np.asarray(value).tobytes()) if is_known else None)
         for copy, own in zip(self.shares, self._cut(value), strict=True):
-            copy.assign(own)
+            with tf.device(copy.device):
+                copy.assign(apart(own))
 
     @property
     def _shared_name(self) -> str:
@@ -228,6 +230,11 @@ def shape_shared_out(shape: Sequence[int], num_shares: int) -> list[int]:
     """In which shape a weight is cut along axis 0: a matrix as it is, all else flat."""
     shape = [int(size) for size in shape]
     return shape if len(shape) == 2 and shape[0] >= num_shares else [int(np.prod(shape))]
+
+
+def apart(rows: tf.Tensor) -> tf.Tensor:
+    """The same, in memory of their own: a variable that is assigned rows would keep the whole."""
+    return tf.raw_ops.DeepCopy(x=rows)
 
 
 def cut_out(tensor: tf.Tensor, shape: list[int], start: int, end: int) -> tf.Tensor:

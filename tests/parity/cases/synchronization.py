@@ -17,7 +17,7 @@ from .losses import masked_text, next_token
 GROUP = "Updates of several steps, and in shares"
 
 ACCUMULATING = {"sync": "accumulate:3"}
-SHARING = {"shard_optimizer": True}
+SHARING = {"shard": "optimizer"}
 ACCUMULATE = ("data_parallel", "pipeline_parallel", "hybrid_parallel", "workers")
 SHARE = ("data_parallel", "hybrid_parallel", "workers")
 
@@ -58,7 +58,7 @@ def accumulated(name, **fields):
 def shared(name, **fields):
     return case(
         GROUP,
-        "`shard_optimizer=True`",
+        "`shard='optimizer'`",
         name,
         options=SHARING,
         forms=SHARE,
