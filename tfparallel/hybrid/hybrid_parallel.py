@@ -101,8 +101,8 @@ def hybrid_parallel(
     mesh = _mesh_of(mesh)
     if shard not in (None, "optimizer"):
         raise PlacementError(
-            "The replicas of a mesh keep shares of the optimizer alone; stages and parts divide the "
-            f"weights. `shard` must be 'optimizer' or None. Received: shard={shard!r}. Give the "
+            "The replicas of a mesh keep shares of the optimizer alone; stages and parts divide "
+            f"the weights. `shard` must be 'optimizer' or None. Received: shard={shard!r}. Give the "
             "mesh a larger `pipeline` or `tensor`, or take `data_parallel`."
         )
     cluster = Cluster() if allow_independent_workers else Cluster.from_env()

@@ -1,5 +1,7 @@
 """The parts of a model that act otherwise in a replica: layers, seeds, optimizers."""
 
+import functools
+
 import keras
 
 from tfparallel.extend import extend, original_class
@@ -7,7 +9,7 @@ from tfparallel.judge.check_rows import exchange_moments
 from tfparallel.replication import batch_norm, random
 from tfparallel.replication.places import ReplicaPlaces
 from tfparallel.replication.replicated_layer import ReplicatedLayer
-from tfparallel.replication.sharding import shard_weights
+from tfparallel.replication.sharding import optimizers_of, shard_weights
 from tfparallel.seams.keras import layers_in, seed_generators_of
 from tfparallel.update.place_optimizer import prepare
 
@@ -48,17 +50,8 @@ def extend_parts(model: keras.Model) -> None:
                 _synchronize_batch_norm=model._synchronize_batch_norm,
                 _check_rows=model._check_rows,
             )
-    optimizers = _optimizers(model)
-    if model._shards_parameters:
-        shard_weights(model, optimizers)
-    for optimizer in optimizers:
-        prepare(optimizer, ReplicaPlaces(strategy), shares=model._shards_optimizer)
-
-
-def _optimizers(model):
-    """The optimizers that a model holds: as `model.optimizer`, attributes, or in containers."""
-    held = [vars(model).values()]
-    held += [value for value in vars(model).values() if isinstance(value, list | tuple)]
-    held += [value.values() for value in vars(model).values() if isinstance(value, dict)]
-    found = {id(v): v for values in held for v in values if isinstance(v, keras.Optimizer)}
-    return list(found.values())
+    share_out = functools.partial(shard_weights, model) if model._shards_parameters else None
+    if share_out is not None:
+        share_out()
+    for optimizer in optimizers_of(model):
+        prepare(optimizer, ReplicaPlaces(strategy, share_out), shares=model._shards_optimizer)

@@ -24,12 +24,14 @@ class ReplicaPlaces(Places):
 
     Args:
         strategy: A `tfparallel.MirroredStrategy`, of one worker or of several.
+        share_out: Called before an optimizer makes what it holds of weights: has the places share
+            them out, where they are to.
     """
 
     sums_late = True
 
-    def __init__(self, strategy):
-        self.strategy = strategy
+    def __init__(self, strategy, share_out: Callable[[], None] | None = None):
+        self.strategy, self._share_out = strategy, share_out
 
     @property
     def _key(self) -> Any:
@@ -49,9 +51,11 @@ class ReplicaPlaces(Places):
         return self.strategy.all_reduce_ops
 
     def check(self, weights: Sequence[keras.Variable]) -> None:
-        """Raises for weights that the strategy does not hold."""
+        """Has weights shared out, if they are to be; raises for those of another strategy."""
         known = [weight for weight in weights if isinstance(weight, keras.Variable)]
         check_updated(known, self.strategy, keras_trainer.calling_model())
+        if self._share_out is not None:
+            self._share_out()
 
     def hold(self, slots: Sequence[keras.Variable]) -> bool:
         """Whether the strategy made slots."""

@@ -7,15 +7,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.extend import is_own
+from tfparallel.extend import attach, is_own
 from tfparallel.replication.places import ReplicaPlaces
 from tfparallel.seams.keras import layers_in, weights_held_by
-from tfparallel.update.built import wrapped_by
+from tfparallel.update.built import trained_by, wrapped_by
+from tfparallel.update.optimizer import UnitOptimizer
 from tfparallel.update.shares import shard
 from tfparallel.variables.sharded import ShardedVariable
 from tfparallel.variables.storageless import NeedsStorage, StoragelessModel
 
-__all__ = ["build_in_shares", "shard_weights"]
+__all__ = ["build_in_shares", "optimizers_of", "shard_weights"]
 
 # A weight of fewer elements is not worth a collective, as DeepSpeed's
 # `stage3_param_persistence_threshold`; what an optimizer holds of it is shared out all the same.
@@ -46,19 +47,34 @@ def build_in_shares(function: Callable[[], Any], strategy) -> Any:
     return built.model
 
 
-def shard_weights(model: keras.Model, optimizers: list[keras.Optimizer]) -> None:
+def shard_weights(model: keras.Model) -> None:
     """Has each replica keep its share of the large weights of a model, in place of a copy.
+
+    Those stay whole that are made in a step, which has read them by then, and those for which an
+    optimizer was built before.
 
     Args:
         model: One that replicas train.
-        optimizers: What updates it.
     """
-    places = ReplicaPlaces(model.strategy)
+    places, optimizers = ReplicaPlaces(model.strategy), optimizers_of(model)
     is_read = is_own(model, "train_step") or any(map(wrapped_by, optimizers))
+    extended = [each for each in optimizers if isinstance(each, UnitOptimizer)]
+    known = {key for optimizer in extended for key in trained_by(optimizer)}
     for weight in _large_weights(model):
-        if not isinstance(weight, ShardedVariable):
+        is_new = not isinstance(weight, ShardedVariable) and id(weight) not in known
+        if is_new and not tf.inside_function():
             shard(weight, places, tf.convert_to_tensor(weight.value))
-        weight.gives_whole_gradients = is_read
+        if isinstance(weight, ShardedVariable):
+            attach(weight, gives_whole_gradients=is_read)
+
+
+def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
+    """The optimizers that a model holds: as `model.optimizer`, attributes, or in containers."""
+    held = [vars(model).values()]
+    held += [value for value in vars(model).values() if isinstance(value, list | tuple)]
+    held += [value.values() for value in vars(model).values() if isinstance(value, dict)]
+    found = {id(v): v for values in held for v in values if isinstance(v, keras.Optimizer)}
+    return list(found.values())
 
 
 def _large_weights(model: keras.Model) -> Iterator[keras.Variable]:

@@ -58,7 +58,7 @@ class Places:
         return 0 if self.workers is None else len(self) * self.workers.worker_index
 
     def check(self, weights: Sequence[keras.Variable]) -> None:
-        """Raises for weights that cannot be updated here."""
+        """Called before an optimizer is built for weights; raises for those of elsewhere."""
 
     def hold(self, slots: Sequence[keras.Variable]) -> bool:
         """Whether slots that plain Keras made lie where they would be made here."""

@@ -1,0 +1,290 @@
+"""Replicas that each keep a share of the weights train as one device does."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, optimizers
+
+import tfparallel
+from tests.comparison import seeded
+from tfparallel.problems import PlacementError
+from tfparallel.replication import sharding
+from tfparallel.variables.sharded import ShardedVariable
+
+SIZE = 65  # Which neither two nor three shares divide.
+
+
+@pytest.fixture(autouse=True)
+def all_weights_are_large(monkeypatch):
+    monkeypatch.setattr(sharding, "_FEWEST", 20)
+
+
+def build(**options):
+    x = keras.Input((SIZE,))
+    hidden = layers.Dense(11, "tanh", **options)(x)
+    hidden = layers.Dense(7, "tanh", kernel_regularizer="l2")(layers.BatchNormalization()(hidden))
+    hidden = layers.Dropout(0.3, seed=3)(hidden)
+    return keras.Model(x, layers.Dense(3)(hidden))
+
+
+def build_convolutions():
+    x = keras.Input((SIZE,))
+    hidden = layers.Conv1D(6, 3, activation="relu")(layers.Reshape((13, 5))(x))
+    hidden = layers.GlobalAveragePooling1D()(layers.Conv1D(5, 3)(hidden))
+    return keras.Model(x, layers.Dense(3)(hidden))
+
+
+def build_attention():
+    x = keras.Input((SIZE,))
+    hidden = layers.Reshape((13, 5))(x)
+    # Whose key bias has a gradient of zero, and so rounding for values.
+    hidden += layers.MultiHeadAttention(2, 4, use_bias=False)(hidden, hidden)
+    hidden = layers.Dense(8, "gelu")(layers.LayerNormalization()(hidden))
+    return keras.Model(x, layers.Dense(3)(layers.Flatten()(hidden)))
+
+
+def build_recurrent():
+    x = keras.Input((SIZE,))
+    hidden = layers.LSTM(6, return_sequences=True)(layers.Reshape((13, 5))(x))
+    return keras.Model(x, layers.Dense(3)(layers.LSTM(4)(hidden)))
+
+
+def build_shared():
+    """A layer that is called twice, and one that reads a weight of another's."""
+
+    class Reads(layers.Layer):
+        def __init__(self, other):
+            super().__init__()
+            self.other = other
+
+        def call(self, x):
+            return keras.ops.matmul(x, keras.ops.transpose(self.other.kernel))
+
+    x, dense, last = keras.Input((SIZE,)), layers.Dense(SIZE, "tanh"), layers.Dense(3)
+    hidden = dense(dense(x))
+    output = last(hidden)
+    return keras.Model(x, last(Reads(last)(output)))
+
+
+def build_frozen():
+    model = build()
+    model.layers[1].trainable = False
+    return model
+
+
+def build_embedding():
+    x = keras.Input((SIZE,))
+    words = keras.ops.cast(keras.ops.abs(x) * 3, "int32")
+    hidden = layers.GlobalAveragePooling1D()(layers.Embedding(20, 8)(words))
+    return keras.Model(x, layers.Dense(3)(layers.Dense(9)(hidden)))
+
+
+class Own(keras.Model):
+    """Its step clips the gradients itself."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        gradients, _ = tf.clip_by_global_norm(gradients, 0.1)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+def build_own():
+    model = build()
+    return Own(model.inputs, model.outputs)
+
+
+def data(number=29):
+    random = np.random.default_rng(0)
+    return random.normal(size=(number, SIZE)), random.normal(size=(number, 3))
+
+
+def on_replicas(number, function=build, **options):
+    devices = [f"CPU:{index}" for index in range(number)]
+    return tfparallel.data_parallel(
+        lambda: seeded(function), devices=devices, shard="parameters", **options
+    )
+
+
+def trained(model, optimizer=None, epochs=3, callbacks=(), **options):
+    optimizer = optimizer or optimizers.Adam(0.05)
+    model.compile(optimizer, "mse", **options)
+    if not hasattr(model, "strategy"):  # Keras builds it in each step, which begins anew.
+        optimizer.build(model.trainable_variables)
+    x, y = data()
+    model.fit(
+        x, y, batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks)
+    )
+    return model
+
+
+def apart(model, other):
+    pairs = zip(model.get_weights(), other.get_weights(), strict=True)
+    return max(np.abs(a - b).max() / (np.abs(b).max() or 1) for a, b in pairs)
+
+
+def sharded(model):
+    return [weight for weight in model.weights if isinstance(weight, ShardedVariable)]
+
+
+OPTIMIZERS = {
+    "momentum": lambda: optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "AdamW": lambda: optimizers.AdamW(0.05, weight_decay=0.1),
+    "ScheduleFreeAdamW": lambda: optimizers.ScheduleFreeAdamW(0.05),
+    "global_clipnorm": lambda: optimizers.Adam(0.05, global_clipnorm=0.1),
+    "clipnorm": lambda: optimizers.Adam(0.05, clipnorm=0.05),
+    "clipvalue": lambda: optimizers.SGD(0.1, clipvalue=0.02),
+    "moving average": lambda: optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=3),
+    "moving average at the end": lambda: optimizers.Adam(0.05, use_ema=True),
+    "loss scaling": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.05)),
+    "a schedule": lambda: optimizers.SGD(optimizers.schedules.ExponentialDecay(0.1, 2, 0.9), 0.9),
+    "several": lambda: optimizers.MultiOptimizer(
+        optimizers.OptimizerMap(optimizers.Adam(0.05), {".*kernel": optimizers.SGD(0.1, 0.9)})
+    ),
+}
+
+MODELS = {
+    "convolutions": build_convolutions,
+    "attention": build_attention,
+    "recurrent": build_recurrent,
+    "weights read twice": build_shared,
+    "frozen": build_frozen,
+    "an embedding": build_embedding,
+    "a step of its own": build_own,
+    "a constraint": lambda: build(kernel_constraint=keras.constraints.UnitNorm(axis=0)),
+}
+
+
+def test_it_trains_as_one_device_does(in_float64):
+    model, one = trained(on_replicas(3)), trained(seeded(build))
+    assert len(sharded(model)) == 3 and apart(model, one) < 1e-9
+    x, y = data()
+    assert model.evaluate(x, y, verbose=0) == pytest.approx(one.evaluate(x, y, verbose=0), 1e-9)
+    np.testing.assert_allclose(model.predict(x, verbose=0), one.predict(x, verbose=0), 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(in_float64, name):
+    one = trained(seeded(build), OPTIMIZERS[name]())
+    assert apart(trained(on_replicas(3), OPTIMIZERS[name]()), one) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_models(in_float64, name, number):
+    model = on_replicas(number, MODELS[name])
+    assert sharded(model)
+    assert apart(trained(model), trained(seeded(MODELS[name]))) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{"run_eagerly": True}, {"jit_compile": True}, {"steps_per_execution": 2}],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_keras(in_float64, options):
+    model = trained(on_replicas(2), **options)
+    assert apart(model, trained(seeded(build))) < 1e-9
+
+
+@pytest.mark.slow
+def test_half_precision():
+    """Sums of gradients are in float32, as on one device."""
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        one = trained(seeded(build_convolutions), optimizers.SGD(0.01))
+        model = trained(on_replicas(2, build_convolutions), optimizers.SGD(0.01))
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert sharded(model) and apart(model, one) < 1e-2
+
+
+def test_a_replica_holds_its_share():
+    model = on_replicas(4)
+    model.compile("adam", "mse")
+    model.optimizer.build(model.trainable_variables)
+    for weight in sharded(model):
+        held = [copy.shape.num_elements() for copy in weight.shares]
+        assert sum(held) < np.prod(weight.shape) + 4 * weight.shape[-1] and len(set(held)) == 1
+        np.testing.assert_array_equal(weight.numpy(), weight.value)
+    slots = [v for v in model.optimizer.variables if hasattr(v, "_sharded")]
+    assert len(slots) == 2 * len(model.trainable_variables)
+
+
+def test_values_are_those_of_the_plain_model(in_float64):
+    """Weights that wait for their replicas, and one that its function assigns."""
+
+    def loaded():
+        model = build()
+        model.layers[-1].set_weights([np.ones((7, 3)), np.zeros(3)])
+        return model
+
+    for function in (build, loaded):
+        model, one = on_replicas(3, function), seeded(function)
+        assert sharded(model) and apart(model, one) == 0
+
+
+@pytest.mark.slow
+def test_files_are_of_plain_keras_and_are_read_anywhere(in_float64, tmp_path):
+    whole = trained(seeded(build), epochs=2)
+    first = trained(on_replicas(2), epochs=1)
+    first.save(tmp_path / "first.keras")
+    plain = keras.saving.load_model(tmp_path / "first.keras")
+    first.save_weights(tmp_path / "first.weights.h5")
+    read = on_replicas(4)
+    read.load_weights(tmp_path / "first.weights.h5")
+    assert apart(plain, first) == apart(read, first) == 0
+    x, y = data()
+    built = tfparallel.data_parallel(plain, devices=["CPU:0", "CPU:1"], shard="parameters")
+    for model in (first, plain, built):
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    # Dropout draws on where it was, which a file does not hold.
+    assert apart(first, whole) < 1e-9 and apart(built, plain) < 1e-9
+    written = tfparallel.callbacks.Checkpoint(tmp_path / "checkpoint")
+    trained(on_replicas(3), epochs=1, callbacks=[written])
+    for model in (on_replicas(4), tfparallel.data_parallel(lambda: seeded(build), devices=2)):
+        resumed = tfparallel.callbacks.Checkpoint(tmp_path / "checkpoint")
+        assert apart(trained(model, epochs=2, callbacks=[resumed]), whole) < 1e-9
+
+
+def test_no_function_of_the_layers_own_reads_a_weight():
+    class Traced(layers.Dense):
+        @tf.function
+        def call(self, x):
+            return tf.matmul(x, self.kernel)
+
+    def function():
+        return keras.Sequential([keras.Input((SIZE,)), Traced(3)])
+
+    # Within what Keras and TensorFlow make of it.
+    with pytest.raises(Exception, match="read in a `tf.function` of the layer's"):
+        trained(on_replicas(2, function))
+
+
+def test_a_loop_of_ones_own_is_told():
+    model = on_replicas(2)
+    with pytest.raises(PlacementError, match="in `strategy.run`. Train by `fit`"):
+        model.strategy.run(lambda: model(tf.ones((2, SIZE))))
+
+
+@pytest.mark.parametrize(
+    ("options", "received"),
+    [
+        ({"sync": "accumulate:2"}, "shard='parameters', sync='accumulate:2'"),
+        ({"sync": "local_sgd:2"}, "shard='parameters', sync='local_sgd:2'"),
+        ({"shard": "gradient"}, "shard='gradient'"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, received):
+    given = {"shard": "parameters", "devices": ["CPU:0", "CPU:1"]} | options
+    with pytest.raises(ValueError, match=f"Received: {received}"):
+        tfparallel.data_parallel(build, **given)
+    with pytest.raises(PlacementError, match="Received: shard='parameters'"):
+        tfparallel.hybrid_parallel(build, {"data": 2}, ["CPU:0", "CPU:1"], shard="parameters")
