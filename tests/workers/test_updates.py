@@ -116,6 +116,23 @@ def test_each_replica_may_keep_its_share_of_the_optimizer(job):
         assert 2 * found["elements"] / 4 <= found["held"] < 0.75 * found["elements"]
 
 
+@pytest.mark.part("parameters")
+@pytest.mark.parametrize(
+    "case", ["clipnorm", "loss scale", "global_clipnorm", "file", "resumed"]
+)
+def test_each_replica_may_keep_its_share_of_the_weights(job, case):
+    assert all(seen["parameters"][case] < 1e-9 for seen in job)
+
+
+@pytest.mark.part("parameters")
+def test_shares_of_weights_are_told_from_one_workers_own(job):
+    for seen in job:
+        held, elements = seen["parameters"]["held"]
+        assert elements / 4 <= held < 0.5 * elements  # The first kernel has five rows.
+        assert "The workers hold different weights" in seen["parameters"]["loaded by one"]
+        assert "Take Checkpoint" in seen["parameters"]["backup"]
+
+
 @pytest.mark.part("clipped shares")
 @pytest.mark.parametrize("clipping", ["clipnorm", "clipvalue", "global_clipnorm"])
 def test_gradients_are_clipped_in_shares_too(job, clipping):

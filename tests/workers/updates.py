@@ -10,7 +10,9 @@ from keras import layers
 
 import tfparallel
 from tests.workers.local_steps import between_workers
+from tfparallel.callbacks.chief_only import path_of_chief
 from tfparallel.collectives.compression import compression_of
+from tfparallel.replication import sharding
 from tfparallel.strategies.variables import copies
 
 ROWS, STEPS, WORDS = 8, 3, 6
@@ -318,7 +320,50 @@ def shares_that_go_on(workers, folder):
     return found
 
 
+def parameters(workers, folder):
+    """Each of four replicas keeps its share of the weights, gathers it and writes files of it."""
+    sharding._FEWEST = 20
+    found = {}
+    for name, optimizer in PARAMETERS.items():
+        trained(one := alone(build), ROWS, optimizer=optimizer())
+        model = parallel(build, "every_step", shard="parameters")
+        trained(model, ROWS, optimizer=optimizer())
+        found[name] = apart(model, one)
+    kernels = [weight for weight in model.weights if len(weight.shape) > 1]
+    held = sum(kernel.shares[0].shape.num_elements() for kernel in kernels)
+    found["held"] = [held, sum(int(np.prod(kernel.shape)) for kernel in kernels)]
+    with path_of_chief(folder + "/shared_out.keras", workers.worker_index == 0) as path:
+        model.save(path)
+        found["file"] = apart(keras.models.load_model(path), one)
+    checkpoint = tfparallel.callbacks.Checkpoint(folder + "/shared_out")
+    written = parallel(build, "every_step", shard="parameters")
+    trained(written, ROWS, optimizer=optimizer(), epochs=1, callbacks=[checkpoint])
+    resumed = parallel(build, "every_step", shard="parameters")
+    checkpoint = tfparallel.callbacks.Checkpoint(folder + "/shared_out")
+    trained(resumed, ROWS, optimizer=optimizer(), callbacks=[checkpoint])
+    found["resumed"] = apart(resumed, one)
+    whole = resumed.get_weights()
+    if workers.worker_index == 0:
+        resumed.set_weights([weight * 2 for weight in whole])
+    for name, callbacks in (
+        ("loaded by one", []),
+        ("backup", [keras.callbacks.BackupAndRestore(folder + "/of_one")]),
+    ):
+        try:
+            resumed.fit(*data(16), batch_size=ROWS, verbose=0, callbacks=callbacks)
+        except (RuntimeError, ValueError) as error:
+            found[name] = str(error)
+    return found
+
+
+PARAMETERS = {
+    "clipnorm": lambda: keras.optimizers.Adam(0.05, clipnorm=0.1),
+    "loss scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.05)),
+    "global_clipnorm": lambda: keras.optimizers.Adam(0.05, global_clipnorm=0.1),
+}
+
 PARTS = {
+    "parameters": parameters,
     "larger batch": larger_batch,
     "options": options_of_keras,
     "dropout": dropout,

@@ -5,7 +5,7 @@ from tfparallel.hybrid.replicated_inference import SpreadCall
 from tfparallel.layers.split_model import NestedModel
 from tfparallel.pipeline.pass_writes import states_in_layers
 from tfparallel.pipeline.pipelined_model import PipelinedModel
-from tfparallel.replication.refusals import refuse_swaps
+from tfparallel.replication.refusals import refuse_callbacks
 from tfparallel.replication.worker_session import WorkerSession
 from tfparallel.seams.keras import layers_in, seed_generators_of
 from tfparallel.update.place_optimizer import prepare
@@ -39,7 +39,7 @@ class HybridModel(SpreadCall, NestedModel, PipelinedModel):
 
     def _look_at(self, call):
         if call.kind == "fit" and self._shards_optimizer:
-            refuse_swaps(call.callbacks)
+            refuse_callbacks(call.callbacks, are_sharded=False)
         super()._look_at(call)
 
     def _around_a_batch(self, kind):

@@ -102,8 +102,8 @@ def hybrid_parallel(
     if shard not in (None, "optimizer"):
         raise PlacementError(
             "The replicas of a mesh keep shares of the optimizer alone; stages and parts divide "
-            f"the weights. `shard` must be 'optimizer' or None. Received: shard={shard!r}. Give the "
-            "mesh a larger `pipeline` or `tensor`, or take `data_parallel`."
+            f"the weights. `shard` must be 'optimizer' or None. Received: shard={shard!r}. Give "
+            "the mesh a larger `pipeline` or `tensor`, or take `data_parallel`."
         )
     cluster = Cluster() if allow_independent_workers else Cluster.from_env()
     number = cluster.num_workers

@@ -106,7 +106,8 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
             if not call.is_own or "x" in call.asked:
                 refusals.check_data(*(call.asked.get(name) for name in names), "fit")
             if self._shards_optimizer:
-                refusals.refuse_swaps(call.callbacks)
+                is_of_workers = self._workers is not None and self._shards_parameters
+                refusals.refuse_callbacks(call.callbacks, are_sharded=is_of_workers)
             for layer in layers_in(self):
                 judge_anew(layer)
         if call.kind == "predict" and not self._gathers:

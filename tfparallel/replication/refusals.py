@@ -276,12 +276,23 @@ def _check_dataset(dataset, steps_per_epoch, method):
         )
 
 
-def refuse_swaps(callbacks) -> None:
-    """Raises for a callback of a `fit` that swaps what the optimizer holds with the weights.
+def refuse_callbacks(callbacks, *, are_sharded: bool) -> None:
+    """Raises for a callback of a `fit` that needs whole values where replicas have shares.
+
+    Args:
+        callbacks: The callbacks.
+        are_sharded: Whether several workers have shares of the weights, too.
 
     Raises:
-        ValueError: If there is one.
+        ValueError: If one swaps what the optimizer holds with the weights, or is to read the
+            weights on the chief alone.
     """
+    if are_sharded and any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks):
+        raise ValueError(
+            "BackupAndRestore reads the weights on the chief alone, and under shard='parameters' "
+            "all workers must be given them. `tfparallel.callbacks.Checkpoint` is required. "
+            "Received: BackupAndRestore. Take Checkpoint, which also goes on within an epoch."
+        )
     if any(isinstance(callback, keras.callbacks.SwapEMAWeights) for callback in callbacks):
         raise ValueError(
             "SwapEMAWeights swaps the weights with averages that, under shard='optimizer', "
