@@ -24,6 +24,7 @@ class ComputeContext:
         stage_pass: Which pass of which stage (`pipeline/pass_context.py`).
         is_between_layers: Whether a tensor in parts stays in parts (`layers/parts.py`).
         trace: What notes the operations of layers (`tracing/audit.py`).
+        takes_shares: Whether gradients go to an optimizer that takes those of shares.
         gathers: What joins the shares of a weight that is read (`replication/gathers.py`).
     """
 
@@ -32,6 +33,7 @@ class ComputeContext:
     stage_pass: Any = None
     is_between_layers: bool = False
     trace: Any = None
+    takes_shares: bool = False
     gathers: Any = None
 
 

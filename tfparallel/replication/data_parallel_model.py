@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel import devices as device_lib
+from tfparallel.compute_context import within
 from tfparallel.extend import attach, extend, is_own
 from tfparallel.flight.marks import mark
 from tfparallel.judge.check_rows import proof_in_words
@@ -35,7 +36,7 @@ from tfparallel.step.call import Call
 from tfparallel.step.jit_compile import compiled_by_device
 from tfparallel.step.one_step import OneStep
 from tfparallel.step.read_inputs import read_inputs
-from tfparallel.update.built import check_known
+from tfparallel.update.built import check_known, wrapped_by
 from tfparallel.update.place_optimizer import prepare
 
 
@@ -281,9 +282,12 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
         way = self._way(data, "fit")
         self._policy.check_way(way)
         data, worker_rows = self._session.whole_if_needed(way, data, worker_rows)
-        if way.rows_stay:
-            return self._train_on_own_rows(data, way.metrics, worker_rows)
-        return super().train_step(data)
+        # A program of the user's own, or an optimizer that hands gradients on, looks at whole ones.
+        hands_on = not is_own(self, "train_step") and not wrapped_by(self.optimizer)
+        with within(takes_shares=self._shards_parameters and hands_on):
+            if way.rows_stay:
+                return self._train_on_own_rows(data, way.metrics, worker_rows)
+            return super().train_step(data)
 
     def _make_policy(self, sync) -> EveryStep:
         if sync.accumulates:

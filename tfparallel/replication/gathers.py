@@ -161,9 +161,9 @@ class Gathers:
         """Sums a gradient over all replicas; each gets its share."""
         if isinstance(upstream, tf.IndexedSlices):
             raise ValueError(
-                "Under shard='parameters' a weight of which a batch reads single rows stays whole. "
-                f"An Embedding layer is required for it. Received: '{variable.path}', which "
-                "another layer reads by `tf.gather`. Take shard='optimizer', or an Embedding."
+                "Under shard='parameters' weights have dense gradients, but for those of Embedding "
+                f"layers, which stay whole. Received: '{variable.path}', of which a batch reads "
+                "single rows (a sparse input, `tf.gather`). Take shard='optimizer', or an Embedding."
             )
 
         def scatter(_, own, upstream):

@@ -7,10 +7,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.extend import attach, is_own
 from tfparallel.replication.places import ReplicaPlaces
 from tfparallel.seams.keras import layers_in, weights_held_by
-from tfparallel.update.built import trained_by, wrapped_by
+from tfparallel.update.built import trained_by
 from tfparallel.update.optimizer import UnitOptimizer
 from tfparallel.update.shares import shard
 from tfparallel.variables.sharded import ShardedVariable
@@ -56,16 +55,14 @@ def shard_weights(model: keras.Model) -> None:
     Args:
         model: One that replicas train.
     """
-    places, optimizers = ReplicaPlaces(model.strategy), optimizers_of(model)
-    is_read = is_own(model, "train_step") or any(map(wrapped_by, optimizers))
-    extended = [each for each in optimizers if isinstance(each, UnitOptimizer)]
+    if tf.inside_function():
+        return
+    places = ReplicaPlaces(model.strategy)
+    extended = [each for each in optimizers_of(model) if isinstance(each, UnitOptimizer)]
     known = {key for optimizer in extended for key in trained_by(optimizer)}
     for weight in _large_weights(model):
-        is_new = not isinstance(weight, ShardedVariable) and id(weight) not in known
-        if is_new and not tf.inside_function():
+        if not isinstance(weight, ShardedVariable) and id(weight) not in known:
             shard(weight, places, tf.convert_to_tensor(weight.value))
-        if isinstance(weight, ShardedVariable):
-            attach(weight, gives_whole_gradients=is_read)
 
 
 def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:

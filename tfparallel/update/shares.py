@@ -78,7 +78,7 @@ class Shares:
     def cut(self, gradient: Any, share: keras.Variable, index: int) -> Any:
         """What the share of a place here has of a gradient, dense, sparse or cut."""
         if isinstance(gradient, ShardedGradient):
-            return gradient[index]
+            return gradient.terms[index]
         shape = shape_shared_out(share._sharded.shape, self._places.number)
         bounds = self._places.bounds(share.shape[0])[index]
         if isinstance(gradient, tf.IndexedSlices):
@@ -133,7 +133,7 @@ class Shares:
         wholes, rest = {}, {}
         for i, (part, gradient) in enumerate(zip(parts, gradients, strict=True)):
             if isinstance(gradient, ShardedGradient):
-                found[i] = gradient
+                found[i] = gradient.terms
                 continue
             terms = pending.take(part, None)
             if terms is not None:

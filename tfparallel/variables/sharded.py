@@ -10,6 +10,7 @@ what is assigned is cut into them. In a replica's call it is gathered (`replicat
 A matrix is shared out by rows, everything else flat.
 """
 
+import dataclasses
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -37,10 +38,15 @@ __all__ = [
 ]
 
 
-class ShardedGradient(tuple):
-    """The gradient of a sharded variable: at each place here that of the place's share."""
+@dataclasses.dataclass(frozen=True)
+class ShardedGradient:
+    """The gradient of a sharded variable, for an optimizer that updates shares.
 
-    __slots__ = ()
+    Attributes:
+        terms: At each place here the gradient of the place's share.
+    """
+
+    terms: Sequence[tf.Tensor]
 
 
 class _Handle(tf.__internal__.CompositeTensor):
@@ -67,7 +73,10 @@ class _Handle(tf.__internal__.CompositeTensor):
         return [copy.handle for copy in handle._variable.shares]
 
     def replace_gradient_components(self, handle, gradients):
-        """Returns a `ShardedGradient`, or a whole one; None if nothing depends on the variable."""
+        """Joins the gradients of the shares; None if nothing depends on the variable.
+
+        Keras's own step, which hands them straight to the optimizer, takes a `ShardedGradient`.
+        """
         variable = handle._variable
         if all(gradient is None for gradient in gradients):
             return None
@@ -76,7 +85,7 @@ class _Handle(tf.__internal__.CompositeTensor):
             with tf.device(copy.device):
                 found = tf.zeros(copy.shape, copy.dtype) if gradient is None else gradient
                 terms.append(tf.convert_to_tensor(found))
-        if not variable.gives_whole_gradients:
+        if context().takes_shares:
             return ShardedGradient(terms)
         return joined_rows([terms], [variable], variable.places)[0]
 
@@ -89,12 +98,9 @@ class ShardedVariable:
         places: Where the copies are: `tfparallel.update.places.Places`.
         checksum: Of the whole value that was assigned last, so that workers can tell whether all
             were given the same; None if that was in a graph.
-        gives_whole_gradients: Whether tapes outside of replicas find whole gradients, which a
-            program of the user's own needs; else a `ShardedGradient`.
     """
 
     checksum: int | None = None
-    gives_whole_gradients = False
 
     @property
     def shares(self) -> Sequence[tf.Variable]:
