@@ -163,7 +163,7 @@ class Gathers:
             raise ValueError(
                 "Under shard='parameters' weights have dense gradients, but for those of Embedding "
                 f"layers, which stay whole. Received: '{variable.path}', of which a batch reads "
-                "single rows (a sparse input, `tf.gather`). Take shard='optimizer', or an Embedding."
+                "single rows (a sparse input, `tf.gather`). Take shard='optimizer'."
             )
 
         def scatter(_, own, upstream):

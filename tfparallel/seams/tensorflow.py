@@ -52,9 +52,9 @@ __all__ = [
     "run_independently",
     "runtime_has_started",
     "set_device",
-    "set_identity",
     "set_input",
     "share_functions",
+    "stand_for",
     "traced_graph",
     "waiting_for",
     "wait_for_other_processes",
@@ -188,9 +188,18 @@ def function_again(
     return definition.signature.name
 
 
-def set_identity(value: tf.Tensor, name: str) -> None:
-    """Has an optimizer know a tensor, the value of a variable, by a name."""
+def stand_for(value: tf.Tensor, variable: Any, name: str) -> None:
+    """Has a value do for an optimizer of the user's own what its variable does.
+
+    Args:
+        value: What was read of a variable that has no memory of its own.
+        variable: That.
+        name: By which an optimizer knows it.
+    """
     value._unique_id = name
+    value.assign = variable.assign
+    value.assign_add = value.scatter_add = variable.assign_add
+    value.assign_sub = value.scatter_sub = variable.assign_sub
 
 
 def made_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:

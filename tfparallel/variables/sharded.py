@@ -23,7 +23,7 @@ from tfparallel.compute_context import context
 from tfparallel.extend import attach, extend
 from tfparallel.problems import PlacementError
 from tfparallel.seams.keras import autocast, in_stateless_scope, set_storage, value_in_scope
-from tfparallel.seams.tensorflow import not_recording, record_operation, set_identity
+from tfparallel.seams.tensorflow import not_recording, record_operation, stand_for
 from tfparallel.variables.replica import is_in_replica
 
 __all__ = [
@@ -127,8 +127,9 @@ class ShardedVariable:
                 value = self._like_the_whole()
             else:
                 value = self._joined()
-        set_identity(value, f"sharded_{id(self)}")  # By which an optimizer knows the variable.
-        return autocast(self, value)
+        value = autocast(self, value)
+        stand_for(value, self, f"sharded_{id(self)}")
+        return value
 
     def _joined(self) -> tf.Tensor:
         shares = [tf.convert_to_tensor(copy) for copy in self.shares]

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfparallel.extend import extend
 from tfparallel.problems import PlacementError
 from tfparallel.seams.keras import set_storage, storage_of
-from tfparallel.seams.tensorflow import set_identity
+from tfparallel.seams.tensorflow import stand_for
 
 __all__ = ["SplitVariable", "cut", "cut_all", "parts_of", "split_variable", "whole_of"]
 
@@ -70,11 +70,7 @@ class SplitVariable:
         """The whole value, joined on the first part's device."""
         with tf.device(self.parts[0].value.device):
             value = tf.concat([part.value for part in self.parts], self.axis)
-        # What an optimizer of the user's own knows a variable by, and does to it.
-        set_identity(value, f"split_{id(self)}")
-        value.assign = self.assign
-        value.assign_add = value.scatter_add = self.assign_add
-        value.assign_sub = value.scatter_sub = self.assign_sub
+        stand_for(value, self, f"split_{id(self)}")
         return value
 
     @property
