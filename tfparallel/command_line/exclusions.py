@@ -24,7 +24,7 @@ _MAKES_DEVICES = "--split_gpu makes the devices itself, of a GPU."
 _FITTED = "The numbers are either given or fitted."
 _NO_SUMS = "Asynchronous workers sum no gradients, and are the processes of the job."
 _NO_ASYNC = "Drop one; --sync=every_step goes with all."
-_ALONE = "Workers that step by themselves each need the whole optimizer."
+_ALONE = "Workers that step by themselves each need whole weights, and the whole optimizer."
 
 EXCLUDES = (
     Excludes(
@@ -56,6 +56,10 @@ EXCLUDES = (
         "--compression is of gradients, and workers that step by themselves send weights.",
     ),
     Excludes(("sync=local_sgd|post_local_sgd", "shard"), _ALONE),
+    Excludes(
+        ("shard=parameters", "compression"),
+        "Gradients of shares are sent to their owners as they are.",
+    ),
     *(
         Excludes(("sweep", flag), _FITTED)
         for flag in (

@@ -131,6 +131,8 @@ def data_parallel(
     strategy = _resolve_strategy(
         strategy, devices, all_reduce, compression, allow_independent_workers
     )
+    if shard == "parameters":
+        _refuse_beside_shares(strategy)
     if isinstance(strategy, _OneDevice) and policy.accumulates:
         strategy = MirroredStrategy(device_lib.choose_devices(num_devices=1))
     if shard is not None:
@@ -172,6 +174,17 @@ def _check_shard(shard: str, sync: str, policy: Synchronization) -> None:
             "Workers that step by themselves each need whole weights, and all that an optimizer "
             f"holds. One of the two is required. Received: shard={shard!r}, sync={sync!r}. Leave "
             "one out."
+        )
+
+
+def _refuse_beside_shares(strategy) -> None:
+    in_programs = getattr(strategy, "sums_in_programs", False)
+    compression = getattr(strategy, "compression", None)
+    if in_programs or compression:
+        received = "all_reduce='xla'" if in_programs else f"compression={compression!r}"
+        raise ValueError(
+            "Gradients of shares are sent to their owners as they are, outside of XLA's programs. "
+            f"One of the two is required. Received: shard='parameters', {received}. Leave one out."
         )
 
 
