@@ -148,6 +148,10 @@ OPTIMIZERS = {
 }
 
 MODELS = {
+    "a weight that a call writes": lambda: keras.Sequential(
+        [keras.Input((SIZE,)), layers.SpectralNormalization(layers.Dense(7)), layers.Dense(4)]
+        + [layers.Dense(3)]
+    ),
     "convolutions": build_convolutions,
     "attention": build_attention,
     "recurrent": build_recurrent,
@@ -265,6 +269,19 @@ def test_no_function_of_the_layers_own_reads_a_weight():
 
     # Within what Keras and TensorFlow make of it.
     with pytest.raises(Exception, match="read in a `tf.function` of the layer's"):
+        trained(on_replicas(2, function))
+
+
+def test_no_call_writes_a_share():
+    class Decays(layers.Dense):
+        def call(self, x):
+            self.kernel.assign(self.kernel * 0.9)
+            return super().call(x)
+
+    def function():
+        return keras.Sequential([keras.Input((SIZE,)), Decays(3)])
+
+    with pytest.raises(PlacementError, match="an assignment to 'sequential.*/kernel'"):
         trained(on_replicas(2, function))
 
 

@@ -75,9 +75,11 @@ def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
 
 
 def _large_weights(model: keras.Model) -> Iterator[keras.Variable]:
-    """The weights that are worth it; none of which a batch reads single rows."""
-    for layer in layers_in(model):
-        if not isinstance(layer, keras.layers.Embedding):
+    """The weights that are worth it: of which no single rows are read, and which no call writes."""
+    layers, writing = layers_in(model), keras.layers.SpectralNormalization
+    written = {id(layer.layer) for layer in layers if isinstance(layer, writing)}
+    for layer in layers:
+        if not isinstance(layer, keras.layers.Embedding) and id(layer) not in written:
             for weight in weights_held_by(layer):
                 if math.prod(weight.shape) >= _FEWEST:
                     yield weight

@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data import rows_of_replica as shards
+from tfparallel.problems import PlacementError
 from tfparallel.replication.random import by_replica
 from tfparallel.seams.keras import (
     DTYPE_POLICY,
@@ -29,6 +30,7 @@ from tfparallel.seams.keras import (
     set_global,
 )
 from tfparallel.strategies import variables
+from tfparallel.variables.sharded import ShardedVariable
 
 # What Keras keeps for each thread; a replica of an eager step is one, and must have it, too.
 _THREAD_STATE = (GLOBAL_SEED_GENERATOR, DTYPE_POLICY)
@@ -49,6 +51,12 @@ class ReplicaScope(keras.StatelessScope):
     def add_update(self, update) -> None:
         """Writes at once, where Keras would keep the value for later."""
         variable, value = update
+        if isinstance(variable, ShardedVariable):
+            raise PlacementError(
+                "Under shard='parameters' a layer's call reads its weights, and a small weight is "
+                "required where it writes one: that is no share. Received: an assignment to "
+                f"'{variable.path}'. Take shard='optimizer'."
+            )
         copies = variables.copies(variable)
         self.written[id(variable)] = variable
         if self.replica < len(copies):

@@ -56,7 +56,7 @@ def mark_slot(slot: keras.Variable, unit: keras.Variable, name: str, slots: dict
     if part is None and whole is unit:
         return
     group = (id(whole), name)
-    attach(slot, _group=group)
+    slot._group = group
     known = slots.setdefault(group, [])
     known.append(slot)
     if part is None and len(known) == len(whole.parts):

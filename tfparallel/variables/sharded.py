@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.compute_context import context
-from tfparallel.extend import attach, extend
+from tfparallel.extend import extend
 from tfparallel.problems import PlacementError
 from tfparallel.seams.keras import autocast, in_stateless_scope, set_storage, value_in_scope
 from tfparallel.seams.tensorflow import not_recording, record_operation, stand_for
@@ -164,7 +164,7 @@ class ShardedVariable:
     def _direct_assign(self, value):
         value = tf.cast(value, self.share.dtype)
         is_known = tf.executing_eagerly()
-        attach(self, checksum=zlib.crc32(np.asarray(value).tobytes()) if is_known else None)
+        self.checksum = zlib.crc32(np.asarray(value).tobytes()) if is_known else None
         for copy, own in zip(self.shares, self._cut(value), strict=True):
             with tf.device(copy.device):
                 copy.assign(apart(own))
