@@ -194,20 +194,21 @@ def test_models(in_float64, name, number):
     ids=lambda options: next(iter(options)),
 )
 def test_options_of_keras(in_float64, options):
-    model = trained(on_replicas(2), **options)
-    assert apart(model, trained(seeded(build))) < 1e-9
+    model, one = trained(on_replicas(2), **options), trained(seeded(build), **options)
+    assert apart(model, one) < 1e-9  # What XLA draws is XLA's own.
 
 
 @pytest.mark.slow
 def test_half_precision():
-    """Sums of gradients are in float32, as on one device."""
+    """Weights travel in the type that layers compute in, gradients are summed in float32."""
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
-        one = trained(seeded(build_convolutions), optimizers.SGD(0.01))
+        whole = tfparallel.data_parallel(lambda: seeded(build_convolutions), devices=2)
+        trained(whole, optimizers.SGD(0.01))
         model = trained(on_replicas(2, build_convolutions), optimizers.SGD(0.01))
     finally:
         keras.config.set_dtype_policy("float32")
-    assert sharded(model) and apart(model, one) < 1e-2
+    assert sharded(model) and apart(model, whole) < 1e-6
 
 
 def test_a_replica_holds_its_share():
@@ -220,6 +221,25 @@ def test_a_replica_holds_its_share():
         np.testing.assert_array_equal(weight.numpy(), weight.value)
     slots = [v for v in model.optimizer.variables if hasattr(v, "_sharded")]
     assert len(slots) == 2 * len(model.trainable_variables)
+
+
+def test_few_weights_are_whole_at_a_time():
+    """Twelve of 1 MiB on each of two replicas; of gradients and gathered weights some are whole."""
+    width, number = 512, 12
+
+    def deep():
+        hidden = [layers.Dense(width, "relu") for _ in range(number)]
+        return keras.Sequential([keras.Input((width,)), *hidden, layers.Dense(3)])
+
+    model, mib = on_replicas(2, deep), 2**20
+    model.compile(optimizers.SGD(0.01), "mse", jit_compile=False)
+    x, y = np.ones((4, width), "float32"), np.ones((4, 3), "float32")
+    model.train_on_batch(x, y)
+    before = tf.config.experimental.get_memory_info("CPU:0")["current"]
+    tf.config.experimental.reset_memory_stats("CPU:0")
+    model.train_on_batch(x, y)
+    peak = tf.config.experimental.get_memory_info("CPU:0")["peak"]
+    assert (peak - before) / mib < number  # Kept until the backward pass, it would be 24.
 
 
 def test_values_are_those_of_the_plain_model(in_float64):

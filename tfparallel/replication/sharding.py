@@ -77,9 +77,10 @@ def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
 def _large_weights(model: keras.Model) -> Iterator[keras.Variable]:
     """The weights that are worth it: of which no single rows are read, and which no call writes."""
     layers, writing = layers_in(model), keras.layers.SpectralNormalization
-    written = {id(layer.layer) for layer in layers if isinstance(layer, writing)}
+    wrapped = [layer.layer for layer in layers if isinstance(layer, writing)]
+    written = {id(weight) for layer in wrapped for weight in weights_held_by(layer)}
     for layer in layers:
-        if not isinstance(layer, keras.layers.Embedding) and id(layer) not in written:
+        if not isinstance(layer, keras.layers.Embedding):
             for weight in weights_held_by(layer):
-                if math.prod(weight.shape) >= _FEWEST:
+                if math.prod(weight.shape) >= _FEWEST and id(weight) not in written:
                     yield weight
