@@ -58,7 +58,7 @@ def accumulated(name, **fields):
 def shared(name, **fields):
     return case(
         GROUP,
-        "`shard='optimizer'`",
+        '`shard="optimizer"`',
         name,
         options=SHARING,
         forms=SHARE,
