@@ -6,8 +6,9 @@ a last one of 2 are two updates, of 51 and of 36 examples.
 
 from __future__ import annotations
 
+import keras
 import numpy as np
-from keras import optimizers
+from keras import layers, optimizers
 
 from .. import data
 from ..case import fit_arguments, observe
@@ -67,7 +68,42 @@ def shared(name, **fields):
     )
 
 
+def wide() -> keras.Model:
+    """Two weights that are large enough to be shared out, one of which convolves."""
+    return keras.Sequential(
+        [
+            keras.Input((64,)),
+            layers.Dense(80, "tanh", kernel_regularizer="l2"),
+            layers.Reshape((20, 4)),
+            layers.Conv1D(64, 17, use_bias=False),
+            layers.BatchNormalization(),
+            layers.GlobalAveragePooling1D(),
+            layers.Dense(10),
+        ]
+    )
+
+
+def shared_weights(name, optimizer):
+    return case(
+        GROUP,
+        '`shard="parameters"`',
+        name,
+        build=wide,
+        compile=compiled(optimizer, metrics=["accuracy"]),
+        options={"shard": "parameters"},
+        forms=("data_parallel", "workers"),
+        drop_in=False,
+    )
+
+
 CASES = [
+    shared_weights("shares of weights under Adam", lambda: optimizers.Adam(0.01, clipnorm=0.1)),
+    shared_weights(
+        "shares of weights, averaged",
+        lambda: optimizers.AdamW(
+            0.01, 0.01, global_clipnorm=0.5, use_ema=True, ema_overwrite_frequency=7
+        ),
+    ),
     accumulated("three steps an update"),
     accumulated(
         "three steps an update, of sample weights",
