@@ -160,7 +160,7 @@ def test_moving_averages_are_of_weights_that_others_write_too(in_float64):
 def test_averages_in_shares_are_not_swapped():
     model = on_replicas(2)
     model.compile(optimizers.SGD(0.1, use_ema=True), "mse")
-    with pytest.raises(ValueError, match="SwapEMAWeights with shard='optimizer'"):
+    with pytest.raises(ValueError, match="SwapEMAWeights with `shard`"):
         model.fit(*data(), callbacks=[keras.callbacks.SwapEMAWeights()], verbose=0)
 
 

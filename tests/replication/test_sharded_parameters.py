@@ -292,6 +292,51 @@ def test_no_function_of_the_layers_own_reads_a_weight():
         trained(on_replicas(2, function))
 
 
+@pytest.mark.parametrize("frozen", ["a layer", "all"])
+def test_what_its_function_froze_is_trained_once_it_may(in_float64, frozen):
+    """Story: small weights, which are made when they are frozen, never trained."""
+
+    def function():
+        model = build()
+        (model if frozen == "all" else model.layers[1]).trainable = False
+        return model
+
+    def unfrozen(model):
+        trained(model, epochs=1)
+        model.trainable = True
+        return trained(model, optimizers.SGD(0.1), epochs=1)
+
+    assert apart(unfrozen(on_replicas(2, function)), unfrozen(seeded(function))) < 1e-9
+
+
+def test_a_gradient_that_is_given_to_a_share_itself_is_refused():
+    """TensorFlow takes the share for the variable of the function, and nobody would sum it."""
+
+    class Scaled(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(SIZE)
+
+        def build(self, shape):
+            self.dense.build(shape)
+
+        def call(self, x):
+            @tf.custom_gradient
+            def function(x):
+                def backward(upstream, variables):
+                    return upstream, [tf.ones(v.shape, v.dtype) for v in variables]
+
+                return self.dense(x), backward
+
+            return function(x) + self.dense(x)
+
+    def once():
+        return keras.Sequential([keras.Input((SIZE,)), Scaled(), layers.Dense(3)])
+
+    with pytest.raises(PlacementError, match="read within a function under `tf.custom_gradient`"):
+        trained(on_replicas(2, once, check_rows=False))
+
+
 def test_no_call_writes_a_share():
     class Decays(layers.Dense):
         def call(self, x):
@@ -307,7 +352,7 @@ def test_no_call_writes_a_share():
 
 def test_a_loop_of_ones_own_is_told():
     model = on_replicas(2)
-    with pytest.raises(PlacementError, match="in `strategy.run`. Train by `fit`"):
+    with pytest.raises(PlacementError, match="in `strategy.run`, or in a backward pass"):
         model.strategy.run(lambda: model(tf.ones((2, SIZE))))
 
 

@@ -67,6 +67,7 @@ class Gathers:
     def __init__(self, strategy):
         self._strategy = strategy
         self._made: list[_Whole] = []
+        self._sums: dict[int, tf.Tensor] = {}  # What gradients of shares are made of, by id.
         self._met: set[str] = set()  # The names of what comes of a gather, or of a sum.
         self._is_backward = False
         self._graph: tf.Graph | None = None  # Where replicas meet.
@@ -174,7 +175,26 @@ class Gathers:
         upstream.set_shape(variable.shape)  # TensorFlow does not know that of every gradient.
         own = tf.convert_to_tensor(storage_of(variable.share))
         with not_recording():
-            return _merge(scatter, tf.identity(own), tf.identity(upstream))
+            own_sum = _merge(scatter, tf.identity(own), tf.identity(upstream))
+        self._sums[id(own_sum)] = own_sum
+        return own_sum
+
+    def check(self, variable: ShardedVariable, gradient: tf.Tensor | None) -> None:
+        """Raises unless the gradient of a share is made of sums over all replicas alone."""
+        left = [] if gradient is None or tf.executing_eagerly() else [gradient]
+        while left:
+            term = left.pop()
+            if id(term) in self._sums:
+                continue
+            if term.op.type not in ("AddN", "AddV2", "Identity"):
+                raise PlacementError(
+                    "Under shard='parameters' a share's gradient is summed where its weight was "
+                    "read. A weight that is an argument of the function is required. Received: "
+                    f"'{variable.path}', read within a function under `tf.custom_gradient` or "
+                    "`keras.remat`, which TensorFlow gives the share alone. Take "
+                    "shard='optimizer', or hand the function the weight's value."
+                )
+            left += term.op.inputs
 
     def _gather_again(self, variable, whole: _Whole, own) -> None:
         """Gives the readers of the backward pass a gather of their own."""

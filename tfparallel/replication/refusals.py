@@ -295,9 +295,9 @@ def refuse_callbacks(callbacks, *, are_sharded: bool) -> None:
         )
     if any(isinstance(callback, keras.callbacks.SwapEMAWeights) for callback in callbacks):
         raise ValueError(
-            "SwapEMAWeights swaps the weights with averages that, under shard='optimizer', "
+            "SwapEMAWeights swaps the weights with averages that, under `shard`, "
             "each replica has a share of. An optimizer with whole averages is required. "
-            "Received: SwapEMAWeights with shard='optimizer'. Leave one of them out."
+            "Received: SwapEMAWeights with `shard`. Leave one of them out."
         )
 
 

@@ -298,11 +298,15 @@ class ReplicatedCall:
             ]
             copies = [_copies(variable)[k] for variable in self._trainable]
             with shards.working_on(replica.shard):
-                return replica.tape.gradient(
+                found = replica.tape.gradient(
                     [target for target, _ in targets],
                     replica.inputs + copies,
                     [dy for _, dy in targets],
                 )
+            for variable, own in zip(self._trainable, found[len(replica.inputs) :], strict=True):
+                if isinstance(variable, ShardedVariable):
+                    self._joins.check(variable, own)
+            return found
 
         self._joins.begin_backward()
         gradients = trace.run(on_replica, range(len(replicas)), own_upstream)

@@ -144,7 +144,7 @@ def autocast(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
 
 
 def weights_held_by(layer: keras.Layer) -> list[keras.Variable]:
-    """The weights that a layer holds itself and trains, unless it is frozen."""
+    """The weights that a layer holds itself and trains where it is not frozen."""
     return layer._trainable_variables
 
 

@@ -118,9 +118,9 @@ class ShardedVariable:
             return gathers.read(self)
         if is_in_replica() and not in_stateless_scope():
             raise PlacementError(
-                "Under shard='parameters' Keras's `fit` joins the weights that a replica reads. A "
-                f"call within `fit` is required. Received: a read of '{self.path}' in "
-                "`strategy.run`. Train by `fit`, or take shard='optimizer'."
+                "Under shard='parameters' Keras's `fit` joins the weights that a replica reads in "
+                f"its forward pass. Received: a read of '{self.path}' in `strategy.run`, or in a "
+                "backward pass (`keras.remat`). Train by `fit`, or take shard='optimizer'."
             )
         with tf.device(self.shares[0].device):
             if self.places.workers is not None and in_stateless_scope():

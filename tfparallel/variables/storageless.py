@@ -47,6 +47,10 @@ class _Waiting(list):
 
     is_open = True
 
+    def __init__(self):
+        super().__init__()
+        self.trainable: dict[int, bool] = {}  # Before the function froze any, by id.
+
     def append(self, variable: keras.Variable) -> None:
         """Notes a variable that has just been made."""
         initializer = initializer_of(variable)
@@ -59,6 +63,7 @@ class _Waiting(list):
             return initializer(*args, **kwargs)
 
         set_initializer(variable, noticed)
+        self.trainable[id(variable)] = variable.trainable
         super().append(variable)
 
 
@@ -88,6 +93,7 @@ class StoragelessModel:
             with self._scope:
                 self.model = function()
             self._waiting = {id(v): v for v in get_global(DEFERRED_VARIABLES)}
+            self._trainable = waiting.trainable
         except (ValueError, NeedsStorage) as error:
             if isinstance(error, ValueError) and _CANNOT_WAIT not in str(error):
                 raise
@@ -112,7 +118,11 @@ class StoragelessModel:
             if self._waiting.pop(id(variable), None) is None:
                 continue
             with tf.device(device), _scope_of(variable):
+                # A tape would never see one that is made frozen, also once it is trained.
+                is_trained = variable.trainable
+                variable.trainable = self._trainable[id(variable)]
                 initialize(variable)
+                variable.trainable = is_trained
                 assigned = self._scope.get_current_value(variable)
                 if assigned is not None:
                     variable.assign(assigned)
