@@ -74,7 +74,7 @@ def trained(model, optimizer, function=build, epochs=3, callbacks=(), **options)
 
 def apart(model, other):
     pairs = zip(model.get_weights(), other.get_weights(), strict=True)
-    return max(np.abs(a - b).max() / np.abs(b).max() for a, b in pairs)
+    return max(np.abs(a - b).max() / (np.abs(b).max() or 1) for a, b in pairs)
 
 
 @pytest.mark.slow

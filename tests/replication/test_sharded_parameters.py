@@ -8,6 +8,7 @@ from keras import layers, optimizers
 
 import tfparallel
 from tests.comparison import seeded
+from tests.replication.test_sharded_optimizer import OPTIMIZERS, apart
 from tfparallel.problems import PlacementError
 from tfparallel.replication import sharding
 from tfparallel.variables.sharded import ShardedVariable
@@ -122,30 +123,9 @@ def trained(model, optimizer=None, epochs=3, callbacks=(), **options):
     return model
 
 
-def apart(model, other):
-    pairs = zip(model.get_weights(), other.get_weights(), strict=True)
-    return max(np.abs(a - b).max() / (np.abs(b).max() or 1) for a, b in pairs)
-
-
 def sharded(model):
     return [weight for weight in model.weights if isinstance(weight, ShardedVariable)]
 
-
-OPTIMIZERS = {
-    "momentum": lambda: optimizers.SGD(0.1, momentum=0.9, nesterov=True),
-    "AdamW": lambda: optimizers.AdamW(0.05, weight_decay=0.1),
-    "ScheduleFreeAdamW": lambda: optimizers.ScheduleFreeAdamW(0.05),
-    "global_clipnorm": lambda: optimizers.Adam(0.05, global_clipnorm=0.1),
-    "clipnorm": lambda: optimizers.Adam(0.05, clipnorm=0.05),
-    "clipvalue": lambda: optimizers.SGD(0.1, clipvalue=0.02),
-    "moving average": lambda: optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=3),
-    "moving average at the end": lambda: optimizers.Adam(0.05, use_ema=True),
-    "loss scaling": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.05)),
-    "a schedule": lambda: optimizers.SGD(optimizers.schedules.ExponentialDecay(0.1, 2, 0.9), 0.9),
-    "several": lambda: optimizers.MultiOptimizer(
-        optimizers.OptimizerMap(optimizers.Adam(0.05), {".*kernel": optimizers.SGD(0.1, 0.9)})
-    ),
-}
 
 MODELS = {
     "a weight that a call writes": lambda: keras.Sequential(
@@ -216,7 +196,7 @@ def test_a_replica_holds_its_share():
     model.compile("adam", "mse")
     model.optimizer.build(model.trainable_variables)
     for weight in sharded(model):
-        held = [copy.shape.num_elements() for copy in weight.shares]
+        held = [copy.shape.num_elements() for copy in weight.pieces]
         assert sum(held) < np.prod(weight.shape) + 4 * weight.shape[-1] and len(set(held)) == 1
         np.testing.assert_array_equal(weight.numpy(), weight.value)
     slots = [v for v in model.optimizer.variables if hasattr(v, "_sharded")]
@@ -309,7 +289,8 @@ def test_what_its_function_froze_is_trained_once_it_may(in_float64, frozen):
     assert apart(unfrozen(on_replicas(2, function)), unfrozen(seeded(function))) < 1e-9
 
 
-def test_a_gradient_that_is_given_to_a_share_itself_is_refused():
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_gradient_that_is_given_to_a_share_itself_is_refused(run_eagerly):
     """TensorFlow takes the share for the variable of the function, and nobody would sum it."""
 
     class Scaled(layers.Layer):
@@ -328,13 +309,13 @@ def test_a_gradient_that_is_given_to_a_share_itself_is_refused():
 
                 return self.dense(x), backward
 
-            return function(x) + self.dense(x)
+            return function(x)
 
     def once():
         return keras.Sequential([keras.Input((SIZE,)), Scaled(), layers.Dense(3)])
 
     with pytest.raises(PlacementError, match="read within a function under `tf.custom_gradient`"):
-        trained(on_replicas(2, once, check_rows=False))
+        trained(on_replicas(2, once, check_rows=False), run_eagerly=run_eagerly)
 
 
 def test_no_call_writes_a_share():

@@ -330,7 +330,7 @@ def parameters(workers, folder):
         trained(model, ROWS, optimizer=optimizer())
         found[name] = apart(model, one)
     kernels = [weight for weight in model.weights if len(weight.shape) > 1]
-    held = sum(kernel.shares[0].shape.num_elements() for kernel in kernels)
+    held = sum(kernel.pieces[0].shape.num_elements() for kernel in kernels)
     found["held"] = [held, sum(int(np.prod(kernel.shape)) for kernel in kernels)]
     with path_of_chief(folder + "/shared_out.keras", workers.worker_index == 0) as path:
         model.save(path)

@@ -10,7 +10,7 @@ from tfparallel.collectives import compression_name
 from tfparallel.collectives.compression_name import CompressionName
 from tfparallel.command_line.flag import Flag
 from tfparallel.diagnostics.faults import parse_fault
-from tfparallel.layout.layout import RECOMPUTES
+from tfparallel.layout.layout import RECOMPUTES, SHARED_OUT
 from tfparallel.layout.mesh import Mesh
 from tfparallel.replication import sync_option
 from tfparallel.replication.sync_option import Synchronization
@@ -209,7 +209,7 @@ TABLE = {
             read=Synchronization.parse),
         Flag("shard", _IN_PARALLEL, "What each replica keeps a share of. For data and hybrid: "
             "what the optimizer holds; for data: the weights and gradients too.",
-            choices=["optimizer", "parameters"], only_with="parallel=data|hybrid"),
+            choices=list(SHARED_OUT), only_with="parallel=data|hybrid"),
     ),
     "Stages and micro-batches": (
         Flag("num_micro_batches", f"{_IN_PARALLEL}, plan", "For pipeline: parts of a batch, 8 "

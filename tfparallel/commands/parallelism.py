@@ -18,6 +18,7 @@ from tfparallel.command_line.exits import StartError, UsageError
 from tfparallel.command_line.options import TrainOptions
 from tfparallel.hybrid.hybrid_parallel import hybrid_parallel
 from tfparallel.layers.tensor_parallel import tensor_parallel
+from tfparallel.layout.layout import SHARED_OUT
 from tfparallel.layout.mesh import Mesh
 from tfparallel.pipeline.pipeline_parallel import pipeline_parallel
 from tfparallel.placement.layer_devices import PlacementError
@@ -164,9 +165,7 @@ class Parallelism:
                 f"{counted(self.num_servers, 'server')}, sync {self.sync}"
             )
         sync = "" if self.sync == "every_step" else f", sync {self.sync}"
-        sync += {"optimizer": ", the optimizer in shares", "parameters": ", all in shares"}.get(
-            self.shard, ""
-        )
+        sync += "" if self.shard is None else f", {SHARED_OUT[self.shard]}"
         if self.workers is not None:
             by = "auto" if self.strategy.all_reduce_is_open else self.workers.transport
             return (

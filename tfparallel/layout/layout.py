@@ -12,10 +12,16 @@ from tfparallel.layout.mesh import Coordinate, Mesh
 from tfparallel.layout.schedule import Schedule, ScheduleError, make_schedule
 from tfparallel.texts import aligned, first_to_last
 
-__all__ = ["RECOMPUTES", "Layout", "LayoutError", "replicas_in_words"]
+__all__ = ["RECOMPUTES", "SHARED_OUT", "Layout", "LayoutError", "replicas_in_words"]
 
 # Of which micro-batches the forward pass is done again.
 RECOMPUTES = ("never", "always", "except_last")
+
+# What replicas may keep a share of, and how a line says so.
+SHARED_OUT = {
+    "optimizer": "the optimizer in shares",
+    "parameters": "large weights and the optimizer in shares",
+}
 
 _Pairs = tuple[tuple[str, Any], ...]
 

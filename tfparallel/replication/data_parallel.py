@@ -15,7 +15,7 @@ from tfparallel.cluster.roles import Roles
 from tfparallel.collectives import cross_device
 from tfparallel.collectives.compression_name import CompressionName
 from tfparallel.data.partition import check_weights
-from tfparallel.layout.layout import replicas_in_words
+from tfparallel.layout.layout import SHARED_OUT, replicas_in_words
 from tfparallel.replication import clone
 from tfparallel.replication.data_parallel_model import extend_model, preparing
 from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirroredStrategy
@@ -24,8 +24,6 @@ from tfparallel.replication.sharding import build_in_shares
 from tfparallel.replication.sync_option import Synchronization
 from tfparallel.seams.distribute import DistributedVariable
 from tfparallel.user_log import notice
-
-_SHARDED = ("optimizer", "parameters")
 
 
 def data_parallel(
@@ -103,9 +101,9 @@ def data_parallel(
 
     Raises:
         ValueError: If the environment names no valid cluster, a device is unknown or named twice,
-            the algorithm cannot run there, there is no such compression or `sync`, the function
-            returns no model, the model was built in another strategy's scope or cannot be cloned,
-            or the call stands in such a scope.
+            the algorithm cannot run there, there is no such compression, `sync` or `shard`, or one
+            excludes another, the function returns no model, the model was built in another
+            strategy's scope or cannot be cloned, or the call stands in such a scope.
         RuntimeError: If a job of several workers would train a model in each, unless
             `allow_independent_workers`; or if the workers do not meet.
 
@@ -120,6 +118,8 @@ def data_parallel(
     """
     policy = Synchronization.parse(sync)
     check_scope(strategy, "`data_parallel`")
+    if shard is not None:
+        _check_shard(shard, sync, policy)
     if policy.is_async:
         _refuse_beside_async(
             sync,
@@ -135,8 +135,6 @@ def data_parallel(
         _refuse_beside_shares(strategy)
     if isinstance(strategy, _OneDevice) and policy.accumulates:
         strategy = MirroredStrategy(device_lib.choose_devices(num_devices=1))
-    if shard is not None:
-        _check_shard(shard, sync, policy)
     if replica_weights is not None:
         _set_replica_weights(strategy, replica_weights)
     shard = shard if strategy.num_replicas > 1 else None
@@ -157,16 +155,15 @@ def data_parallel(
         made_by_function=is_function,
     )
     if model._is_chief:
-        shares = {"optimizer": "; the optimizer in shares", "parameters": "; all in shares"}
-        shares = shares.get(shard, "")
+        shares = "" if shard is None else f"; {SHARED_OUT[shard]}"
         notice(f"data_parallel: {replicas_in_words(model.layout)}{shares}.", once=True)
     return model
 
 
 def _check_shard(shard: str, sync: str, policy: Synchronization) -> None:
-    if shard not in _SHARDED:
+    if shard not in SHARED_OUT:
         raise ValueError(
-            f"`shard` must be one of {', '.join(map(repr, _SHARDED))}, or None. Received: "
+            f"`shard` must be one of {', '.join(map(repr, SHARED_OUT))}, or None. Received: "
             f"shard={shard!r}."
         )
     if policy.is_local or (policy.accumulates and shard == "parameters"):

@@ -67,7 +67,8 @@ class Gathers:
     def __init__(self, strategy):
         self._strategy = strategy
         self._made: list[_Whole] = []
-        self._sums: dict[int, tf.Tensor] = {}  # What gradients of shares are made of, by id.
+        self._sums: dict[int, tf.Tensor] = {}  # What gradients of shares are made of, by id,
+        self._summed_variables: set[int] = set()  # and of which variables.
         self._met: set[str] = set()  # The names of what comes of a gather, or of a sum.
         self._is_backward = False
         self._graph: tf.Graph | None = None  # Where replicas meet.
@@ -177,45 +178,52 @@ class Gathers:
         with not_recording():
             own_sum = _merge(scatter, tf.identity(own), tf.identity(upstream))
         self._sums[id(own_sum)] = own_sum
+        self._summed_variables.add(id(variable))
         return own_sum
 
     def check(self, variable: ShardedVariable, gradient: tf.Tensor | None) -> None:
         """Raises unless the gradient of a share is made of sums over all replicas alone."""
-        left = [] if gradient is None or tf.executing_eagerly() else [gradient]
+        if gradient is not None and not self._is_of_sums(variable, gradient):
+            raise PlacementError(
+                "Under shard='parameters' a share's gradient is summed where its weight was read. "
+                "A weight that is an argument of the function is required. Received: "
+                f"'{variable.path}', read within a function under `tf.custom_gradient` or "
+                "`keras.remat`, which TensorFlow gives the share alone. Take shard='optimizer', or "
+                "hand the function the weight's value."
+            )
+
+    def _is_of_sums(self, variable, gradient) -> bool:
+        if tf.executing_eagerly():  # What it is made of is not known; but whether there is any.
+            return id(variable) in self._summed_variables
+        left = [gradient]
         while left:
             term = left.pop()
             if id(term) in self._sums:
                 continue
             if term.op.type not in ("AddN", "AddV2", "Identity"):
-                raise PlacementError(
-                    "Under shard='parameters' a share's gradient is summed where its weight was "
-                    "read. A weight that is an argument of the function is required. Received: "
-                    f"'{variable.path}', read within a function under `tf.custom_gradient` or "
-                    "`keras.remat`, which TensorFlow gives the share alone. Take "
-                    "shard='optimizer', or hand the function the weight's value."
-                )
+                return False
             left += term.op.inputs
+        return True
 
-    def _gather_again(self, variable, whole: _Whole, own) -> None:
-        """Gives the readers of the backward pass a gather of their own."""
+    def _gather_again(self, variable, whole: _Whole, shares) -> None:
+        """Gives the readers of the backward pass a gather of their own.
+
+        Unless that would have to wait for them: then the whole is kept from the forward pass on.
+        """
         readers = [
             [op for op in tensor.consumers() if op.name not in before]
             for tensor, before in zip(whole.tensors, whole.readers, strict=True)
         ]
+        pairs = list(zip(readers, whole.tensors, strict=True))
         after = [
-            {
-                given.op
-                for op in own_readers
-                for given in op.inputs
-                if given is not tensor
-            }
-            for own_readers, tensor in zip(readers, whole.tensors, strict=True)
+            {given.op for op in own for given in op.inputs if given is not tensor}
+            for own, tensor in pairs
         ]
         if not readers[0] or self._would_wait_for_itself(readers[0], after[0]):
             return
-        again = self._gathered(variable, own, whole.tensors[0].dtype, after)
-        for own_readers, tensor, fresh in zip(readers, whole.tensors, again.tensors, strict=True):
-            for op in own_readers:
+        again = self._gathered(variable, shares, whole.tensors[0].dtype, after)
+        for (own, tensor), fresh in zip(pairs, again.tensors, strict=True):
+            for op in own:
                 for index, given in enumerate(op.inputs):
                     if given is tensor:
                         set_input(op, index, fresh)

@@ -50,7 +50,7 @@ class ReplicaPlaces(Places):
         """The algorithm that sums over the devices here."""
         return self.strategy.all_reduce_ops
 
-    def check(self, weights: Sequence[keras.Variable]) -> None:
+    def before_build(self, weights: Sequence[keras.Variable]) -> None:
         """Has weights shared out, if they are to be; raises for those of another strategy."""
         known = [weight for weight in weights if isinstance(weight, keras.Variable)]
         check_updated(known, self.strategy, keras_trainer.calling_model())

@@ -30,33 +30,28 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.collectives import indexed_slices
 from tfparallel.collectives.custom_gradient import (
     call_with_gradient,
     differentiable_once,
     is_differentiable,
 )
 from tfparallel.collectives.packing import is_summable
-from tfparallel.collectives.reducer import Reducer
 from tfparallel.collectives.traffic import ROWS
 from tfparallel.compute_context import within
 from tfparallel.data import partition
 from tfparallel.data import rows_of_replica as shards
-from tfparallel.extend import attach
 from tfparallel.judge.check_rows import has_rows
 from tfparallel.logits import Logits, logits_of, output_of, sources_of
 from tfparallel.replication import state
-from tfparallel.replication.gathers import Gathers
 from tfparallel.replication.inputs import BatchInputs, own_shards
 from tfparallel.replication.refusals import refuse_state
 from tfparallel.replication.row_sums import Summed, Sums
+from tfparallel.replication.weight_gradients import WeightGradients
 from tfparallel.seams.keras import mask_of, set_mask
 from tfparallel.seams.tensorflow import is_recording, needs_gradient, recording
-from tfparallel.strategies import variables
 from tfparallel.strategies.replica_trace import ReplicaTrace
 from tfparallel.tracing.graphs import operations_here
 from tfparallel.update.pending import PendingSums
-from tfparallel.variables.sharded import ShardedVariable
 
 
 class _Replica(NamedTuple):
@@ -107,11 +102,9 @@ class ReplicatedCall:
         self._layer = layer
         self._call = call
         self._strategy = strategy
-        self._partial_gradients = partial_gradients
         self._worker_rows = worker_rows
         self._gathers = gathers
-        self._trainable = [variable for variable in layer.variables if variable.trainable]
-        self._joins = Gathers(strategy)
+        self._gradients = WeightGradients(layer, call, strategy, partial_gradients)
         self._waiting: list[tf.Tensor] = []  # Sums of this worker that travel with the gradients,
         self._arrived: list[tf.Tensor] | None = None  # and what the backward pass made of them.
 
@@ -152,7 +145,7 @@ class ReplicatedCall:
             )
 
         needed = [needs_gradient([tensor]) for tensor in inputs.floats]
-        sources = inputs.floats + self._sources_of_weights()
+        sources = inputs.floats + self._gradients.sources()
         results = call_with_gradient(f"replicated call of {self._layer.name}", forward, sources)
         scopes = [replica.scope for replica in replicas]
         is_training = getattr(self._layer, "_in_train_step", False)
@@ -186,9 +179,9 @@ class ReplicatedCall:
 
         def on_replica(k, shard, part):
             own = inputs.floats_of(part)
-            self._joins.begin()
+            self._gradients.gathers.begin()
             with (
-                within(shard=shard, gathers=self._joins),
+                within(shard=shard, gathers=self._gradients.gathers),
                 tf.GradientTape(persistent=True) as tape,
             ):
                 tape.watch(own)
@@ -296,19 +289,16 @@ class ReplicatedCall:
                 )
                 if is_differentiable(target) and dy is not None
             ]
-            copies = [_copies(variable)[k] for variable in self._trainable]
             with shards.working_on(replica.shard):
                 found = replica.tape.gradient(
                     [target for target, _ in targets],
-                    replica.inputs + copies,
+                    replica.inputs + self._gradients.held(k),
                     [dy for _, dy in targets],
                 )
-            for variable, own in zip(self._trainable, found[len(replica.inputs) :], strict=True):
-                if isinstance(variable, ShardedVariable):
-                    self._joins.check(variable, own)
+            self._gradients.check(found[len(replica.inputs) :])
             return found
 
-        self._joins.begin_backward()
+        self._gradients.gathers.begin_backward()
         gradients = trace.run(on_replica, range(len(replicas)), own_upstream)
         by_source = list(zip(*gradients, strict=True))
         num_inputs = len(replicas[0].inputs)
@@ -316,7 +306,12 @@ class ReplicatedCall:
             self._input_gradient(rows, shards_here, inputs.num_rows) if is_needed else None
             for rows, is_needed in zip(by_source[:num_inputs], needed, strict=True)
         ]
-        results += self._variable_gradients(by_source[num_inputs:], inputs)
+        of_weights, beside = self._gradients.totals(
+            by_source[num_inputs:], self._waiting, inputs.structure
+        )
+        results += of_weights
+        if self._waiting:
+            self._arrived = beside
         if is_recording():
             # The sources, too: what a tape does not see used it takes for a constant.
             used = [dy for dy in upstream if dy is not None] + sources
@@ -328,78 +323,6 @@ class ReplicatedCall:
         if joined is None or self._worker_rows is not None:
             return joined
         return self._gathered([joined], num_rows)[0]
-
-    def _sources_of_weights(self) -> list[tf.Tensor]:
-        """What the caller's tape knows the trainable variables by: of a sharded one, its shares."""
-        found = []
-        for variable in self._trainable:
-            is_sharded = isinstance(variable, ShardedVariable)
-            for held in variable.shares if is_sharded else [variable.value]:
-                with tf.device(held.device):
-                    found.append(tf.convert_to_tensor(held))
-        return found
-
-    def _variable_gradients(self, by_variable, inputs):
-        """Σ_k g_k for each source: over the replicas here, then over the workers."""
-        pairs = list(zip(self._trainable, by_variable, strict=True))
-        whole = [pair for pair in pairs if not isinstance(pair[0], ShardedVariable)]
-        totals = iter(
-            self._summed_gradients([v for v, _ in whole], [terms for _, terms in whole], inputs)
-        )
-        results = []
-        for variable, terms in pairs:
-            # Of a share, what each replica has is summed.
-            is_sharded = isinstance(variable, ShardedVariable)
-            results += terms if is_sharded else [next(totals)]
-        return results
-
-    def _summed_gradients(self, trainable, by_variable, inputs):
-        for variable, terms in zip(trainable, by_variable, strict=True):
-            for term in terms:
-                # TensorFlow does not know that of every gradient (of `einsum`, say, for a batch of
-                # any size), and what has no size in the graph is padded, and never compressed.
-                if isinstance(term, tf.Tensor):
-                    term.set_shape(variable.shape)
-        pending = self._partial_gradients
-        left = [pending is not None and pending.takes(terms) for terms in by_variable]
-        pairs = zip(by_variable, left, strict=True)
-        reducer = Reducer(self._strategy.all_reduce_ops, self._strategy.workers)
-        totals, beside = reducer.totals(
-            [[None] if is_left else terms for terms, is_left in pairs],
-            lambda: self._kinds_of_readings(trainable, inputs),
-            self._waiting,
-            trainable,
-        )
-        if self._waiting:
-            self._arrived = beside
-        for i, (variable, terms) in enumerate(zip(trainable, by_variable, strict=True)):
-            if left[i]:
-                pending.add(variable, terms)
-                totals[i] = tf.zeros_like(variable.value)
-        return totals
-
-    def _kinds_of_readings(self, trainable, inputs) -> list:
-        """By variable, where no graph is traced; else a gradient itself tells."""
-        if not tf.executing_eagerly():
-            return [None] * len(trainable)
-        kinds = getattr(self._layer, "_kinds_of_readings", None)
-        if kinds is None or len(kinds) != len(trainable):
-
-            def call(arguments):
-                with state.ReplicaScope(0):
-                    found = self._call(*arguments[0], **arguments[1])
-                return found.tensors if isinstance(found, Sums) else found
-
-            weights = [variables.copies(variable)[0] for variable in trainable]
-            kinds = indexed_slices.kinds_of(call, inputs.structure, weights)
-            attach(self._layer, _kinds_of_readings=kinds)
-        return kinds
-
-
-def _copies(variable: keras.Variable) -> Sequence[tf.Variable]:
-    """What each replica here has of a weight: a copy, or a share."""
-    is_sharded = isinstance(variable, ShardedVariable)
-    return variable.shares if is_sharded else variables.copies(variable)
 
 
 def checked_output(layer: keras.Layer, output: tf.Tensor) -> tf.Tensor:

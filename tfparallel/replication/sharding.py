@@ -23,14 +23,15 @@ _FEWEST = 2**12
 
 
 def build_in_shares(function: Callable[[], Any], strategy) -> Any:
-    """Calls a function that builds a model; no device ever holds more than one whole weight.
+    """Calls a function that builds a model; of large weights no device holds two whole ones.
 
     Args:
         function: Returns a Keras model.
         strategy: Whose replicas share out its weights.
 
     Returns:
-        What the function returned. It was built in the plain way, whole, if it needs values.
+        What the function returned. If it reads values, or compiles, it was built whole at first;
+        and so are weights that the first batch makes.
     """
     try:
         built = StoragelessModel(function)

@@ -34,6 +34,7 @@ from tfparallel.seams.distribute import (
 from tfparallel.seams.distribute import MirroredVariable as TensorFlowsMirroredVariable
 from tfparallel.seams.keras import set_storage, storage_of
 from tfparallel.strategies import keras_trainer
+from tfparallel.variables.sharded import ShardedVariable
 
 _WRITING = (
     *("assign", "assign_add", "assign_sub", "batch_scatter_update", "scatter_add", "scatter_div"),
@@ -232,10 +233,12 @@ def mirror(variable: keras.Variable, devices: Sequence[str]) -> None:
 
 
 def copies(variable) -> tuple:
-    """Returns the copies of a Keras or TensorFlow variable, one for each replica.
+    """Returns the copies, or shares, of a Keras or TensorFlow variable, one for each replica.
 
     A variable that exists once is its own only copy.
     """
+    if isinstance(variable, ShardedVariable):
+        return tuple(variable.pieces)
     variable = getattr(variable, "_value", variable)
     if isinstance(variable, DistributedVariable):
         return tuple(variable.values)

@@ -27,13 +27,14 @@ from tfparallel.seams.optimizers import (
 from tfparallel.update import files
 from tfparallel.update.built import own_variables, trained_by, wrapped_by
 from tfparallel.update.clipping import clip_parts
+from tfparallel.update.constraints import apply_constraints
 from tfparallel.update.optimizer_kinds import is_keras_class, is_keras_object, updates_alike
 from tfparallel.update.pending import PendingSums
 from tfparallel.update.places import Places
 from tfparallel.update.shares import Shares
 from tfparallel.variables.replica import is_in_replica
-from tfparallel.variables.sharded import ShardedGradient, ShardedVariable
-from tfparallel.variables.split import SplitVariable, cut_all, parts_of, whole_of
+from tfparallel.variables.sharded import ShardedGradient
+from tfparallel.variables.split import cut_all, parts_of, whole_of
 
 __all__ = ["UnitOptimizer", "extend_for"]
 
@@ -57,7 +58,7 @@ class UnitOptimizer:
         if self.built:
             return
         places, weights = self._places, list(variables)
-        places.check(weights)
+        places.before_build(weights)
         parts = parts_of(weights)
         shares = Shares(parts, places) if self._in_shares else None
         units = parts if shares is None else shares.variables
@@ -118,7 +119,6 @@ class UnitOptimizer:
             if self._in_shares:
                 # Moving averages are of all weights, including those that others write.
                 self._shares.fill(self._shares.parts if self.use_ema else changed)
-            constrained = self._constrained_whole(changed)
             alike = self._in_shares or (self._updates_alike and self._agree_on(grads))
             comes_cut = any(isinstance(gradient, ShardedGradient) for gradient in grads)
             sums_shares = self._in_shares and (comes_cut or bool(self._pending))
@@ -136,17 +136,9 @@ class UnitOptimizer:
                 )
             if self._in_shares:
                 self._shares.join(self._shares.parts if self.ema_overwrite_frequency else changed)
-            for whole in constrained:
-                if isinstance(whole, ShardedVariable):  # It has one value, of all places.
-                    whole.assign(whole.constraint(whole))
-            constrained = [w for w in constrained if not isinstance(w, ShardedVariable)]
-            if constrained:
-                self._at_each(
-                    lambda _: [whole.assign(whole.constraint(whole)) for whole in constrained],
-                    [None] * len(self._places),
-                    alike=all(is_keras_object(whole.constraint) for whole in constrained),
-                    written=parts_of(constrained),
-                )
+            apply_constraints(
+                changed, self._at_each, in_shares=self._in_shares, num_places=len(self._places)
+            )
 
     def _at_each(self, update, given: Sequence, *, alike: bool = True, written: Sequence = ()):
         """Makes an update at each place.
@@ -247,12 +239,6 @@ class UnitOptimizer:
         index = self._index
         for slot, share in zip(momentums_of(self), self._shares.variables, strict=True):
             self._places.copies(slot)[index].assign(self._places.copies(share)[index])
-
-    def _constrained_whole(self, parts) -> list[keras.Variable]:
-        """Weights with a constraint of which Keras sees parts or shares alone."""
-        wholes = {id(whole_of(part)): whole_of(part) for part in parts}.values()
-        wholes = [w for w in wholes if self._in_shares or isinstance(w, SplitVariable)]
-        return [whole for whole in wholes if whole.constraint is not None]
 
     # Called by Keras, at a place.
 

@@ -57,8 +57,8 @@ class Places:
         """The index, among all, of the first one here."""
         return 0 if self.workers is None else len(self) * self.workers.worker_index
 
-    def check(self, weights: Sequence[keras.Variable]) -> None:
-        """Called before an optimizer is built for weights; raises for those of elsewhere."""
+    def before_build(self, weights: Sequence[keras.Variable]) -> None:
+        """Prepares weights that an optimizer is built for; raises for those of elsewhere."""
 
     def hold(self, slots: Sequence[keras.Variable]) -> bool:
         """Whether slots that plain Keras made lie where they would be made here."""

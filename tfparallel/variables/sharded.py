@@ -23,7 +23,8 @@ from tfparallel.compute_context import context
 from tfparallel.extend import extend
 from tfparallel.problems import PlacementError
 from tfparallel.seams.keras import autocast, in_stateless_scope, set_storage, value_in_scope
-from tfparallel.seams.tensorflow import not_recording, record_operation, stand_for
+from tfparallel.seams.tensorflow import not_recording, record_operation
+from tfparallel.variables.composed import ComposedVariable
 from tfparallel.variables.replica import is_in_replica
 
 __all__ = [
@@ -49,48 +50,7 @@ class ShardedGradient:
     terms: Sequence[tf.Tensor]
 
 
-class _Handle(tf.__internal__.CompositeTensor):
-    """What a tape differentiates with respect to: the shares of all places here."""
-
-    def __init__(self, variable: "ShardedVariable"):
-        self._variable = variable
-
-    @property
-    def _type_spec(self):
-        return tf.TensorSpec(self._variable.shape, self._variable.dtype)
-
-    @property
-    def __composite_gradient__(self):
-        return self
-
-    @property
-    def dtype(self) -> tf.DType:
-        """The type of the variable's elements."""
-        return tf.as_dtype(self._variable.dtype)
-
-    def get_gradient_components(self, handle) -> list:
-        """Returns the handles of the shares."""
-        return [copy.handle for copy in handle._variable.shares]
-
-    def replace_gradient_components(self, handle, gradients):
-        """Joins the gradients of the shares; None if nothing depends on the variable.
-
-        Keras's own step, which hands them straight to the optimizer, takes a `ShardedGradient`.
-        """
-        variable = handle._variable
-        if all(gradient is None for gradient in gradients):
-            return None
-        terms = []
-        for gradient, copy in zip(gradients, variable.shares, strict=True):
-            with tf.device(copy.device):
-                found = tf.zeros(copy.shape, copy.dtype) if gradient is None else gradient
-                terms.append(tf.convert_to_tensor(found))
-        if context().takes_shares:
-            return ShardedGradient(terms)
-        return joined_rows([terms], [variable], variable.places)[0]
-
-
-class ShardedVariable:
+class ShardedVariable(ComposedVariable):
     """Extends a variable of Keras of which each replica keeps a share.
 
     Attributes:
@@ -103,9 +63,23 @@ class ShardedVariable:
     checksum: int | None = None
 
     @property
-    def shares(self) -> Sequence[tf.Variable]:
+    def pieces(self) -> Sequence[tf.Variable]:
         """The shares of this process."""
         return self.places.copies(self.share)
+
+    def gradient_of(self, gradients):
+        """Joins gradients of the shares.
+
+        Keras's own step, which hands them straight to the optimizer, takes a `ShardedGradient`.
+        """
+        terms = []
+        for gradient, share in zip(gradients, self.pieces, strict=True):
+            with tf.device(share.device):
+                found = tf.zeros(share.shape, share.dtype) if gradient is None else gradient
+                terms.append(tf.convert_to_tensor(found))
+        if context().takes_shares:
+            return ShardedGradient(terms)
+        return joined_rows([terms], [self], self.places)[0]
 
     @property
     def value(self):
@@ -122,17 +96,15 @@ class ShardedVariable:
                 f"its forward pass. Received: a read of '{self.path}' in `strategy.run`, or in a "
                 "backward pass (`keras.remat`). Train by `fit`, or take shard='optimizer'."
             )
-        with tf.device(self.shares[0].device):
+        with tf.device(self.pieces[0].device):
             if self.places.workers is not None and in_stateless_scope():
                 value = self._like_the_whole()
             else:
                 value = self._joined()
-        value = autocast(self, value)
-        stand_for(value, self, f"sharded_{id(self)}")
-        return value
+        return self._as_variable(autocast(self, value))
 
     def _joined(self) -> tf.Tensor:
-        shares = [tf.convert_to_tensor(copy) for copy in self.shares]
+        shares = [tf.convert_to_tensor(copy) for copy in self.pieces]
         with not_recording():
             (whole,) = joined_rows([shares], [self], self.places)
         # All workers read it, and come to the same gradient, of which each has its rows.
@@ -145,47 +117,24 @@ class ShardedVariable:
         """What each place here has of a whole tensor."""
         found, shape = [], shape_shared_out(self.shape, self.places.number)
         bounds = self.places.bounds(self.share.shape[0])
-        for copy, own in zip(self.shares, bounds, strict=True):
+        for copy, own in zip(self.pieces, bounds, strict=True):
             with tf.device(copy.device):
                 found.append(cut_out(tf.convert_to_tensor(whole), shape, *own))
         return found
 
     def _like_the_whole(self) -> tf.Tensor:
         """What has the whole's shape, for a trace that is only looked at: nobody is asked."""
-        rows = tf.concat([tf.convert_to_tensor(copy) for copy in self.shares], 0)
+        rows = tf.concat([tf.convert_to_tensor(copy) for copy in self.pieces], 0)
         rows = tf.concat([rows] * self.places.workers.num_workers, 0)
         return _of_shape(rows, self.shape, self.places.number)
-
-    @property
-    def handle(self) -> _Handle:
-        """What a tape knows the variable by."""
-        return _Handle(self)
 
     def _direct_assign(self, value):
         value = tf.cast(value, self.share.dtype)
         is_known = tf.executing_eagerly()
         self.checksum = zlib.crc32(np.asarray(value).tobytes()) if is_known else None
-        for copy, own in zip(self.shares, self._cut(value), strict=True):
+        for copy, own in zip(self.pieces, self._cut(value), strict=True):
             with tf.device(copy.device):
                 copy.assign(apart(own))
-
-    @property
-    def _shared_name(self) -> str:
-        return self.name
-
-    def _serialize_to_tensors(self):
-        # `tf.train.Checkpoint` writes a whole variable, and reads one.
-        return {"VARIABLE_VALUE": self.value}
-
-    def _restore_from_tensors(self, restored_tensors):
-        self.assign(restored_tensors["VARIABLE_VALUE"])
-
-    def _export_to_saved_model_graph(self, *args, **kwargs):
-        raise PlacementError(
-            "A SavedModel must hold whole weights. Received: an export of the variable "
-            f"'{self.path}', of which each replica has a share. Save the model by "
-            "`model.save('model.keras')`, and export what `keras.models.load_model` returns."
-        )
 
 
 def shard_variable(variable: keras.Variable, share: keras.Variable, places: Any) -> None:

@@ -7,9 +7,8 @@ assigned is cut into them:
     kernel (4, 6)  =  [ part 0 (4, 3) | part 1 (4, 3) ]      axis 1
                           CPU:0           CPU:1
 
-What computes a step reads and updates the parts, which are plain `keras.Variable`s. In a loop of
-the user's own a tape differentiates, and an optimizer that knows of no parts may update: for these
-the whole has a handle that stands for those of the parts, and its value can be assigned to.
+What computes a step reads and updates the parts, which are plain `keras.Variable`s. A loop of the
+user's own may read and differentiate the whole (`composed.py`).
 """
 
 import itertools
@@ -19,45 +18,13 @@ import keras
 import tensorflow as tf
 
 from tfparallel.extend import extend
-from tfparallel.problems import PlacementError
 from tfparallel.seams.keras import set_storage, storage_of
-from tfparallel.seams.tensorflow import stand_for
+from tfparallel.variables.composed import ComposedVariable
 
 __all__ = ["SplitVariable", "cut", "cut_all", "parts_of", "split_variable", "whole_of"]
 
 
-class _Handle(tf.__internal__.CompositeTensor):
-    """What a tape differentiates with respect to: the handles of the parts.
-
-    TensorFlow asks a composite tensor for what it is composed of, and hands it the gradients.
-    """
-
-    def __init__(self, variable: "SplitVariable"):
-        self._variable = variable
-
-    @property
-    def _type_spec(self):
-        return tf.TensorSpec(self._variable.shape, self._variable.dtype)
-
-    @property
-    def __composite_gradient__(self):
-        return self
-
-    @property
-    def dtype(self) -> tf.DType:
-        """The type of the variable's elements."""
-        return tf.as_dtype(self._variable.dtype)
-
-    def get_gradient_components(self, handle) -> list:
-        """Returns the handles of the parts."""
-        return [part.value.handle for part in handle._variable.parts]
-
-    def replace_gradient_components(self, handle, gradients):
-        """Joins gradients of the parts; None if the target does not depend on them."""
-        return joined(gradients, handle._variable.parts, handle._variable.axis)
-
-
-class SplitVariable:
+class SplitVariable(ComposedVariable):
     """Extends a variable of Keras that lies in parts.
 
     Attributes:
@@ -70,13 +37,16 @@ class SplitVariable:
         """The whole value, joined on the first part's device."""
         with tf.device(self.parts[0].value.device):
             value = tf.concat([part.value for part in self.parts], self.axis)
-        stand_for(value, self, f"split_{id(self)}")
-        return value
+        return self._as_variable(value)
 
     @property
-    def handle(self) -> _Handle:
-        """What a tape knows the variable by."""
-        return _Handle(self)
+    def pieces(self) -> list[tf.Variable]:
+        """TensorFlow's variables of the parts."""
+        return [part.value for part in self.parts]
+
+    def gradient_of(self, gradients):
+        """Joins gradients of the parts, dense or sparse."""
+        return joined(gradients, self.parts, self.axis)
 
     def assign(self, value):
         """Cuts a whole value into the parts.
@@ -95,34 +65,13 @@ class SplitVariable:
             part.assign(share)
         return value
 
-    @property
-    def _shared_name(self) -> str:
-        return self.name
-
-    def _serialize_to_tensors(self):
-        # `tf.train.Checkpoint` writes a whole variable, and reads one.
-        return {"VARIABLE_VALUE": self.value}
-
-    def _restore_from_tensors(self, restored_tensors):
-        self.assign(restored_tensors["VARIABLE_VALUE"])
-
-    def _export_to_saved_model_graph(self, *args, **kwargs):
-        raise PlacementError(
-            "A SavedModel must hold whole weights. Received: an export of the variable "
-            f"'{self.path}', which lies in parts. Save the model by `model.save('model.keras')`, "
-            "and export what `keras.models.load_model` returns."
-        )
-
 
 def joined(gradients: Sequence, parts: Sequence[keras.Variable], axis: int):
     """Joins gradients of the parts of a variable to that of the whole.
 
     Returns:
-        A tensor; `tf.IndexedSlices` if those of the parts are, and the axis is that of the rows;
-        None if there is no gradient.
+        A tensor; `tf.IndexedSlices` if those of the parts are, and the axis is that of the rows.
     """
-    if all(gradient is None for gradient in gradients):
-        return None
     if axis == 0 and all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
         starts = itertools.accumulate((part.shape[0] for part in parts), initial=0)
         pairs = list(zip(gradients, starts, strict=False))

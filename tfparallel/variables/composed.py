@@ -1,0 +1,89 @@
+"""A Keras variable that has no memory of its own: what it holds is composed of other variables.
+
+To the layer, the model, the file and the user it stays one `keras.Variable` of the whole shape. A
+tape, which differentiates with respect to memory, is given a handle that stands for those of the
+pieces; an optimizer that knows of none may assign to the value.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.problems import PlacementError
+from tfparallel.seams.tensorflow import stand_for
+
+__all__ = ["ComposedVariable"]
+
+
+class _Handle(tf.__internal__.CompositeTensor):
+    """What a tape differentiates with respect to: the handles of the pieces.
+
+    TensorFlow asks a composite tensor for what it is composed of, and hands it the gradients.
+    """
+
+    def __init__(self, variable: "ComposedVariable"):
+        self._variable = variable
+
+    @property
+    def _type_spec(self):
+        return tf.TensorSpec(self._variable.shape, self._variable.dtype)
+
+    @property
+    def __composite_gradient__(self):
+        return self
+
+    @property
+    def dtype(self) -> tf.DType:
+        """The type of the variable's elements."""
+        return tf.as_dtype(self._variable.dtype)
+
+    def get_gradient_components(self, handle) -> list:
+        """Returns the handles of the pieces."""
+        return [piece.handle for piece in handle._variable.pieces]
+
+    def replace_gradient_components(self, handle, gradients):
+        """Returns the gradient of the whole; None if the target does not depend on it."""
+        if all(gradient is None for gradient in gradients):
+            return None
+        return handle._variable.gradient_of(gradients)
+
+
+class ComposedVariable:
+    """Extends a variable of Keras, by a class that knows how the pieces make up the whole.
+
+    Attributes:
+        pieces: TensorFlow's variables of this process that hold the value.
+        gradient_of: Takes the gradients of the pieces, of which some may be None, and returns that
+            of the whole.
+    """
+
+    pieces: Sequence[tf.Variable]
+    gradient_of: Callable[[Sequence], Any]
+
+    @property
+    def handle(self) -> _Handle:
+        """What a tape knows the variable by."""
+        return _Handle(self)
+
+    def _as_variable(self, value: tf.Tensor) -> tf.Tensor:
+        stand_for(value, self, f"composed_{id(self)}")
+        return value
+
+    @property
+    def _shared_name(self) -> str:
+        return self.name
+
+    def _serialize_to_tensors(self):
+        # `tf.train.Checkpoint` writes a whole variable, and reads one.
+        return {"VARIABLE_VALUE": self.value}
+
+    def _restore_from_tensors(self, restored_tensors):
+        self.assign(restored_tensors["VARIABLE_VALUE"])
+
+    def _export_to_saved_model_graph(self, *args, **kwargs):
+        raise PlacementError(
+            "A SavedModel must hold whole weights. Received: an export of the variable "
+            f"'{self.path}', which lies in pieces. Save the model by `model.save('model.keras')`, "
+            "and export what `keras.models.load_model` returns."
+        )
