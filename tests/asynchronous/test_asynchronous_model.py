@@ -202,7 +202,7 @@ def test_a_server_that_is_killed_is_named_and_ends_the_job():
         (TRAIN, "Start it by `tfparallel launch --nproc_per_node=2 --num_ps=1"),
         ([*TRAIN[:-1], "--sync=async:-1"], "whole numbers of at least 1"),
         ([*TRAIN, "--compression=bf16"], "--compression=bf16 with --sync=async"),
-        ([*TRAIN, "--shard=optimizer"], "--shard with --sync=async"),
+        ([*TRAIN, "--shard=optimizer"], "--shard=optimizer with --sync=async"),
         ([*TRAIN, "--parallel=pipeline"], "Received: --sync=async with --parallel=pipeline"),
         (launch(2, "true", num_servers=0), "--num_ps must be at least 1"),
         ([*TFPARALLEL, "launch", "--num_ps=1", "--nnodes=2", "--", "true"], "on this host"),
