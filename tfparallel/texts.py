@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 __all__ = [
+    "MOST_NAMES",
     "aligned",
     "counted",
     "first_to_last",
@@ -19,7 +20,7 @@ __all__ = [
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}  # As in nccl-tests.
-_MOST_NAMES = 8  # More than these nobody reads in a line.
+MOST_NAMES = 8  # More than these nobody reads in a line.
 _LONGEST = 60  # Characters of a value.
 
 
@@ -113,7 +114,7 @@ def first_to_last(names: Sequence[str], noun: str | None = None) -> str:
         >>> first_to_last([f"conv_{n}" for n in range(1, 31)], "layers")
         'conv_1 … conv_30 (30 layers)'
     """
-    if len(names) <= _MOST_NAMES:
+    if len(names) <= MOST_NAMES:
         return ", ".join(names)
     count = f" ({len(names)} {noun})" if noun is not None else ""
     return f"{names[0]} … {names[-1]}{count}"

@@ -20,6 +20,7 @@ from tfparallel.layers import (
     SpatialParallelPooling2D,
     VocabParallelEmbedding,
 )
+from tfparallel.layers.composite import Group
 from tfparallel.layers.parallel_hints import hint_of
 from tfparallel.layers.split_plan import plan
 
@@ -178,7 +179,7 @@ def test_a_single_layer_is_split_by_height_where_that_is_asked_for():
     expected = model.predict(x, verbose=0)
     np.testing.assert_allclose(parts.predict(x, verbose=0), expected, rtol=1e-12, atol=1e-14)
     with pytest.raises(ValueError, match=r"6 rows of output.*'pool': 'height'\}. Leave the layer"):
-        plan(model, 6, {"pool": "height"})
+        plan(Group(model, graph=model), 6, {"pool": "height"})
 
 
 def test_what_is_made_of_a_split_layers_class_is_plain_and_not_noted():
@@ -234,7 +235,7 @@ def test_a_wrong_argument_names_the_class_that_was_written(make, error, message)
         (
             lambda: layers.TimeDistributed(ColumnParallelDense(4, name="a")),
             (4, 4),
-            "inside of other layers: 'a' written as ColumnParallelDense. Write plain layers",
+            "inside of layers of Keras: 'a' written as ColumnParallelDense. Write plain layers",
         ),
     ],
 )

@@ -14,6 +14,7 @@ import tfparallel
 from tests import comparison
 from tests.comparison import seeded, state_of
 from tfparallel.layers import softmax_loss
+from tfparallel.layers.composite import Group
 from tfparallel.layers.parts import Parts
 from tfparallel.layers.softmax_loss import cross_entropy
 from tfparallel.layers.split_plan import plan
@@ -172,7 +173,7 @@ def test_a_layer_whose_call_was_replaced_is_left_in_place():
     layer = model.get_layer("b")
     call = layer.call
     layer.call = lambda x: 2.0 * call(x)
-    assert plan(model, 2) == {"a": "column, gathered"}
+    assert plan(Group(model, graph=model), 2) == {"a": "column, gathered"}
 
 
 def two_layers():

@@ -54,7 +54,7 @@ FORMS = {
     "parts": (
         lambda: tfparallel.tensor_parallel(build, devices=TWO),
         "tensor parallel: tensor=2\n  part 0  CPU:0\n  part 1  CPU:1\n"
-        "  split: up by column, down by row",
+        "  split, 97% of the weights: up by column, down by row",
     ),
 }
 

@@ -10,7 +10,7 @@ from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.collectives.compression_name import CompressionName
 from tfparallel.extend import attach
 from tfparallel.hybrid.hybrid_model import HybridModel
-from tfparallel.layers.tensor_parallel import Asked, parts_planned, split_in_place
+from tfparallel.layers.tensor_parallel import Asked, parts_planned, split_in_place, splits_of
 from tfparallel.layout.mesh import Mesh
 from tfparallel.pipeline.batch_norm import batch_norms
 from tfparallel.pipeline.pipeline_parallel import PipelineOptions, accumulating, in_micro_batches
@@ -197,7 +197,7 @@ class _Parts:
         if self._number == 1:
             return {}
         plans = parts_planned(model, self._number, self._asked(model), stage_of)
-        splits = {name: kind for _, kinds in plans for name, kind in kinds.items()}
+        splits = splits_of(plans)
         if not splits:
             raise PlacementError(
                 f"Nothing in model '{model.name}' can be split into {self._number} parts. "
@@ -226,8 +226,7 @@ class _Parts:
 
     def _asked(self, model) -> Asked:
         # What normalizes by the batch keeps its moments for the step's end as a whole.
-        whole = {layer.name: None for layer in batch_norms(model)}
-        return whole | dict(self._split), False
+        return Asked(dict(self._split), whole=frozenset(map(id, batch_norms(model))))
 
 
 def _mesh_of(mesh) -> Mesh:

@@ -10,6 +10,7 @@ from tfparallel.layers.parts import Parts, on_each, pieces, whole
 __all__ = [
     "ChannelParallelConv2D",
     "ChannelReducingConv2D",
+    "ColumnParallel",
     "ColumnParallelDense",
     "RowParallelDense",
 ]

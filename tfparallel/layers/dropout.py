@@ -9,9 +9,11 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from tfparallel.data import rows_of_replica as shards
 from tfparallel.extend import extend
+from tfparallel.judge.propagation import note
 from tfparallel.layers.layer import PartwiseLayer
-from tfparallel.layers.parts import Parts, on_devices
+from tfparallel.layers.parts import Parts, on_devices, whole
 
 __all__ = ["PartwiseDropout", "share_draws"]
 
@@ -21,15 +23,11 @@ class PartwiseDropout(PartwiseLayer):
 
     def call(self, inputs, training=False):
         if not training or self.rate == 0 or not isinstance(inputs, Parts):
-            return super().call(inputs, training=training)
-        axis, seed = inputs.axis, self.seed_generator.next()
-        sizes = [tf.shape(tensor)[axis] for tensor in inputs.tensors]
-
-        def share(k, tensor):
-            return _share(self.rate, tensor, sizes, k, axis, seed)
-
-        parts = on_devices(self._devices, share, range(len(sizes)), inputs.tensors)
-        return Parts(parts, axis, self._devices)
+            return super().call(whole(inputs), training=training)
+        sizes = [tf.shape(tensor)[inputs.axis] for tensor in inputs.tensors]
+        draw = _Draw(self, sizes, inputs.axis)
+        parts = on_devices(self._devices, draw.dropped, range(len(sizes)), inputs.tensors)
+        return Parts(parts, inputs.axis, self._devices)
 
 
 def share_draws(
@@ -56,21 +54,37 @@ class SharedDraws:
         if not training or layer.rate == 0:
             return inputs
         if k == 0:
-            drawn[:] = [layer.seed_generator.next()]
-        return _share(layer.rate, inputs, sizes, k, axis, drawn[0])
+            drawn[:] = [_Draw(layer, sizes, axis)]
+        return drawn[0].dropped(k, inputs)
 
 
-def _share(rate, tensor, sizes, k, axis, seed):
-    if rate >= 1:
-        return tf.zeros_like(tensor)
-    axis %= len(tensor.shape)
-    shape = [tf.shape(tensor)[place] for place in range(len(tensor.shape))]
-    shape[axis] = tf.add_n([tf.convert_to_tensor(size) for size in sizes])
-    # As `keras.random` narrows a seed.
-    seed = tf.cast(tf.math.floormod(seed, tf.int32.max - 1), tf.int32)
-    kept = tf.nn.experimental.stateless_dropout(
-        tf.ones(tf.stack(shape), tensor.dtype), rate=rate, seed=seed
-    )
-    own = tf.split(kept, sizes, axis, num=len(sizes))[k]
-    # Not a product alone: what is dropped is zero, even where it was infinite.
-    return tf.where(own != 0, tensor * own, tf.zeros_like(tensor))
+class _Draw:
+    """One mask of a dropout layer, of a tensor with parts of these sizes along the axis."""
+
+    def __init__(self, layer: keras.layers.Dropout, sizes: Sequence, axis: int):
+        self._layer, self._sizes, self._axis = layer, sizes, axis
+        self._shard = shards.current()
+        seeds = layer.seed_generator
+        self._seed = seeds.next() if self._shard is None else seeds.next_global()
+
+    def dropped(self, k: int, tensor: tf.Tensor) -> tf.Tensor:
+        """Part k of the tensor, with its share of the mask."""
+        note(self._layer, tensor)
+        if self._layer.rate >= 1:
+            return tf.zeros_like(tensor)
+        axis = self._axis % len(tensor.shape)
+        shape = [tf.shape(tensor)[place] for place in range(len(tensor.shape))]
+        shape[axis] = tf.add_n([tf.convert_to_tensor(size) for size in self._sizes])
+        own = tf.split(self._mask(tensor, shape), self._sizes, axis, num=len(self._sizes))[k]
+        # Not a product alone: what is dropped is zero, even where it was infinite.
+        return tf.where(own != 0, tensor * own, tf.zeros_like(tensor))
+
+    def _mask(self, tensor, shape):
+        rate = self._layer.rate
+        if self._shard is not None:  # Of some of the rows for which one device draws.
+            uniform = self._layer.uniform(tensor, shape, self._seed, self._shard)
+            return tf.where(uniform >= rate, tf.constant(1 / (1 - rate), tensor.dtype), 0)
+        # As `keras.random` narrows a seed.
+        seed = tf.cast(tf.math.floormod(self._seed, tf.int32.max - 1), tf.int32)
+        ones = tf.ones(tf.stack(shape), tensor.dtype)
+        return tf.nn.experimental.stateless_dropout(ones, rate=rate, seed=seed)

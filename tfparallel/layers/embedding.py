@@ -7,8 +7,10 @@ from tfparallel.data.rows_of_replica import where_it_is
 from tfparallel.judge.propagation import is_judged
 from tfparallel.layers.layer import SplitLayer, local_layer, sizes_of
 from tfparallel.layers.parallel_hints import ParallelHint
+from tfparallel.layers.parts import Parts, on_each, whole
+from tfparallel.seams.keras import set_mask
 
-__all__ = ["VocabParallelEmbedding"]
+__all__ = ["ReversibleVocabParallelEmbedding", "VocabParallelEmbedding"]
 
 
 class VocabParallelEmbedding(ParallelHint, SplitLayer):
@@ -50,7 +52,7 @@ class VocabParallelEmbedding(ParallelHint, SplitLayer):
         def smaller(device, size):
             return local_layer(self, device, input_dim=size)
 
-        self._split(sizes, smaller, {"embeddings": 0})
+        self._split(sizes, smaller, {"embeddings": 0, "reverse_embeddings": 1})
 
     def call(self, inputs):
         if isinstance(inputs, tf.RaggedTensor):
@@ -75,3 +77,20 @@ class VocabParallelEmbedding(ParallelHint, SplitLayer):
         outputs = tf.reshape(tf.dynamic_stitch(places, rows), shape)
         outputs.set_shape([*ids.shape, self.output_dim])
         return outputs
+
+
+class ReversibleVocabParallelEmbedding(VocabParallelEmbedding):
+    """An embedding whose table is a language model's last layer, too, split by the vocabulary.
+
+    In reverse each device computes the logits of its part: x·E_kᵀ, joined.
+    """
+
+    def call(self, inputs, reverse=False):
+        if not reverse:
+            outputs = super().call(inputs)
+            mask = keras.layers.Embedding.compute_mask(self, inputs)
+            if mask is not None:
+                set_mask(outputs, mask)
+            return outputs
+        copies = on_each(whole(inputs), self._devices)
+        return Parts(self._on_devices(copies, reverse=True), -1, self._devices).whole()

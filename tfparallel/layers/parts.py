@@ -89,6 +89,20 @@ class Parts:
         return self._whole
 
 
+def _as_tensor(value: Parts, dtype=None, name=None, as_ref=False) -> tf.Tensor:
+    return tf.convert_to_tensor(value.whole(), dtype=dtype, name=name)
+
+
+def _of_whole(operator: str) -> Callable[..., Any]:
+    return lambda self, *others: getattr(self.whole(), operator)(*map(whole, others))
+
+
+# The `call` of a composite layer may hand a tensor in parts to any function, and compute with it.
+tf.register_tensor_conversion_function(Parts, _as_tensor)
+for _operator in tf.Tensor.OVERLOADABLE_OPERATORS - {"__eq__", "__ne__"}:
+    setattr(Parts, _operator, _of_whole(_operator))
+
+
 def whole(value):
     """Returns a tensor in parts as one; anything else as it is."""
     return value.whole() if isinstance(value, Parts) else value

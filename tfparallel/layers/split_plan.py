@@ -6,21 +6,30 @@ Walked in the order of the layers:
     Dense, Conv2D, if its input is          row: it sums
     what works feature by feature           features: stays in parts, between column and row
     attention                               heads
-    Embedding                               vocabulary
+    EinsumDense                             column, handed on whole
+    Embedding, ReversibleEmbedding          vocabulary
     Concatenate of an input for each device joined: parts for a row, the feature partition
     convolutions and pooling, if so asked   height: rows of the picture (`spatial_plan.py`)
 
-A column whose parts nobody can use hands its output on whole. A layer that is called more than
-once, has a `call` of the user's own or belongs to a class of theirs, is left in place; so is one
-that adds a loss for its activity, has LoRA or is quantized, or holds a layer of which that is true.
+A column whose parts nobody can use hands its output on whole; so does a layer that is called more
+than once, and one in a composite layer whose calls are not known (`composite.py`). What has a
+`call` of the user's own or belongs to a class of theirs is left in place, but for the layers in it;
+so is one that adds a loss for its activity, has LoRA or is quantized, or holds a layer of which
+that is true.
 What is asked for, in the call or by the class as which a layer was written, is done or refused.
 """
 
-from collections.abc import Collection, Mapping
+import collections
+import types
+from collections.abc import Callable, Collection, Mapping
+from operator import attrgetter
+from typing import Any
 
 import keras
 
 from tfparallel.extend import original_class
+from tfparallel.layers.composite import Group
+from tfparallel.layers.einsum import units_of
 from tfparallel.layers.parallel_hints import hint_of
 from tfparallel.layers.spatial_plan import (
     CALLER,
@@ -29,7 +38,6 @@ from tfparallel.layers.spatial_plan import (
     is_in_rows,
     is_split_by_height,
 )
-from tfparallel.placement.graph import layers_in_order
 from tfparallel.problems import PlacementError, Problems
 from tfparallel.seams.functional import calls_of, calls_to, functional_of, maker_of
 from tfparallel.seams.keras import layers_in
@@ -43,13 +51,22 @@ KINDS = (COLUMN, GATHERED, ROW, FEATURES, HEADS, VOCABULARY, JOINED, HEIGHT)
 
 _PAIRED = {_layers.Dense, _layers.Conv2D}
 _ATTENTION = {_layers.MultiHeadAttention, _layers.GroupQueryAttention}
-# What is shared out: the attribute that counts it, and its name in an error.
-_COUNTS = {
-    _layers.Dense: ("units", "units"),
-    _layers.Conv2D: ("filters", "channels"),
-    _layers.MultiHeadAttention: ("num_heads", "heads"),
-    _layers.GroupQueryAttention: ("num_key_value_heads", "key and value heads"),
-    _layers.Embedding: ("input_dim", "rows of vocabulary"),
+# Before Keras 3.14 there is none.
+_EMBEDDINGS = {_layers.Embedding, getattr(_layers, "ReversibleEmbedding", _layers.Embedding)}
+# What is shared out: how many there are of it, and its name in an error.
+_COUNTS: dict[type, tuple[Callable[[Any], int], str]] = {
+    _layers.Dense: (attrgetter("units"), "units"),
+    _layers.Conv2D: (attrgetter("filters"), "channels"),
+    _layers.EinsumDense: (units_of, "units along an axis that is the kernel's own"),
+    _layers.MultiHeadAttention: (attrgetter("num_heads"), "heads"),
+    _layers.GroupQueryAttention: (attrgetter("num_key_value_heads"), "key and value heads"),
+    **dict.fromkeys(_EMBEDDINGS, (attrgetter("input_dim"), "rows of vocabulary")),
+}
+# How what reads and returns a whole is split.
+_ALONE = {
+    _layers.EinsumDense: GATHERED,
+    **dict.fromkeys(_ATTENTION, HEADS),
+    **dict.fromkeys(_EMBEDDINGS, VOCABULARY),
 }
 _FEATUREWISE = {
     _layers.ReLU, _layers.LeakyReLU, _layers.ELU, _layers.ZeroPadding2D, _layers.Cropping2D,
@@ -61,52 +78,60 @@ _FEATUREWISE = {
 _COULD_BE = {
     _layers.Dense: (COLUMN, ROW),
     _layers.Conv2D: (COLUMN, ROW, HEIGHT),
-    _layers.Embedding: (VOCABULARY,),
-    **dict.fromkeys(_ATTENTION, (HEADS,)),
+    _layers.EinsumDense: (COLUMN,),
+    **{cls: (kind,) for cls, kind in _ALONE.items() if kind != GATHERED},
     **dict.fromkeys((_layers.DepthwiseConv2D, _layers.MaxPooling2D), (HEIGHT,)),
     _layers.AveragePooling2D: (HEIGHT,),
 }
+_DEFINITIONS = types.FunctionType | property | classmethod | staticmethod
 # What an activation does to one feature must not depend on the others.
 _MIX_FEATURES = {"softmax", "log_softmax", "glu", "sparsemax"}
 
 
 def plan(
-    model: keras.Model,
+    group: Group,
     num_devices: int,
     asked: Mapping[str, str | None] | None = None,
     by_height: bool = False,
     shared: Collection[int] = (),
     stage_of: Mapping[str, int] | None = None,
 ) -> dict[str, str]:
-    """Says how each layer of a functional or Sequential model is split.
+    """Says how each layer of a group is split.
 
     Args:
-        model: A built model. Models nested in it are looked at by themselves.
+        group: Built layers. Models and composite layers among them are groups of their own.
         num_devices: How many parts there are to be.
-        asked: How single layers are split, by their names; None leaves one in place. It outweighs
-            the class as which a layer was written.
+        asked: How single layers are split, by their names in the group's report; None leaves one in
+            place. It outweighs the class as which a layer was written.
         by_height: Whether convolutions, and what is between them, are split by the picture's height
             and not by channels.
-        shared: The `id` of each layer that another model calls, too; they are left in place.
-        stage_of: The stage of each layer, by name, where there are several: what passes from one
-            to another is whole.
+        shared: The `id` of each layer that another group calls, too: what it returns is whole.
+        stage_of: The stage of each layer of a model, by name, where there are several: what passes
+            from one to another is whole.
 
     Returns:
-        One of `KINDS` by the layer's name; what is left in place is not named.
+        One of `KINDS` by the layer's name in a report; what is left in place is not named.
 
     Raises:
         PlacementError: If a layer cannot be split as is asked.
     """
-    asked = asked or {}
-    graph, problems = Graph(model, shared, stage_of), Problems()
+    asked = {layer.name: asked[group.name_of(layer)] for layer in group.layers
+             if asked and group.name_of(layer) in asked}  # fmt: skip
+    apart = {*map(id, group.apart), *shared}
+    graph, problems = Graph(group.graph, apart, stage_of), Problems()
+    names = collections.Counter(layer.name for layer in group.layers if layer.built)
     found: dict[str, str] = {}
     in_parts: set[str] = set()
     in_rows: set[str] = set()
-    for layer in layers_in_order(model):
+    for layer in group.layers:
         name, sources = layer.name, graph.sources[layer.name]
+        if names[name] > 1:
+            continue  # Nobody could say which one is meant.
+        is_once = graph.is_called_once(layer)
         # Parts that somebody else wants as a whole would be joined all the same.
         reads_parts = (
-            len(sources) == 1
+            is_once
+            and len(sources) == 1
             and sources[0] in in_parts
             and len(graph.readers[sources[0]]) == 1
             and graph.are_in_one_stage(sources[0], name)
@@ -114,7 +139,7 @@ def plan(
         kind = _kind(layer, num_devices, reads_parts, graph)
         # What is in rows stays so, up to the next convolution.
         can_stay = not isinstance(layer, _layers.Conv2D) and in_rows.issuperset(sources)
-        if (by_height or can_stay) and _is_plain(layer) and graph.is_called_once(layer):
+        if (by_height or can_stay) and _is_plain(layer) and is_once:
             if is_split_by_height(layer, graph, num_devices, in_rows):
                 kind = HEIGHT
             elif isinstance(layer, _layers.Conv2D):
@@ -130,15 +155,17 @@ def plan(
         found[name] = kind
         if kind == HEIGHT and is_in_rows(layer):
             in_rows.add(name)
-        if kind in (FEATURES, JOINED) or (kind == COLUMN and not _mixes(layer)):
+        is_column = kind == COLUMN and _class_of_keras(layer) in _PAIRED and not _mixes(layer)
+        if is_once and (is_column or kind in (FEATURES, JOINED)):
             in_parts.add(name)
     problems.raise_all()
-    return _used(found, in_parts, graph)
+    used = _used(found, in_parts, graph)
+    return {group.name_of(layer): used[layer.name] for layer in group.layers if layer.name in used}
 
 
 def _kind(layer, num_devices, reads_parts, graph) -> str | None:
-    cls = original_class(layer)
-    if not _is_plain(layer) or not graph.is_called_once(layer):
+    cls = _class_of_keras(layer)
+    if not _is_plain(layer):
         return None
     count = _count(layer)
     if cls in _PAIRED:
@@ -146,8 +173,9 @@ def _kind(layer, num_devices, reads_parts, graph) -> str | None:
             return None
         return ROW if reads_parts else COLUMN if count >= num_devices else None
     if count is not None:
-        kind = VOCABULARY if cls is _layers.Embedding else HEADS
-        return kind if count >= num_devices else None
+        return _ALONE[cls] if count >= num_devices else None
+    if not graph.is_called_once(layer):
+        return None
     inputs = graph.nodes[layer.name][0].input_tensors
     if cls is _layers.Concatenate and len(inputs) == num_devices and not reads_parts:
         is_last = layer.axis % len(inputs[0].shape) == len(inputs[0].shape) - 1
@@ -164,20 +192,22 @@ def _asked_kind(layer, asked, num_devices, graph) -> str | None:
     kind = asked[layer.name] if layer.name in asked else hint_of(layer).kind
     if kind is None:
         return None
-    cls = original_class(layer)
+    cls = _class_of_keras(layer)
     could = _COULD_BE.get(cls, ())
     if kind not in could:
         answer = f"It can be {' or '.join(could)}." if could else "It can only be left in place."
         raise PlacementError(
-            f"Layer '{layer.name}' of class {cls.__name__} cannot be split by {kind!r}. {answer} "
-            f"Received: split={{{layer.name!r}: {kind!r}}}."
+            f"Layer '{layer.name}' of class {original_class(layer).__name__} cannot be split by "
+            f"{kind!r}. {answer} Received: split={{{layer.name!r}: {kind!r}}}."
         )
     # Which layers can be split by height is judged as a whole, elsewhere.
     is_simple = kind == HEIGHT or _is_simple(layer)
-    if not _is_plain(layer) or not is_simple or not graph.is_called_once(layer):
+    is_called = kind not in (ROW, HEIGHT) or graph.is_called_once(layer)
+    if not _is_plain(layer) or not is_simple or not is_called:
         raise PlacementError(
-            "A layer that is split must be called once, and have no activity regularizer, no LoRA, "
-            "no quantization, also inside of it, no groups and the channels last. Received: "
+            "A layer that is split must have no activity regularizer, no LoRA, no quantization, "
+            "also inside of it, no groups and the channels last; by row or height it must be "
+            "called once. Received: "
             f"{_request(layer, asked)}. {_way_out(layer, asked)}"
         )
     if kind == HEIGHT:
@@ -244,27 +274,29 @@ class Graph:
 
     def __init__(
         self,
-        model: keras.Model,
+        model: keras.Model | None,
         shared: Collection[int] = (),
         stage_of: Mapping[str, int] | None = None,
     ):
         self._shared = shared
         self._stage_of = stage_of or {}
+        self.nodes: dict[str, list] = collections.defaultdict(list)
+        self.sources: dict[str, list[str]] = collections.defaultdict(list)
+        self.readers: dict[str, list[str]] = collections.defaultdict(list)
+        self.layers: set[str] = set()
+        if model is None:
+            return
         functional = functional_of(model)
         own = set(map(id, calls_of(model)))
-        self.nodes = {
-            operation.name: [node for node in calls_to(operation) if id(node) in own]
-            for operation in functional.operations
-        }
-        self.layers = {layer.name for layer in functional.layers}
-        self.sources = {
-            name: [maker_of(tensor).name for node in nodes for tensor in node.input_tensors]
-            for name, nodes in self.nodes.items()
-        }
-        self.readers = {
-            name: [reader for reader, sources in self.sources.items() if name in sources]
-            for name in self.nodes
-        }
+        for operation in functional.operations:
+            nodes = [node for node in calls_to(operation) if id(node) in own]
+            self.nodes[operation.name] = nodes
+            self.sources[operation.name] = [
+                maker_of(tensor).name for node in nodes for tensor in node.input_tensors
+            ]
+        self.layers.update(layer.name for layer in functional.layers)
+        for name in self.nodes:
+            self.readers[name] = [r for r, sources in self.sources.items() if name in sources]
         for tensor in functional.outputs:
             self.readers[maker_of(tensor).name].append(CALLER)
 
@@ -273,14 +305,24 @@ class Graph:
         return len({self._stage_of.get(name) for name in names}) == 1
 
     def is_called_once(self, layer: keras.Layer) -> bool:
-        """Whether a layer has one call, in this model or in any other that is split with it."""
+        """Whether a layer has one call, in this group or in any other that is split with it."""
         return len(self.nodes[layer.name]) == 1 and id(layer) not in self._shared
 
 
 def _count(layer) -> int | None:
     """How many units, filters, heads or ids there are to share out; None for another layer."""
-    counted = _COUNTS.get(original_class(layer))
-    return getattr(layer, counted[0]) if counted else None
+    counted = _COUNTS.get(_class_of_keras(layer))
+    return counted[0](layer) if counted else None
+
+
+def _class_of_keras(layer) -> type:
+    """The class of a layer, or Keras's if it extends one and defines nothing of its own."""
+    cls = original_class(layer)
+    while not cls.__module__.startswith("keras.") and len(cls.__bases__) == 1:
+        if any(isinstance(value, _DEFINITIONS) for value in vars(cls).values()):
+            break
+        cls = cls.__base__
+    return cls
 
 
 def _is_plain(layer) -> bool:

@@ -1,7 +1,8 @@
 """The builder `tensor_parallel`: the layers of a plain Keras model split over several devices."""
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import keras
 import tensorflow as tf
@@ -15,26 +16,42 @@ from tfparallel.layers.attention import ParallelMultiHeadAttention
 from tfparallel.layers.column_and_row import (
     ChannelParallelConv2D,
     ChannelReducingConv2D,
+    ColumnParallel,
     ColumnParallelDense,
     RowParallelDense,
 )
+from tfparallel.layers.composite import Group, groups_in, is_composite
+from tfparallel.layers.coverage import warn_of_whole
 from tfparallel.layers.dropout import PartwiseDropout
-from tfparallel.layers.embedding import VocabParallelEmbedding
-from tfparallel.layers.layer import PartwiseLayer, WholeLayer, sizes_of
+from tfparallel.layers.einsum import ColumnParallelEinsum
+from tfparallel.layers.embedding import ReversibleVocabParallelEmbedding, VocabParallelEmbedding
+from tfparallel.layers.layer import PartwiseLayer, SplitLayer, WholeLayer, sizes_of
 from tfparallel.layers.parallel_hints import hint_of, note
 from tfparallel.layers.split_model import NestedLayer, SplitModel
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
-from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.model_parallel import check_model, model_of, refuse_scope, seen_model
 from tfparallel.problems import PlacementError, Problems, usable_devices
 from tfparallel.seams.functional import has_graph
 from tfparallel.seams.keras import layers_in
 from tfparallel.variables.storageless import NeedsStorage, StoragelessModel
 
-__all__ = ["Asked", "parts_planned", "split_in_place", "tensor_parallel"]
+__all__ = ["Asked", "parts_planned", "split_in_place", "splits_of", "tensor_parallel"]
 
-Asked = tuple[Mapping[str, str | None], bool]  # By the layers' names, and whether by height.
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """How layers are to be split, where that is not what the graph suggests.
+
+    Attributes:
+        split: By the layers' names.
+        by_height: Whether convolutions are split by the height of the picture.
+        whole: The `id` of each layer that is left whole.
+    """
+
+    split: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    by_height: bool = False
+    whole: Collection[int] = ()
 
 
 def tensor_parallel(
@@ -101,7 +118,7 @@ def tensor_parallel(
                 "`convolutions` must be 'channels' or 'height'. Received: "
                 f"convolutions={convolutions!r}."
             )
-    asked = (dict(split or {}), convolutions == "height")
+    asked = Asked(dict(split or {}), convolutions == "height")
     if problems and split:  # The model has not been seen; otherwise its layers are checked below.
         with problems.gathered():
             parts_planned(seen_model(model_or_function), len(names), asked)
@@ -156,7 +173,7 @@ def split_in_place(
     initialize: Callable[[keras.Layer], None],
     stage_of: Mapping[str, int] | None = None,
 ) -> dict[str, str]:
-    """Splits the layers of a model, and of those nested in it, one after the other.
+    """Splits the layers of a model, of those nested in it and of composite layers.
 
     Args:
         model: The model.
@@ -170,11 +187,16 @@ def split_in_place(
         How each split layer is split, by name.
     """
     plans = parts_planned(model, num_parts, asked, stage_of)
-    for each, kinds in plans if any(kinds for _, kinds in plans) else ():
-        _split_layers(each, devices_of, kinds, initialize)
-        if each is not model:
-            extend(each, NestedLayer, _first_devices=devices_of(each))
-    return {name: kind for _, kinds in plans for name, kind in kinds.items()}
+    if not splits_of(plans):
+        return {}
+    for group, kinds in plans:
+        _split_layers(group, devices_of, kinds, initialize)
+        if group.owner is not model:
+            initialize(group.owner)
+            extend(group.owner, NestedLayer, _first_devices=devices_of(group.owner))
+    if split_plan.HEIGHT not in splits_of(plans).values():  # Where weights are whole.
+        warn_of_whole(model, [group for group, _ in plans])
+    return splits_of(plans)
 
 
 def parts_planned(
@@ -182,31 +204,40 @@ def parts_planned(
     num_devices: int,
     asked: Asked,
     stage_of: Mapping[str, int] | None = None,
-) -> list[tuple[keras.Model, dict[str, str]]]:
-    """How the layers of a model, and of those nested in it, are split, by their names.
+) -> list[tuple[Group, dict[str, str]]]:
+    """How the layers of a model, and of what is nested in it, are split, by their names.
+
+    A layer of several groups is split with the last of them, the outermost.
 
     Raises:
         PlacementError: If a layer cannot be split as is asked.
     """
-    asked, by_height = asked
-    models, problems = _models_in(model), Problems()
+    groups, problems = groups_in(model), Problems()
+    names = {id(layer): group.name_of(layer) for group in groups for layer in group.layers}
     with problems.gathered():
-        _check_names(models, asked)
+        _check_names(names.values(), asked.split)
     with problems.gathered():
-        _refuse_hidden(model, models)
-    counts = collections.Counter(id(layer) for each in models for layer in layers_in_order(each))
+        _refuse_hidden(model, names)
+    counts = collections.Counter(id(layer) for group in groups for layer in group.layers)
     shared = {key for key, number in counts.items() if number > 1}
     plans = []
-    for each in models:
+    for group in groups:
+        whole = {group.name_of(layer): None for layer in group.layers if id(layer) in asked.whole}
         with problems.gathered():
-            how = (num_devices, asked, by_height, shared, stage_of)
-            plans.append((each, split_plan.plan(each, *how)))
+            how = (num_devices, whole | asked.split, asked.by_height, shared)
+            plan = split_plan.plan(group, *how, {} if group.prefix else stage_of)
+            own = {name for key, name in names.items() if key in map(id, group.layers)}
+            plans.append((group, {name: kind for name, kind in plan.items() if name in own}))
     problems.raise_all()
     return plans
 
 
-def _check_names(models, asked) -> None:
-    names = {layer.name for each in models for layer in layers_in_order(each)}
+def splits_of(plans: Iterable[tuple[Group, Mapping[str, str]]]) -> dict[str, str]:
+    """How each layer that is split is split, by name."""
+    return {name: kind for _, kinds in plans for name, kind in kinds.items()}
+
+
+def _check_names(names, asked) -> None:
     unknown = [name for name in asked if name not in names]
     if unknown:
         raise PlacementError(
@@ -215,30 +246,30 @@ def _check_names(models, asked) -> None:
         )
 
 
-def _split_layers(model, devices_of, kinds, initialize) -> None:
-    graph = split_plan.Graph(model)
+def _split_layers(group, devices_of, kinds, initialize) -> None:
+    graph = split_plan.Graph(group.graph)
     sizes: dict[str, list[int]] = {}
-    for layer in layers_in_order(model):
-        if has_graph(layer):
-            continue  # It is split by itself.
-        kind, devices = kinds.get(layer.name), devices_of(layer)
+    for layer in group.layers:
+        if has_graph(layer) or is_composite(layer) or isinstance(layer, SplitLayer):
+            continue  # It is split by itself, or was with another group.
+        kind, devices = kinds.get(group.name_of(layer)), devices_of(layer)
         initialize(layer)
         if kind is None:
             extend(layer, WholeLayer, _first_devices=devices)
             continue
-        source = sizes.get(graph.sources[layer.name][0])
+        source = next(map(sizes.get, graph.sources[layer.name]), None)
         extend(layer, _class_of(layer, kind), _first_devices=devices)
         # Keras would refuse a tensor in parts.
         object.__setattr__(layer, "_allow_non_tensor_positional_args", True)
-        layer.split(**_options(kind, source, graph.nodes[layer.name][0]))
+        nodes = graph.nodes[layer.name]
+        layer.split(**_options(layer, kind, source, nodes))
         if kind == split_plan.COLUMN:
             sizes[layer.name] = sizes_of(getattr(layer, layer._count), devices)
         elif kind == split_plan.FEATURES:
             factor = getattr(layer, "depth_multiplier", 1)
             sizes[layer.name] = [size * factor for size in source]
         elif kind == split_plan.JOINED:
-            inputs = graph.nodes[layer.name][0].input_tensors
-            sizes[layer.name] = [tensor.shape[-1] for tensor in inputs]
+            sizes[layer.name] = [tensor.shape[-1] for tensor in nodes[0].input_tensors]
 
 
 def _class_of(layer, kind) -> type:
@@ -250,6 +281,10 @@ def _class_of(layer, kind) -> type:
         if layer.variables:
             return featurewise.FeaturewiseWeights
         return PartwiseLayer
+    if isinstance(layer, keras.layers.EinsumDense):
+        return ColumnParallelEinsum
+    if kind == split_plan.VOCABULARY and hasattr(layer, "tie_weights"):
+        return ReversibleVocabParallelEmbedding
     if isinstance(layer, keras.layers.Conv2D):
         return ChannelReducingConv2D if kind == split_plan.ROW else ChannelParallelConv2D
     return {
@@ -262,43 +297,33 @@ def _class_of(layer, kind) -> type:
     }[kind]
 
 
-def _options(kind, source, node) -> dict:
+def _options(layer, kind, source, nodes) -> dict:
     if kind == split_plan.HEIGHT:
-        return {"shape": node.input_tensors[0].shape, "height": node.outputs[0].shape[1]}
-    if kind == split_plan.GATHERED:
+        return {"shape": nodes[0].input_tensors[0].shape, "height": nodes[0].outputs[0].shape[1]}
+    if isinstance(layer, ColumnParallel) and kind == split_plan.GATHERED:
         return {"gather": True}
     if kind in (split_plan.ROW, split_plan.FEATURES, split_plan.JOINED):
         return {"sizes": source}
     return {}
 
 
-def _models_in(model) -> list[keras.Model]:
-    """The model and the functional ones nested in it, the innermost first."""
-    found = []
-    for layer in layers_in_order(model):
-        if has_graph(layer):
-            found += [each for each in _models_in(layer) if each not in found]
-    return [*found, model]
-
-
 def _nothing(model, num_devices) -> str:
     layers = [
-        f"{layer.name} ({original_class(layer).__name__})"
-        for each in _models_in(model)
-        for layer in layers_in_order(each)
+        f"{group.name_of(layer)} ({original_class(layer).__name__})"
+        for group in groups_in(model)
+        for layer in group.layers
     ]
     return (
         f"Nothing in model '{model.name}' can be split over {num_devices} devices. It needs at "
         f"least one such layer: Dense or Conv2D with {num_devices} units or filters, attention "
         f"with {num_devices} heads, or an Embedding of {num_devices} ids; of Keras's own classes, "
-        f"called once, without activity regularizer. Received: {', '.join(layers)}. Take fewer "
-        "devices, or `tfparallel.data_parallel`."
+        f"without activity regularizer. Received: {', '.join(layers)}. Take fewer devices, or "
+        "`tfparallel.data_parallel`."
     )
 
 
-def _refuse_hidden(model, models) -> None:
+def _refuse_hidden(model, seen) -> None:
     """Refuses layers that were written to be split where no graph shows who reads them."""
-    seen = {id(layer) for each in models for layer in layers_in_order(each)}
     hidden = [
         f"'{layer.name}' written as {written.__name__}"
         for layer in layers_in(model)
@@ -307,6 +332,6 @@ def _refuse_hidden(model, models) -> None:
     if hidden:
         raise PlacementError(
             "A layer that is split must be one of a functional or Sequential model's own, or of "
-            f"one nested in it. Received, inside of other layers: {', '.join(hidden)}. Write plain "
-            "layers of Keras there, or make a functional model of what is around them."
+            "one nested in it, or of a composite layer's. Received, inside of layers of Keras: "
+            f"{', '.join(hidden)}. Write plain layers of Keras there."
         )

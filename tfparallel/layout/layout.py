@@ -4,13 +4,14 @@ A builder decides a layout; whoever asks where something is, for a report, a pla
 asks the layout.
 """
 
+import collections
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from tfparallel.layout.mesh import Coordinate, Mesh
 from tfparallel.layout.schedule import Schedule, ScheduleError, make_schedule
-from tfparallel.texts import aligned, first_to_last
+from tfparallel.texts import MOST_NAMES, aligned, counted, first_to_last
 
 __all__ = ["RECOMPUTES", "SHARED_OUT", "Layout", "LayoutError", "replicas_in_words"]
 
@@ -49,6 +50,8 @@ class Layout:
         recompute: Of which micro-batches the forward pass is done again, for the backward one.
         reduction: What sums the gradients of the replicas, in words; None for one replica.
         workers: W, over how many processes the replicas are shared out, the same number to each.
+        share_in_parts: The share of the model's weights that the split layers divide, from 0 to 1;
+            None where it has not been split. Two layouts are equal, whatever it says.
         proof: Why a model may be computed in pieces of the batch, in words; None until a step has
             been traced that divides it. Two layouts are equal, whatever it says.
 
@@ -75,6 +78,7 @@ class Layout:
     recompute: str = "never"
     reduction: str | None = None
     workers: int = 1
+    share_in_parts: float | None = dataclasses.field(default=None, compare=False, repr=False)
     proof: str | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
@@ -193,7 +197,7 @@ class Layout:
                 row.append(self._layers_on(at.pipeline))
         lines = [f"  {line}" for line in aligned(rows)]
         if self.splits:
-            lines.append(f"  split: {', '.join(f'{layer} by {how}' for layer, how in self.splits)}")
+            lines.append(f"  {self._splits_in_words()}")
         if self.reduction is not None:
             lines.append(f"  gradients: {self.reduction}")
         title = self.title if self.mesh.size == 1 else f"{self._parallelism()}: {self.title}"
@@ -207,6 +211,16 @@ class Layout:
         if axes == ["pipeline"] and self.schedule is None:
             return "model parallel"
         return f"{axes[0]} parallel"
+
+    def _splits_in_words(self) -> str:
+        if len(self.splits) <= MOST_NAMES:
+            layers = [f"{layer} by {how}" for layer, how in self.splits]
+        else:
+            counts = collections.Counter(how for _, how in self.splits)
+            layers = [f"{counted(number, 'layer')} by {how}" for how, number in counts.items()]
+        share = self.share_in_parts
+        of_weights = "" if share is None else f", {share:.0%} of the weights"
+        return f"split{of_weights}: {', '.join(layers)}"
 
     @property
     def title(self) -> str:

@@ -71,6 +71,7 @@ class LayerCosts:
         update_bytes: What is there while its largest weight is updated, with its gradient.
         whole_share: The share of its seconds that does not get less in a part: a part reads whole
             inputs, or makes whole outputs. None: what is fixed.
+        whole_weights: The share of its weights that parts do not divide.
         forward_share: The share of its seconds that the forward pass takes. It is one of the three
             products of a layer: outputs, and the gradients of inputs and of weights.
     """
@@ -86,6 +87,7 @@ class LayerCosts:
     num_trained: int = 0
     update_bytes: int = 0
     whole_share: float | None = None
+    whole_weights: float = 0.0
     forward_share: float = FORWARD_SHARE
 
     def part_seconds(self, rows: float, num_parts: int) -> float:

@@ -28,6 +28,7 @@ from tfparallel.update.built import check_known
 from tfparallel.update.place_optimizer import prepare
 from tfparallel.update.places import Places
 from tfparallel.variables.replica import here
+from tfparallel.variables.split import share_in_parts
 
 __all__ = ["PlacedLayer", "PlacedModel"]
 
@@ -51,7 +52,10 @@ class PlacedModel(OneStep):
     @property
     def layout(self) -> Layout:
         """What is where."""
-        return dataclasses.replace(self._layout, proof=proof_in_words(self))
+        share = share_in_parts(self.weights) if self._layout.splits else None
+        return dataclasses.replace(
+            self._layout, share_in_parts=share, proof=proof_in_words(self)
+        )
 
     def compile(self, *args, **kwargs):
         """Compiles the model, as `keras.Model.compile`."""

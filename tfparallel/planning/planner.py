@@ -16,11 +16,12 @@ import keras
 from tfparallel.cluster.environment import available_cores
 from tfparallel.collectives.cost_model import CostModel
 from tfparallel.devices import list_devices
-from tfparallel.layers.tensor_parallel import parts_planned
+from tfparallel.layers.tensor_parallel import Asked, parts_planned, splits_of
 from tfparallel.layout.mesh import Mesh
 from tfparallel.layout.model_costs import Line, Machine, ModelCosts
 from tfparallel.pipeline.batch_norm import batch_norms
 from tfparallel.pipeline.pass_writes import check_state
+from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.layer_costs import model_costs
 from tfparallel.placement.layer_timing import measured_side_by_side
 from tfparallel.placement.model_parallel import check_model
@@ -30,6 +31,7 @@ from tfparallel.planning.part_timing import measured_whole_shares
 from tfparallel.planning.step_timing import measured_loss, measured_sum, measured_update
 from tfparallel.planning.tiny_model import measured_tiny_steps
 from tfparallel.problems import PlacementError
+from tfparallel.seams.keras import layers_in
 from tfparallel.update.optimizer_kinds import check_elementwise
 from tfparallel.variables.storageless import NeedsStorage, StoragelessModel
 
@@ -204,8 +206,13 @@ def _with_parts(model, costs, num_parts, rows, progress) -> ModelCosts:
     seconds = {layer.layer: layer.seconds(rows) for layer in costs.layers}
     splits = _splits(model, Mesh(tensor=num_parts))
     shares = measured_whole_shares(model, splits, num_parts, rows, seconds)
+    split = _split_layers(_plans(model, Mesh(tensor=num_parts)))
+    whole = {layer.name: _whole_weights(layer, split) for layer in layers_in_order(model)}
     layers = [
-        dataclasses.replace(layer, whole_share=shares.get(layer.layer)) for layer in costs.layers
+        dataclasses.replace(
+            layer, whole_share=shares.get(layer.layer), whole_weights=whole[layer.layer]
+        )
+        for layer in costs.layers
     ]
     return dataclasses.replace(costs, layers=layers)
 
@@ -229,15 +236,44 @@ def _sum_seconds(progress) -> Callable[[int, float], float]:
 
 
 def _splits(model, mesh: Mesh) -> Mapping[str, str]:
-    """How the layers are split into the parts of a mesh, by name; empty where none is."""
-    asked: dict[str, str | None] = {}
-    if parallelism_of(mesh) == "hybrid":  # Which leaves these whole.
-        asked = {layer.name: None for layer in batch_norms(model)}
+    """How the layers are split into the parts of a mesh, by name; empty where none is.
+
+    What is split inside of a layer, a composite one or a model, is "inside".
+    """
+    plans = _plans(model, mesh)
+    kinds, split = splits_of(plans), _split_layers(plans)
+    return {
+        layer.name: kinds.get(layer.name, "inside")
+        for layer in layers_in_order(model)
+        if split.intersection(map(id, layers_in(layer)))
+    }
+
+
+def _plans(model, mesh):
+    is_hybrid = parallelism_of(mesh) == "hybrid"  # Which leaves these whole.
+    asked = Asked(whole=frozenset(map(id, batch_norms(model))) if is_hybrid else ())
     try:
-        plans = parts_planned(model, mesh.tensor, (asked, False))
+        return parts_planned(model, mesh.tensor, asked)
     except PlacementError:
-        return {}
-    return {name: kind for _, kinds in plans for name, kind in kinds.items()}
+        return []
+
+
+def _split_layers(plans) -> set[int]:
+    """The `id` of each layer that is split."""
+    return {
+        id(layer)
+        for group, kinds in plans
+        for layer in group.layers
+        if group.name_of(layer) in kinds
+    }
+
+
+def _whole_weights(layer, split: set[int]) -> float:
+    """The share of a layer's weights that parts do not divide."""
+    inner = [each for each in layers_in(layer) if id(each) in split]
+    in_parts = {id(v): math.prod(v.shape) for each in inner for v in each.weights}
+    total = sum(math.prod(v.shape) for v in layer.weights)
+    return 1 - sum(in_parts.values()) / total if total else 0.0
 
 
 def _refusal(

@@ -31,6 +31,7 @@ _SUMS = {
     "row": (1, 0),
     "heads": (1, 1),
     "vocabulary": (1, 0),
+    "inside": (2, 2),  # As of a transformer's block.
 }
 
 
@@ -245,9 +246,10 @@ def _slowed(timeline: Timeline, at_work: Sequence[float], machine: Machine) -> f
 
 
 def _share(layer: LayerCosts, pieces: Pieces) -> float:
-    """The share of a layer that is on the first part of its stage."""
-    is_split = layer.layer in pieces.splits and pieces.mesh.tensor > 1
-    return 1 / pieces.mesh.tensor if is_split else 1.0
+    """The share of a layer's weights that is on the first part of its stage."""
+    if layer.layer not in pieces.splits:
+        return 1.0
+    return layer.whole_weights + (1 - layer.whole_weights) / pieces.mesh.tensor
 
 
 def _sums_seconds(stages, pieces, machine) -> float:

@@ -81,13 +81,20 @@ class IndexedDropout:
         if shard is None or not training or not 0 < self.rate < 1:
             return super().call(inputs, training=training)
         shape, seed = self._mask_shape(inputs), self.seed_generator.next_global()
-        uniform = self._uniform(inputs, shape, seed, shard)
+        uniform = self.uniform(inputs, shape, seed, shard)
         kept = uniform >= tf.constant(self.rate, inputs.dtype)
         scale = tf.constant(1 / (1 - self.rate), inputs.dtype)
         return tf.where(kept, inputs * scale, tf.zeros([], inputs.dtype))
 
-    def _uniform(self, inputs, shape, seed, shard):
-        """The numbers that one device draws, as far as this replica needs them."""
+    def uniform(self, inputs: tf.Tensor, shape, seed, shard: shards.Shard) -> tf.Tensor:
+        """The numbers that one device draws, as far as this replica needs them.
+
+        Args:
+            inputs: A tensor with the rows, on the same axis as what is dropped.
+            shape: Sizes of the numbers.
+            seed: Of the whole batch.
+            shard: The replica's part of it.
+        """
         axis = self._row_axis_of(inputs, shard)
         if axis is None or (self.noise_shape or (None,) * len(shape))[axis] == 1:
             # One mask for all examples: of a tensor without rows, or by its noise shape.

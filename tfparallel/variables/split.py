@@ -12,6 +12,7 @@ user's own may read and differentiate the whole (`composed.py`).
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 
 import keras
@@ -21,7 +22,15 @@ from tfparallel.extend import extend
 from tfparallel.seams.keras import set_storage, storage_of
 from tfparallel.variables.composed import ComposedVariable
 
-__all__ = ["SplitVariable", "cut", "cut_all", "parts_of", "split_variable", "whole_of"]
+__all__ = [
+    "SplitVariable",
+    "cut",
+    "cut_all",
+    "parts_of",
+    "share_in_parts",
+    "split_variable",
+    "whole_of",
+]
 
 
 class SplitVariable(ComposedVariable):
@@ -135,6 +144,16 @@ def split_variable(
         part._whole = variable
     set_storage(variable, None)
     return extend(variable, SplitVariable, parts=tuple(parts), axis=axis)
+
+
+def share_in_parts(variables: Sequence[keras.Variable]) -> float:
+    """The share of the elements of variables that lie in parts."""
+    in_parts = (variable for variable in variables if isinstance(variable, SplitVariable))
+    return _elements(in_parts) / max(_elements(variables), 1)
+
+
+def _elements(variables) -> int:
+    return sum(math.prod(variable.shape) for variable in variables)
 
 
 def parts_of(variables: Iterable[keras.Variable]) -> list[keras.Variable]:

@@ -1,0 +1,124 @@
+"""Composite layers, which call other layers in a `call` of their own: what they call, and how.
+
+A functional model shows who reads what; the `call` of a transformer's block does not. It is called
+here as Keras calls the layers of a functional model, with symbolic tensors, and the calls that it
+makes are a functional model, too, which is planned as any other. A `call` that cannot be so called,
+since it is written with TensorFlow's own functions, leaves each of its layers by itself.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterator
+
+import keras
+from absl import logging
+
+from tfparallel.cloning.copy_state import without_draws
+from tfparallel.extend import original_class
+from tfparallel.placement.graph import layers_in_order
+from tfparallel.seams.functional import calling_with, calls_of, has_graph
+from tfparallel.seams.keras import (
+    NAME_NUMBERS,
+    get_global,
+    layers_in,
+    set_global,
+    takes_training,
+)
+
+__all__ = ["Group", "groups_in", "is_composite"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Layers that call, and are called by, the same model or composite layer.
+
+    Attributes:
+        owner: Who calls them.
+        prefix: What stands before their names in a report; empty for the layers of models.
+        graph: The calls, as a functional model; None where they are not known.
+        apart: Layers that `graph` does not show once: what they read and return is whole.
+    """
+
+    owner: keras.Layer
+    prefix: str = ""
+    graph: keras.Model | None = None
+    apart: tuple[keras.Layer, ...] = ()
+
+    @property
+    def layers(self) -> list[keras.Layer]:
+        """All of them, in the order of the calls as far as that is known."""
+        known = [] if self.graph is None else layers_in_order(self.graph)
+        is_apart = set(map(id, self.apart))
+        return [*(layer for layer in known if id(layer) not in is_apart), *self.apart]
+
+    def name_of(self, layer: keras.Layer) -> str:
+        """The name of one of them in a report."""
+        return self.prefix + layer.name
+
+
+def is_composite(layer: keras.Layer) -> bool:
+    """Whether a layer is no layer or model of Keras's own, and holds others."""
+    is_kerass = original_class(layer).__module__.startswith("keras.")
+    return not is_kerass and not has_graph(layer) and bool(_held_by(layer))
+
+
+def groups_in(model: keras.Model) -> list[Group]:
+    """The groups of a functional model, of those in it and of composite layers, innermost first."""
+    return list(_groups(Group(model, graph=model), set()))
+
+
+def _groups(group: Group, seen: set[int]) -> Iterator[Group]:
+    seen.add(id(group.owner))
+    for layer in group.layers:
+        if id(layer) in seen:
+            continue
+        if has_graph(layer):
+            prefix = "" if has_graph(group.owner) else f"{group.name_of(layer)}/"
+            yield from _groups(Group(layer, prefix, layer), seen)
+        elif is_composite(layer):
+            yield from _groups(_inside(layer, group), seen)
+    yield group
+
+
+def _inside(layer, outer) -> Group:
+    """The group of a composite layer, which another one calls."""
+    graph = _calls_in(layer, outer.graph)
+    numbers = collections.Counter(id(node.operation) for node in calls_of(graph) if graph)
+    apart = tuple(each for each in _held_by(layer) if numbers[id(each)] != 1)
+    return Group(layer, f"{outer.name_of(layer)}/", graph, apart)
+
+
+def _calls_in(layer, outer) -> keras.Model | None:
+    """What a layer calls in training; None if it cannot be called with symbolic tensors."""
+    calls = [] if outer is None else calls_of(outer)
+    # If there are several, each does the same; what is in parts can be read in any way.
+    node = next((node for node in calls if node.operation is layer), None)
+    if node is None:
+        return None
+    arguments = (node.arguments.args, node.arguments.kwargs)
+    numbers = dict(get_global(NAME_NUMBERS) or {})
+    # What the call writes is not to last: states of seeds, losses, names that Keras counts on.
+    with without_draws(), keras.StatelessScope(collect_losses=True), calling_with(layer, True):
+        try:
+            args, kwargs = keras.tree.map_structure(_input_like, arguments)
+            if takes_training(layer):
+                kwargs["training"] = True
+            inputs = list(filter(keras.backend.is_keras_tensor, keras.tree.flatten((args, kwargs))))
+            outputs = keras.tree.flatten(layer.call(*args, **kwargs))
+            return keras.Model(inputs, list(filter(keras.backend.is_keras_tensor, outputs)))
+        except Exception as error:  # Whatever a `call` raises that was not written for this.
+            logging.info("Layer '%s' cannot be called with symbolic tensors: %s", layer.name, error)
+            return None
+        finally:
+            set_global(NAME_NUMBERS, collections.defaultdict(int, numbers))
+
+
+def _input_like(value):
+    if not keras.backend.is_keras_tensor(value):
+        return value
+    # Of a batch of known size, with which a `call` may compute.
+    return keras.Input(batch_shape=(value.shape[0] or 2, *value.shape[1:]), dtype=value.dtype)
+
+
+def _held_by(layer) -> list[keras.Layer]:
+    return layers_in(layer, include_self=False, recursive=False)
