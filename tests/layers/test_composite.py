@@ -202,6 +202,29 @@ def test_replicas_and_stages_of_split_composite_layers(block):
         assert_equal(train(model), expected, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("mesh", [{"data": 2, "tensor": 2}, {"pipeline": 2, "tensor": 2}])
+def test_dropout_in_parts_is_that_of_the_whole_batch(mesh):
+    """Of rows that another replica, or another micro-batch, draws the beginning of."""
+
+    def build():
+        inner = [layers.Dense(7, name="up"), layers.Dropout(0.4), layers.Dense(6, name="down")]
+        inputs = keras.Input((LENGTH, 6))
+        x = keras.Sequential([keras.Input((LENGTH, 6)), *inner], name="inner")(inputs)
+        x = layers.MultiHeadAttention(3, 2, dropout=0.3, name="attend")(x, x)
+        return keras.Model(inputs, layers.Dense(1, name="head")(x))
+
+    def train(model):
+        model.compile("adam", "mse")
+        x = np.random.default_rng(0).normal(size=(12, LENGTH, 6))
+        history = model.fit(x, x[..., :1], batch_size=4, epochs=2, shuffle=False, verbose=0)
+        return history.history, state_of(model)
+
+    devices = [f"CPU:{k}" for k in range(4)]
+    model = seeded(lambda: tfparallel.hybrid_parallel(build, tfparallel.Mesh(**mesh), devices))
+    assert {"up": "column", "down": "row", "attend": "heads"}.items() <= model.split.items()
+    assert_equal(train(model), train(seeded(build)), rtol=1e-9, atol=1e-11)
+
+
 def test_single_layers_are_left_in_place_by_their_names():
     asked = {"block0/up": None, "words": None}
     model = tfparallel.tensor_parallel(with_blocks(Written), DEVICES[:2], split=asked)

@@ -226,7 +226,7 @@ def parts_planned(
         with problems.gathered():
             how = (num_devices, whole | asked.split, asked.by_height, shared)
             plan = split_plan.plan(group, *how, {} if group.prefix else stage_of)
-            own = {name for key, name in names.items() if key in map(id, group.layers)}
+            own = {names[id(layer)] for layer in group.layers}
             plans.append((group, {name: kind for name, kind in plan.items() if name in own}))
     problems.raise_all()
     return plans
