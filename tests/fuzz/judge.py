@@ -65,7 +65,6 @@ IN_FLOAT32, SMALLEST_IN_FLOAT32 = re.compile(r"enable_lora"), 1e-4
 DRAWS_OTHERWISE = re.compile(
     r"\bNoise\(|Gaussian(Noise|Dropout)|AlphaDropout|(LSTM|GRU|SimpleRNN)\([^)]*dropout="
 )
-ON_A_MESH = re.compile(r"MultiHeadAttention\([^)]*dropout=")
 DRAWS_AS_ONE_DEVICE = ("model_parallel", "tensor_parallel")
 
 
@@ -249,8 +248,7 @@ def judge(form: str | Plain, one_device: OneDevice) -> Outcome:
         # Other draws make other losses, after which training may stop in another epoch.
         is_as_long = expected.keys() == seen.keys() or "EarlyStopping" in text
         if differences and name not in DRAWS_AS_ONE_DEVICE and is_as_long:
-            is_of_mesh = name == "hybrid_parallel" and ON_A_MESH.search(text)
-            if is_of_mesh or DRAWS_OTHERWISE.search(text):
+            if DRAWS_OTHERWISE.search(text):
                 differences = beyond(seen, train(program, make()), {})
                 if not differences:
                     return Outcome(name, REPRODUCIBLE)
