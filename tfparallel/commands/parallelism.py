@@ -142,6 +142,11 @@ class Parallelism:
             )
         return model
 
+    def as_built(self, model: keras.Model) -> str:
+        """The same in words as by `str`, with what the model tells."""
+        share = getattr(getattr(model, "layout", None), "share_in_parts", None)
+        return str(self) if share is None else f"{self}, {share:.0%} of the weights in parts"
+
     def __str__(self):
         names = first_to_last(self.devices)
         if self.name == "none":

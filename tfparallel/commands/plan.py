@@ -133,6 +133,8 @@ def _rests_on(plan: Plan) -> list[str]:
             f"measured in {plan.seconds:.0f} s, layer by layer, at {rows} rows, from which steps "
             f"are predicted; {meshes} tried in {plan.trial_seconds:.0f} s"
         ]
+    if plan.share_in_parts is not None:
+        lines.append(f"tensor=… splits {plan.share_in_parts:.0%} of the weights")
     if not plan.has_loss:
         lines.append("without the loss: made-up targets do not suit it")
     if plan.num_cores is not None and plan.num_devices > 1:

@@ -103,7 +103,7 @@ def _train(path, values, options: TrainOptions) -> tuple[dict[str, Any], bool]:
     model = parallelism.build(task.build_model)
     compiling(task.compile_model, values.jit_compile)(model)
     parallelism.say(
-        f"{task.name} ({model.name}): {parallelism}, "
+        f"{task.name} ({model.name}): {parallelism.as_built(model)}, "
         f"global batch {values.global_batch_size}, seed {values.seed}, "
         f"TensorFlow {tf.__version__}, Keras {keras.__version__}"
     )

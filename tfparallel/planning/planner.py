@@ -53,6 +53,8 @@ class Plan:
         measured_rows: The numbers of rows that layers were measured at.
         has_loss: Whether the loss was measured.
         seconds: How long the measuring took.
+        share_in_parts: The share of the weights that a mesh's axis of parts divides; None where no
+            mesh has one, or nothing can be split.
         trial_seconds: How long the trials of meshes took.
     """
 
@@ -64,6 +66,7 @@ class Plan:
     measured_rows: Sequence[int]
     has_loss: bool
     seconds: float
+    share_in_parts: float | None = None
     trial_seconds: float = 0.0
 
     @property
@@ -96,6 +99,7 @@ class Plan:
                 "seconds": self.seconds,
                 "trial_seconds": self.trial_seconds,
             },
+            "share_in_parts": self.share_in_parts,
         }
 
 
@@ -167,6 +171,7 @@ def make_plan(
         sizes,
         has_loss,
         time.perf_counter() - started,
+        _share_in_parts(costs) if any(mesh.tensor > 1 for mesh in meshes) else None,
     )
 
 
@@ -215,6 +220,13 @@ def _with_parts(model, costs, num_parts, rows, progress) -> ModelCosts:
         for layer in costs.layers
     ]
     return dataclasses.replace(costs, layers=layers)
+
+
+def _share_in_parts(costs: ModelCosts) -> float | None:
+    """The share of the weights that parts divide; None if they divide nothing."""
+    sizes = [layer.parameter_bytes for layer in costs.layers]
+    divided = [(1 - layer.whole_weights) * layer.parameter_bytes for layer in costs.layers]
+    return sum(divided) / sum(sizes) if sum(divided) else None
 
 
 def _sharing(model, costs, machine, num_devices, num_cores, rows, progress) -> Machine:
