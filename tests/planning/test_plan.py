@@ -59,6 +59,32 @@ def reasons(plan):
     return {candidate.mesh: candidate.why_not for candidate in plan.ranked}
 
 
+class Block(layers.Layer):
+    """A composite layer, with a weight of its own."""
+
+    def __init__(self):
+        super().__init__(name="block")
+        self.up, self.down = layers.Dense(30, name="up"), layers.Dense(8, name="down")
+
+    def build(self, shape):
+        self.up.build(shape)
+        self.down.build((*shape[:-1], 30))
+        self.own = self.add_weight(shape=(512,), name="own")
+        super().build(shape)
+
+    def call(self, x):
+        return x + self.down(self.up(x))
+
+
+def test_parts_of_a_composite_layer_are_counted():
+    plan = planned(lambda: keras.Sequential([keras.Input((8,)), Block()]), num_devices=2)
+    # 8·30 + 30 and 30·8 + 8 of the weights are in layers that are split, 512 are the block's own.
+    assert plan.share_in_parts == pytest.approx(518 / 1030)
+    held = {found.mesh: found.held_bytes for found in plan.ranked if found.why_not is None}
+    assert held[Mesh(tensor=2)] == pytest.approx(held[Mesh()] * (1 - 518 / 1030 / 2), rel=0.05)
+    assert plan.as_json()["share_in_parts"] == plan.share_in_parts
+
+
 @pytest.mark.slow
 def test_every_mesh_has_a_step_or_a_reason():
     plan = planned()
