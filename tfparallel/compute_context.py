@@ -8,7 +8,7 @@ context.
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 __all__ = ["ComputeContext", "context", "within"]
@@ -22,7 +22,7 @@ class ComputeContext:
         shard: Which rows of the batch (`data/rows_of_replica.py`).
         replica: Which replica of a mesh (`variables/replica.py`).
         stage_pass: Which pass of which stage (`pipeline/pass_context.py`).
-        is_between_layers: Whether a tensor in parts stays in parts (`layers/parts.py`).
+        hand_on_parts: How a layer hands on a tensor in parts (`layers/parts.py`).
         trace: What notes the operations of layers (`tracing/audit.py`).
         takes_shares: Whether gradients go to an optimizer that takes those of shares.
         gathers: What joins the shares of a weight that is read (`replication/gathers.py`).
@@ -31,7 +31,7 @@ class ComputeContext:
     shard: Any = None
     replica: Any = None
     stage_pass: Any = None
-    is_between_layers: bool = False
+    hand_on_parts: Callable[[Any], Any] | None = None
     trace: Any = None
     takes_shares: bool = False
     gathers: Any = None

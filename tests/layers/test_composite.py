@@ -83,6 +83,34 @@ class AlsoRead(Written):
 
 
 @keras.saving.register_keras_serializable("composite")
+class AlsoAsked(Written):
+    """Does what a tensor alone can, in training and without."""
+
+    def call(self, x, training=None):
+        hidden = self.up(x)
+        scale = ops.cond(ops.sum(x) > 0, lambda: ops.mean(hidden * 2), lambda: ops.mean(hidden))
+        if not training and isinstance(hidden, tf.Tensor) and hidden.get_shape().rank == 3:
+            hidden = ops.where(hidden == hidden[:1], hidden / 2, hidden)
+        return x * (1 + scale) + self.down(self.drop(hidden, training=training))
+
+
+@keras.saving.register_keras_serializable("composite")
+class OfItsAttention(layers.Layer):
+    """Calls a projection of the attention that it holds."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.attend = layers.MultiHeadAttention(3, 2, name="attend")
+
+    def build(self, shape):
+        self.attend.build(shape, shape)
+        super().build(shape)
+
+    def call(self, x):
+        return x + self.attend(x, x) + self.attend._query_dense(x)[:, :, 0, :1]
+
+
+@keras.saving.register_keras_serializable("composite")
 class Twice(Written):
     """Calls its layers twice."""
 
@@ -147,6 +175,8 @@ KINDS = {
     },
     InTensorFlow: {"block0/up": "column, gathered", "block0/down": "column, gathered"},
     AlsoRead: {"block0/up": "column", "block0/drop": "features", "block0/down": "row"},
+    AlsoAsked: {"block0/up": "column", "block0/drop": "features", "block0/down": "row"},
+    OfItsAttention: {"block0/attend": "heads"},
     Twice: {"block0/up": "column, gathered", "block0/down": "column, gathered"},
     Deep: {
         "block0/first/up": "column",
@@ -310,17 +340,81 @@ def test_a_subclass_that_defines_nothing_is_as_its_class():
     class Renamed(layers.Dense):
         """Another name."""
 
+    class Attention(layers.MultiHeadAttention):
+        """The same."""
+
     class Changed(layers.Dense):
         def call(self, inputs):
             return super().call(inputs) * 2
 
     def build():
-        return keras.Sequential(
-            [keras.Input((6,)), Renamed(8, name="a"), Changed(9, name="b"), Renamed(3, name="c")]
-        )
+        inputs = keras.Input((5, 6))
+        x = Changed(9, name="b")(Renamed(8, name="a")(inputs))
+        return keras.Model(inputs, Renamed(3, name="c")(Attention(3, 2, name="attend")(x, x)))
 
     model = tfparallel.tensor_parallel(build, DEVICES)
-    assert model.split == {"a": "column, gathered", "c": "column, gathered"}
+    gathered = "column, gathered"
+    assert model.split == {"a": gathered, "attend": "heads", "c": gathered}
+
+
+def test_layers_with_methods_set_on_them_are_left_whole():
+    class Patched(Block):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            compute = self.attend._compute_attention
+            self.attend._compute_attention = lambda q, *args, **kw: compute(3 * q, *args, **kw)
+
+    build = with_blocks(Patched)
+    model = seeded(lambda: tfparallel.tensor_parallel(build, DEVICES))
+    assert "block0/attend" not in model.split
+    assert_equal(train(model), train(seeded(build)), rtol=1e-9, atol=1e-11)
+
+
+def test_a_weight_that_is_replaced_in_a_call_is_refused():
+    class Normalized(Written):
+        def call(self, x):
+            kernel, self.up._kernel = self.up._kernel, self.up._kernel / 2
+            outputs = self.up(x)
+            self.up._kernel = kernel
+            return self.down(outputs)
+
+    model = tfparallel.tensor_parallel(with_blocks(Normalized), DEVICES)
+    with pytest.raises(ValueError, match="before it is split.*_kernel=.* of layer 'up'"):
+        train(model)
+
+
+def test_a_block_that_is_told_of_training_though_it_does_not_ask():
+    class Plain(Written):
+        def call(self, x):
+            return self.down(self.up(x))
+
+    class Telling(layers.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.inner = Plain(name="inner")
+
+        def build(self, shape):
+            self.inner.build(shape)
+            super().build(shape)
+
+        def call(self, x, training=None):
+            return self.inner(x, training=training)
+
+    model = tfparallel.tensor_parallel(with_blocks(Telling), DEVICES)
+    assert model.split["block0/inner/up"] == "column"
+
+
+def test_blocks_of_one_name_in_two_models_have_names_of_their_own():
+    def build():
+        inputs = keras.Input((LENGTH, WIDTH))
+        x = inputs
+        for name in ("first", "second"):
+            inner = keras.Input((LENGTH, WIDTH))
+            x = keras.Model(inner, Written(name="block")(inner), name=name)(x)
+        return keras.Model(inputs, x)
+
+    model = tfparallel.tensor_parallel(build, DEVICES)
+    assert {"first/block/up", "second/block/up"} < set(model.split)
 
 
 def test_a_layer_that_is_called_twice_is_split_by_itself():

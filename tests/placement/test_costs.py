@@ -161,6 +161,22 @@ class Counting(layers.Layer):
 
 
 @pytest.mark.slow
+def test_a_subclassed_model_that_is_a_layer_is_measured_as_one():
+    class Inner(keras.Model):
+        def __init__(self):
+            super().__init__(name="inner")
+            self.dense = layers.Dense(8)
+
+        def call(self, x):
+            return self.dense(x)
+
+    def build():
+        inputs = keras.Input((8,))
+        return keras.Model(inputs, layers.Dense(4, name="narrow")(Inner()(inputs)))
+
+    assert set(measured_seconds(build(), 4)) == {"inner", "narrow"}
+
+
 def test_a_layer_that_holds_a_metric_is_measured_on_a_copy():
     """Story: "'NoneType' object has no attribute 'assign'", where the model had no storage yet."""
 

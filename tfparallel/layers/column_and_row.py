@@ -89,7 +89,7 @@ class ColumnParallelDense(ParallelHint, ColumnParallel):
 class RowParallel(SplitLayer):
     """What dense layers and convolutions share whose inputs are split."""
 
-    _axis = 0
+    _axis, _reads_features = 0, True
 
     def split(self, sizes=None) -> None:
         """Makes the parts, which read so many features each; even shares if None."""

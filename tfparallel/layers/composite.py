@@ -8,6 +8,7 @@ since it is written with TensorFlow's own functions, leaves each of its layers b
 
 import collections
 import dataclasses
+import types
 from collections.abc import Iterator
 
 import keras
@@ -25,7 +26,9 @@ from tfparallel.seams.keras import (
     takes_training,
 )
 
-__all__ = ["Group", "groups_in", "is_composite"]
+__all__ = ["Group", "class_of_keras", "groups_in", "is_composite"]
+
+_DEFINITIONS = types.FunctionType | property | classmethod | staticmethod
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +38,14 @@ class Group:
     Attributes:
         owner: Who calls them.
         prefix: What stands before their names in a report; empty for the layers of models.
+        path: What stands before the names of composite layers among them.
         graph: The calls, as a functional model; None where they are not known.
         apart: Layers that `graph` does not show once: what they read and return is whole.
     """
 
     owner: keras.Layer
     prefix: str = ""
+    path: str = ""
     graph: keras.Model | None = None
     apart: tuple[keras.Layer, ...] = ()
 
@@ -48,8 +53,12 @@ class Group:
     def layers(self) -> list[keras.Layer]:
         """All of them, in the order of the calls as far as that is known."""
         known = [] if self.graph is None else layers_in_order(self.graph)
-        is_apart = set(map(id, self.apart))
-        return [*(layer for layer in known if id(layer) not in is_apart), *self.apart]
+        if self.graph is self.owner:
+            return known
+        # It may also call layers that those which it holds hold, whose group is another.
+        in_calls = set(map(id, known)).intersection(map(id, _held_by(self.owner)))
+        in_calls -= set(map(id, self.apart))
+        return [*(layer for layer in known if id(layer) in in_calls), *self.apart]
 
     def name_of(self, layer: keras.Layer) -> str:
         """The name of one of them in a report."""
@@ -58,8 +67,18 @@ class Group:
 
 def is_composite(layer: keras.Layer) -> bool:
     """Whether a layer is no layer or model of Keras's own, and holds others."""
-    is_kerass = original_class(layer).__module__.startswith("keras.")
-    return not is_kerass and not has_graph(layer) and bool(_held_by(layer))
+    is_of_keras = class_of_keras(layer).__module__.startswith("keras.")
+    return not is_of_keras and not has_graph(layer) and bool(_held_by(layer))
+
+
+def class_of_keras(layer: keras.Layer) -> type:
+    """The class of a layer; Keras's if it extends one and defines nothing of its own."""
+    cls = original_class(layer)
+    while not cls.__module__.startswith("keras.") and len(cls.__bases__) == 1:
+        if any(isinstance(value, _DEFINITIONS) for value in vars(cls).values()):
+            break
+        cls = cls.__base__
+    return cls
 
 
 def groups_in(model: keras.Model) -> list[Group]:
@@ -73,8 +92,9 @@ def _groups(group: Group, seen: set[int]) -> Iterator[Group]:
         if id(layer) in seen:
             continue
         if has_graph(layer):
-            prefix = "" if has_graph(group.owner) else f"{group.name_of(layer)}/"
-            yield from _groups(Group(layer, prefix, layer), seen)
+            path = f"{group.path}{layer.name}/"
+            prefix = "" if has_graph(group.owner) else path
+            yield from _groups(Group(layer, prefix, path, layer), seen)
         elif is_composite(layer):
             yield from _groups(_inside(layer, group), seen)
     yield group
@@ -85,13 +105,14 @@ def _inside(layer, outer) -> Group:
     graph = _calls_in(layer, outer.graph)
     numbers = collections.Counter(id(node.operation) for node in calls_of(graph) if graph)
     apart = tuple(each for each in _held_by(layer) if numbers[id(each)] != 1)
-    return Group(layer, f"{outer.name_of(layer)}/", graph, apart)
+    path = f"{outer.path}{layer.name}/"
+    return Group(layer, path, path, graph, apart)
 
 
 def _calls_in(layer, outer) -> keras.Model | None:
     """What a layer calls in training; None if it cannot be called with symbolic tensors."""
     calls = [] if outer is None else calls_of(outer)
-    # If there are several, each does the same; what is in parts can be read in any way.
+    # If there are several, or others than in training, what is in parts can be read as a whole.
     node = next((node for node in calls if node.operation is layer), None)
     if node is None:
         return None
@@ -103,6 +124,8 @@ def _calls_in(layer, outer) -> keras.Model | None:
             args, kwargs = keras.tree.map_structure(_input_like, arguments)
             if takes_training(layer):
                 kwargs["training"] = True
+            else:  # Which Keras drops, too.
+                kwargs.pop("training", None)
             inputs = list(filter(keras.backend.is_keras_tensor, keras.tree.flatten((args, kwargs))))
             outputs = keras.tree.flatten(layer.call(*args, **kwargs))
             return keras.Model(inputs, list(filter(keras.backend.is_keras_tensor, outputs)))

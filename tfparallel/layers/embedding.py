@@ -57,7 +57,7 @@ class VocabParallelEmbedding(ParallelHint, SplitLayer):
     def call(self, inputs):
         if isinstance(inputs, tf.RaggedTensor):
             return inputs.with_flat_values(self.call(inputs.flat_values))
-        ids = tf.convert_to_tensor(inputs)
+        ids = tf.convert_to_tensor(whole(inputs))
         if ids.dtype not in (tf.int32, tf.int64):
             ids = tf.cast(ids, tf.int32)
         if is_judged(ids):  # What follows is, to the judge, many tables and no row's own.

@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.layers.layer import SplitLayer, local_layer
-from tfparallel.layers.parts import Parts, on_devices
+from tfparallel.layers.parts import Parts, on_devices, pieces
 from tfparallel.seams.keras import mask_of
 
 __all__ = ["FeaturewiseJoin", "FeaturewiseWeights"]
@@ -32,6 +32,8 @@ class FeaturewiseWeights(SplitLayer):
     Batch normalization, a depthwise convolution, PReLU.
     """
 
+    _reads_features = True
+
     def split(self, sizes) -> None:
         """Makes the parts, of so many features of the input each."""
         shape = _shape(self)
@@ -50,11 +52,9 @@ class FeaturewiseWeights(SplitLayer):
         for local in self._small.layers:
             if local.trainable != self.trainable:  # Frozen batch normalization is another.
                 local.trainable = self.trainable
-        if not isinstance(inputs, Parts):
-            shape = _shape(self)
-            sizes = [local.get_build_config()["input_shape"][-1] for local in self._small.layers]
-            inputs = Parts(tf.split(inputs, sizes, len(shape) - 1), -1, self._devices)
-        return Parts(self._on_devices(inputs.tensors, **kwargs), -1, self._devices)
+        sizes = [local.get_build_config()["input_shape"][-1] for local in self._small.layers]
+        own = pieces(inputs, sizes, -1, self._devices)
+        return Parts(self._on_devices(own, **kwargs), -1, self._devices)
 
 
 def _shape(layer):

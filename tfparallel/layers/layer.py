@@ -9,7 +9,14 @@ import tensorflow as tf
 from tfparallel.cloning.copy_state import without_draws
 from tfparallel.data.partition import row_ranges
 from tfparallel.extend import attach, original_class
-from tfparallel.layers.parts import Parts, between_layers, is_between_layers, on_devices, whole
+from tfparallel.layers.parts import (
+    Parts,
+    handed_on,
+    handing_on,
+    on_devices,
+    parts_of_tensor,
+    whole,
+)
 from tfparallel.placement.layer_devices import PlacementError
 from tfparallel.variables.replica import here
 from tfparallel.variables.split import split_variable
@@ -48,7 +55,7 @@ class WholeLayer(OnDevices):
 
     def __call__(self, *args, **kwargs):
         args, kwargs = keras.tree.map_structure(whole, (args, kwargs))
-        with tf.device(self._devices[0]), between_layers(False):
+        with tf.device(self._devices[0]), handing_on(whole):
             return super().__call__(*args, **kwargs)
 
 
@@ -79,6 +86,8 @@ class SplitLayer(OnDevices, FixedLayer):
     that makes the smaller layers, and a `call` that puts together what they compute.
     """
 
+    _reads_features = False  # Whether its input may lie in parts along the last axis.
+
     def split(self, **_) -> None:
         """Makes no parts: the layer itself is called with each part."""
 
@@ -88,11 +97,13 @@ class SplitLayer(OnDevices, FixedLayer):
         Only the next layer of a model in parts can read such a tensor: whoever else calls this
         one, a submodel or a layer of the user's own, gets the whole.
         """
+        if self._reads_features:
+            args = keras.tree.map_structure(parts_of_tensor, args)
         args, kwargs = keras.tree.map_structure(self._autocast, (args, kwargs))
-        can_stay = is_between_layers()
-        with tf.device(self._devices[0]), between_layers(False):
+        hand_on = handed_on()
+        with tf.device(self._devices[0]), handing_on(whole):
             outputs = super().__call__(*args, **kwargs)
-        return outputs if can_stay else keras.tree.map_structure(whole, outputs)
+        return keras.tree.map_structure(hand_on, outputs)
 
     def __setattr__(self, name, value):
         """Sets an attribute, if it is none that the smaller layers have a copy of."""
@@ -113,6 +124,9 @@ class SplitLayer(OnDevices, FixedLayer):
     def _hold(self, locals_: Sequence[keras.Layer]) -> None:
         object.__setattr__(self, "_small", _Held(list(locals_)))
         settings = {*self.get_config(), "dtype_policy"} - {"name", "trainable"}
+        for name, value in vars(self).items():
+            if isinstance(value, keras.Variable):
+                settings |= {name, name.removeprefix("_")}  # Of `kernel` there is a property.
         object.__setattr__(self, "_settings", settings)
         self.fix()
 
@@ -142,6 +156,8 @@ class PartwiseLayer(SplitLayer):
 
     It leaves a tensor in its parts: it is called with each of them, where that is.
     """
+
+    _reads_features = True
 
     def call(self, inputs, *args, **kwargs):
         call = super().call

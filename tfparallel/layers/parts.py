@@ -11,12 +11,15 @@ from tfparallel.seams.keras import mask_of, set_mask
 
 __all__ = [
     "Parts",
-    "between_layers",
-    "is_between_layers",
+    "as_it_is",
+    "handed_on",
+    "handing_on",
     "on_devices",
     "on_each",
+    "parts_of_tensor",
     "pieces",
     "whole",
+    "with_parts",
 ]
 
 
@@ -89,33 +92,46 @@ class Parts:
         return self._whole
 
 
-def _as_tensor(value: Parts, dtype=None, name=None, as_ref=False) -> tf.Tensor:
-    return tf.convert_to_tensor(value.whole(), dtype=dtype, name=name)
-
-
-def _of_whole(operator: str) -> Callable[..., Any]:
-    return lambda self, *others: getattr(self.whole(), operator)(*map(whole, others))
-
-
-# The `call` of a composite layer may hand a tensor in parts to any function, and compute with it.
-tf.register_tensor_conversion_function(Parts, _as_tensor)
-for _operator in tf.Tensor.OVERLOADABLE_OPERATORS - {"__eq__", "__ne__"}:
-    setattr(Parts, _operator, _of_whole(_operator))
-
-
 def whole(value):
     """Returns a tensor in parts as one; anything else as it is."""
     return value.whole() if isinstance(value, Parts) else value
 
 
-def between_layers(is_between: bool) -> AbstractContextManager[None]:
-    """Says in a block whether what a layer returns goes to the next layer of a model in parts."""
-    return within(is_between_layers=is_between)
+def with_parts(value):
+    """Returns a tensor in parts as one that knows its parts; anything else as it is.
+
+    For the `call` of a composite layer, which may do with it what it likes. Where nobody reads the
+    whole, it is an operation without readers, which TensorFlow leaves out.
+    """
+    if not isinstance(value, Parts):
+        return value
+    tensor = value.whole()
+    if value.axis in (-1, value.ndim - 1):  # A picture's rows are whole between these layers.
+        tensor._tfparallel_parts = value
+    return tensor
 
 
-def is_between_layers() -> bool:
-    """Whether what a layer returns here may be in parts."""
-    return context().is_between_layers
+def parts_of_tensor(value):
+    """Returns the parts, by features, that a tensor knows; anything else as it is."""
+    return getattr(value, "_tfparallel_parts", value)
+
+
+def as_it_is(value):
+    """Returns a tensor in parts as it is, and anything else."""
+    return value
+
+
+def handing_on(how: Callable[[Any], Any]) -> AbstractContextManager[None]:
+    """Says how a layer hands on what it makes in parts: by `whole`, `with_parts` or `as_it_is`.
+
+    As it is between the layers of a model in parts alone, where Keras hands it to the next one.
+    """
+    return within(hand_on_parts=how)
+
+
+def handed_on() -> Callable[[Any], Any]:
+    """How a layer that is called here hands on what it makes in parts."""
+    return context().hand_on_parts or whole
 
 
 def on_devices(

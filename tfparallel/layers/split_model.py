@@ -3,7 +3,7 @@
 import keras
 
 from tfparallel.layers.layer import WholeLayer
-from tfparallel.layers.parts import between_layers, whole
+from tfparallel.layers.parts import as_it_is, handing_on, whole, with_parts
 from tfparallel.layers.softmax_loss import in_parts
 from tfparallel.placement.placed_model import PlacedModel
 from tfparallel.problems import PlacementError
@@ -11,20 +11,28 @@ from tfparallel.update.place_optimizer import prepare
 from tfparallel.update.places import Places
 from tfparallel.variables.split import parts_of
 
-__all__ = ["NestedLayer", "SplitModel"]
+__all__ = ["CompositeLayer", "NestedLayer", "SplitModel"]
 
 
 class NestedModel:
     """Extends a model inside of another: it reads and returns whole tensors."""
 
     def call(self, *args, **kwargs):
-        with between_layers(True):
+        with handing_on(as_it_is):
             outputs = super().call(*args, **kwargs)
         return keras.tree.map_structure(whole, outputs)
 
 
 class NestedLayer(NestedModel, WholeLayer):
     """Extends a model that is a layer of another."""
+
+
+class CompositeLayer(WholeLayer):
+    """Extends a layer of the user's, or of a library's, that calls split layers."""
+
+    def call(self, *args, **kwargs):
+        with handing_on(with_parts):
+            return super().call(*args, **kwargs)
 
 
 class SplitModel(NestedModel, PlacedModel):

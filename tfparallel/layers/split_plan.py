@@ -28,7 +28,7 @@ from typing import Any
 import keras
 
 from tfparallel.extend import original_class
-from tfparallel.layers.composite import Group
+from tfparallel.layers.composite import Group, class_of_keras
 from tfparallel.layers.einsum import units_of
 from tfparallel.layers.parallel_hints import hint_of
 from tfparallel.layers.spatial_plan import (
@@ -83,7 +83,8 @@ _COULD_BE = {
     **dict.fromkeys((_layers.DepthwiseConv2D, _layers.MaxPooling2D), (HEIGHT,)),
     _layers.AveragePooling2D: (HEIGHT,),
 }
-_DEFINITIONS = types.FunctionType | property | classmethod | staticmethod
+_METHODS = types.FunctionType | types.MethodType
+_SET_BY_KERAS = {"build", "quantize"}  # On each layer.
 # What an activation does to one feature must not depend on the others.
 _MIX_FEATURES = {"softmax", "log_softmax", "glu", "sparsemax"}
 
@@ -155,7 +156,7 @@ def plan(
         found[name] = kind
         if kind == HEIGHT and is_in_rows(layer):
             in_rows.add(name)
-        is_column = kind == COLUMN and _class_of_keras(layer) in _PAIRED and not _mixes(layer)
+        is_column = kind == COLUMN and class_of_keras(layer) in _PAIRED and not _mixes(layer)
         if is_once and (is_column or kind in (FEATURES, JOINED)):
             in_parts.add(name)
     problems.raise_all()
@@ -164,7 +165,7 @@ def plan(
 
 
 def _kind(layer, num_devices, reads_parts, graph) -> str | None:
-    cls = _class_of_keras(layer)
+    cls = class_of_keras(layer)
     if not _is_plain(layer):
         return None
     count = _count(layer)
@@ -192,7 +193,7 @@ def _asked_kind(layer, asked, num_devices, graph) -> str | None:
     kind = asked[layer.name] if layer.name in asked else hint_of(layer).kind
     if kind is None:
         return None
-    cls = _class_of_keras(layer)
+    cls = class_of_keras(layer)
     could = _COULD_BE.get(cls, ())
     if kind not in could:
         answer = f"It can be {' or '.join(could)}." if could else "It can only be left in place."
@@ -311,29 +312,25 @@ class Graph:
 
 def _count(layer) -> int | None:
     """How many units, filters, heads or ids there are to share out; None for another layer."""
-    counted = _COUNTS.get(_class_of_keras(layer))
+    counted = _COUNTS.get(class_of_keras(layer))
     return counted[0](layer) if counted else None
 
 
-def _class_of_keras(layer) -> type:
-    """The class of a layer, or Keras's if it extends one and defines nothing of its own."""
-    cls = original_class(layer)
-    while not cls.__module__.startswith("keras.") and len(cls.__bases__) == 1:
-        if any(isinstance(value, _DEFINITIONS) for value in vars(cls).values()):
-            break
-        cls = cls.__base__
-    return cls
-
-
 def _is_plain(layer) -> bool:
-    # A `call` that was set on the layer would be given parts. Attention hands its activity
-    # regularizer on to its projections, which may have LoRA, too.
-    return layer.built and "call" not in vars(layer) and not any(
-        getattr(inner, "activity_regularizer", None) is not None
+    # Attention hands its activity regularizer on to its projections, which may have LoRA, too.
+    return layer.built and not any(
+        _has_own_methods(inner)
+        or getattr(inner, "activity_regularizer", None) is not None
         or getattr(inner, "lora_enabled", False)
         or getattr(inner, "quantization_mode", None)
         for inner in layers_in(layer)
     )
+
+
+def _has_own_methods(layer) -> bool:
+    """Whether a method was set on the layer, of which smaller ones know nothing."""
+    own = {name for name, value in vars(layer).items() if isinstance(value, _METHODS)}
+    return any(hasattr(type(layer), name) for name in own - _SET_BY_KERAS)
 
 
 def _is_simple(layer) -> bool:

@@ -27,7 +27,7 @@ from tfparallel.layers.einsum import ColumnParallelEinsum
 from tfparallel.layers.embedding import ReversibleVocabParallelEmbedding, VocabParallelEmbedding
 from tfparallel.layers.layer import PartwiseLayer, SplitLayer, WholeLayer, sizes_of
 from tfparallel.layers.parallel_hints import hint_of, note
-from tfparallel.layers.split_model import NestedLayer, SplitModel
+from tfparallel.layers.split_model import CompositeLayer, NestedLayer, SplitModel
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
 from tfparallel.placement.model_parallel import check_model, model_of, refuse_scope, seen_model
@@ -193,7 +193,8 @@ def split_in_place(
         _split_layers(group, devices_of, kinds, initialize)
         if group.owner is not model:
             initialize(group.owner)
-            extend(group.owner, NestedLayer, _first_devices=devices_of(group.owner))
+            mixin = NestedLayer if has_graph(group.owner) else CompositeLayer
+            extend(group.owner, mixin, _first_devices=devices_of(group.owner))
     if split_plan.HEIGHT not in splits_of(plans).values():  # Where weights are whole.
         warn_of_whole(model, [group for group, _ in plans])
     return splits_of(plans)
@@ -219,10 +220,19 @@ def parts_planned(
     with problems.gathered():
         _refuse_hidden(model, names)
     counts = collections.Counter(id(layer) for group in groups for layer in group.layers)
+    inner = {
+        id(each)
+        for group in groups
+        for layer in group.layers
+        if not has_graph(layer) and not is_composite(layer)
+        for each in layers_in(layer, include_self=False)
+    }
     shared = {key for key, number in counts.items() if number > 1}
     plans = []
     for group in groups:
-        whole = {group.name_of(layer): None for layer in group.layers if id(layer) in asked.whole}
+        # A layer that a layer of Keras's holds, as a projection of attention, is split with that.
+        in_place = [each for each in group.layers if id(each) in inner.union(asked.whole)]
+        whole = dict.fromkeys(map(group.name_of, in_place))
         with problems.gathered():
             how = (num_devices, whole | asked.split, asked.by_height, shared)
             plan = split_plan.plan(group, *how, {} if group.prefix else stage_of)

@@ -22,7 +22,7 @@ from tfparallel.cloning.layers import copy_layers, is_its_graph, like, rebuilt
 from tfparallel.extend import original_class
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.problems import PlacementError
-from tfparallel.seams.functional import calls_of, calls_to
+from tfparallel.seams.functional import calls_of, calls_to, has_graph
 from tfparallel.seams.keras import takes_training
 
 __all__ = [
@@ -331,7 +331,7 @@ def _alone(layer, inputs, node) -> "keras.Model | _Call":
 
 def _nodes_of(layer, model) -> list[tuple[Any, Any, Any]]:
     """What each call of a layer was given and returned, as symbolic tensors, and its node."""
-    if isinstance(layer, keras.Model):
+    if has_graph(layer):
         return [(layer.inputs, layer.outputs, None)]
     own = set(map(id, _tensors_of(model)))
     nodes = [
