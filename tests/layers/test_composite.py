@@ -90,7 +90,7 @@ class AlsoAsked(Written):
         hidden = self.up(x)
         scale = ops.cond(ops.sum(x) > 0, lambda: ops.mean(hidden * 2), lambda: ops.mean(hidden))
         if not training and isinstance(hidden, tf.Tensor) and hidden.get_shape().rank == 3:
-            hidden = ops.where(hidden == hidden[:1], hidden / 2, hidden)
+            hidden = ops.where(hidden == hidden + 0.0, hidden / 2, hidden)
         return x * (1 + scale) + self.down(self.drop(hidden, training=training))
 
 
