@@ -404,6 +404,38 @@ def test_a_block_that_is_told_of_training_though_it_does_not_ask():
     assert model.split["block0/inner/up"] == "column"
 
 
+def test_a_model_that_calls_a_projection_of_its_attention():
+    def build():
+        ids = keras.Input((LENGTH,), dtype="int32")
+        x = layers.Embedding(WORDS, 6, name="words")(ids)
+        attend = layers.MultiHeadAttention(3, 2, name="attend")
+        x = attend(x, x) + attend._query_dense(x)[:, :, 0, :1]
+        return keras.Model(ids, layers.Dense(WORDS, name="head")(x))
+
+    model = seeded(lambda: tfparallel.tensor_parallel(build, DEVICES))
+    assert set(model.split) == {"words", "attend", "head"}
+    assert_equal(train(model), train(seeded(build)), rtol=1e-9, atol=1e-11)
+
+
+def test_a_block_that_calls_a_layer_of_the_block_in_it():
+    class Outer(layers.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.inner = Written(name="inner")
+
+        def build(self, shape):
+            self.inner.build(shape)
+            super().build(shape)
+
+        def call(self, x):
+            return self.inner(x) + ops.mean(self.inner.up(x), axis=-1, keepdims=True)
+
+    build = with_blocks(Outer)
+    model = seeded(lambda: tfparallel.tensor_parallel(build, DEVICES))
+    assert {"block0/inner/up": "column", "block0/inner/down": "row"}.items() <= model.split.items()
+    assert_equal(train(model), train(seeded(build)), rtol=1e-9, atol=1e-11)
+
+
 def test_blocks_of_one_name_in_two_models_have_names_of_their_own():
     def build():
         inputs = keras.Input((LENGTH, WIDTH))

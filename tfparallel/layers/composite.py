@@ -103,7 +103,7 @@ def _groups(group: Group, seen: set[int]) -> Iterator[Group]:
 def _inside(layer, outer) -> Group:
     """The group of a composite layer, which another one calls."""
     graph = _calls_in(layer, outer.graph)
-    numbers = collections.Counter(id(node.operation) for node in calls_of(graph) if graph)
+    numbers = collections.Counter(id(node.operation) for node in calls_of(graph))
     apart = tuple(each for each in _held_by(layer) if numbers[id(each)] != 1)
     path = f"{outer.path}{layer.name}/"
     return Group(layer, path, path, graph, apart)
