@@ -37,6 +37,7 @@ BENCHMARKS = {
     "compressed_sums": ["compressed_sums.py"],
     "slow_link": ["slow_link.py"],
     "choice": ["choice.py"],
+    "long_sequences": ["long_sequences.py"],
 }
 BESIDE_TORCH = {"all_reduce", "scaling", "pipeline", "slow_link"}
 SUMMARY = ["summary.py"]

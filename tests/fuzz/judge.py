@@ -108,9 +108,9 @@ def form_of(name: str, program: Program) -> Plain:
     }[name]()
 
 
-def mesh_of(program: Program) -> tuple[int, int, int]:
-    """Two replicas of two stages, or of layers in two parts: by what else a program draws."""
-    return (2, 2, 1) if program.replicas % 2 else (2, 1, 2)
+def mesh_of(program: Program) -> tuple[int, ...]:
+    """Two replicas of two stages, of layers or of sequences in two parts: by what else it draws."""
+    return {2: (2, 1, 2), 3: (2, 2, 1), 4: (2, 1, 1, 2)}[program.replicas]
 
 
 def num_micro_batches(program: Program) -> int:

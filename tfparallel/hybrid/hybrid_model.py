@@ -77,7 +77,7 @@ class HybridModel(SpreadCall, NestedModel, PipelinedModel):
     def trace_each(self, is_needed: bool = True) -> None:
         """Has steps trace their micro-batches one by one, as layers in parts need, or the first."""
         # Of a function TensorFlow has the gradients computed on one device.
-        super().trace_each(is_needed or self._layout.mesh.tensor > 1)
+        super().trace_each(is_needed or self._layout.mesh.parts > 1)
 
     def _choose_all_reduce(self):
         self.strategy.choose_all_reduce(self._trained())

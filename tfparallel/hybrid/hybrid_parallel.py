@@ -60,7 +60,7 @@ def hybrid_parallel(
         model_or_function: As for `pipeline_parallel`.
         mesh: How many devices there are along each axis: `tfparallel.Mesh(data=2, pipeline=2)`,
             or `{"data": 2, "pipeline": 2}`.
-        devices: Names of the devices of this process, D·K·T of them in all; the stages of a
+        devices: Names of the devices of this process, D·K·T·S of them in all; the stages of a
             replica are neighbours. Default: the first ones.
         num_micro_batches: M, into how many parts the rows of each replica are cut. Default: 4 if
             the mesh has a pipeline, else 1.
@@ -186,10 +186,10 @@ def _in_words(model: HybridModel) -> str:
 
 
 class _Parts:
-    """How the layers of a model are split, along the mesh's axis of parts."""
+    """How the layers of a model are split, along the mesh's axis of parts or of sequences."""
 
     def __init__(self, mesh: Mesh, split: Mapping[str, str | None]):
-        self._number = mesh.tensor
+        self._mesh, self._number = mesh, mesh.parts
         self._split = split
 
     def planned(self, model: keras.Model, stage_of: Mapping[str, int]) -> dict[str, str]:
@@ -199,9 +199,10 @@ class _Parts:
         plans = parts_planned(model, self._number, self._asked(model), stage_of)
         splits = splits_of(plans)
         if not splits:
+            axis = "tensor" if self._mesh.tensor > 1 else "sequence"
             raise PlacementError(
                 f"Nothing in model '{model.name}' can be split into {self._number} parts. "
-                f"Received: a mesh with tensor={self._number}. Take tensor=1."
+                f"Received: a mesh with {axis}={self._number}. Take {axis}=1."
             )
         return splits
 
@@ -212,7 +213,7 @@ class _Parts:
             devices = {}
             for layer in layers_in_order(model):
                 stage = layout.stage_of[layer.name] % layout.mesh.pipeline
-                own = [layout.device(0, stage, part) for part in range(self._number)]
+                own = layout.devices_of_place(stage)
                 devices |= dict.fromkeys(map(id, layers_in(layer)), own)
             split_in_place(
                 model,
@@ -226,7 +227,11 @@ class _Parts:
 
     def _asked(self, model) -> Asked:
         # What normalizes by the batch keeps its moments for the step's end as a whole.
-        return Asked(dict(self._split), whole=frozenset(map(id, batch_norms(model))))
+        return Asked(
+            dict(self._split),
+            whole=frozenset(map(id, batch_norms(model))),
+            by_positions=self._mesh.sequence > 1,
+        )
 
 
 def _mesh_of(mesh) -> Mesh:
@@ -238,6 +243,6 @@ def _mesh_of(mesh) -> Mesh:
         except TypeError:
             pass
     raise PlacementError(
-        "`mesh` must be a `tfparallel.Mesh`, or a dictionary with the axes 'data', 'pipeline' and "
-        f"'tensor'. Received: mesh={mesh!r}."
+        "`mesh` must be a `tfparallel.Mesh`, or a dictionary with the axes 'data', 'pipeline', "
+        f"'tensor' and 'sequence'. Received: mesh={mesh!r}."
     )

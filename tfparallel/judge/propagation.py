@@ -179,16 +179,17 @@ class Judge:
         self.known = dict(known)
 
     @classmethod
-    def of_rows(cls, graph: tf.Graph, rows: Iterable[tf.Tensor]) -> "Judge":
-        """Judges a graph of which these inputs hold the rows on axis 0."""
+    def of_rows(cls, graph: tf.Graph, rows: Iterable[tf.Tensor], along: int = 0) -> "Judge":
+        """Judges a graph of which these inputs hold the rows on an axis."""
         known = {}
         for tensor in rows:
             dims = None
             if tensor.shape.rank is not None:
                 dims = tuple(
-                    ROWS if axis == 0 else _dim(tensor, axis) for axis in range(tensor.shape.rank)
+                    ROWS if axis == along else _dim(tensor, axis)
+                    for axis in range(tensor.shape.rank)
                 )
-            known[tensor.name] = Judged(Shard(0), dims)
+            known[tensor.name] = Judged(Shard(along), dims)
         return cls(graph, known)
 
     def of(self, tensor: tf.Tensor) -> Judged:

@@ -15,7 +15,7 @@ from tfparallel.judge.propagation import note
 from tfparallel.layers.layer import PartwiseLayer
 from tfparallel.layers.parts import Parts, on_devices, whole
 
-__all__ = ["PartwiseDropout", "share_draws"]
+__all__ = ["Draw", "PartwiseDropout", "dropped_in_parts", "share_draws"]
 
 
 class PartwiseDropout(PartwiseLayer):
@@ -24,10 +24,15 @@ class PartwiseDropout(PartwiseLayer):
     def call(self, inputs, training=False):
         if not training or self.rate == 0 or not isinstance(inputs, Parts):
             return super().call(whole(inputs), training=training)
-        sizes = [tf.shape(tensor)[inputs.axis] for tensor in inputs.tensors]
-        draw = _Draw(self, sizes, inputs.axis)
-        parts = on_devices(self._devices, draw.dropped, range(len(sizes)), inputs.tensors)
-        return Parts(parts, inputs.axis, self._devices)
+        return dropped_in_parts(self, inputs)
+
+
+def dropped_in_parts(layer: keras.layers.Dropout, inputs: Parts) -> Parts:
+    """Drops what a dropout layer drops of the whole, in training."""
+    sizes = [tf.shape(tensor)[inputs.axis] for tensor in inputs.tensors]
+    draw = Draw(layer, sizes, inputs.axis)
+    parts = on_devices(inputs.devices, draw.dropped, range(len(sizes)), inputs.tensors)
+    return Parts(parts, inputs.axis, inputs.devices)
 
 
 def share_draws(
@@ -54,11 +59,11 @@ class SharedDraws:
         if not training or layer.rate == 0:
             return inputs
         if k == 0:
-            drawn[:] = [_Draw(layer, sizes, axis)]
+            drawn[:] = [Draw(layer, sizes, axis)]
         return drawn[0].dropped(k, inputs)
 
 
-class _Draw:
+class Draw:
     """One mask of a dropout layer, of a tensor with parts of these sizes along the axis."""
 
     def __init__(self, layer: keras.layers.Dropout, sizes: Sequence, axis: int):
@@ -75,11 +80,17 @@ class _Draw:
         axis = self._axis % len(tensor.shape)
         shape = [tf.shape(tensor)[place] for place in range(len(tensor.shape))]
         shape[axis] = tf.add_n([tf.convert_to_tensor(size) for size in self._sizes])
-        own = tf.split(self._mask(tensor, shape), self._sizes, axis, num=len(self._sizes))[k]
+        own = tf.split(self.factors(tensor, shape), self._sizes, axis, num=len(self._sizes))[k]
         # Not a product alone: what is dropped is zero, even where it was infinite.
         return tf.where(own != 0, tensor * own, tf.zeros_like(tensor))
 
-    def _mask(self, tensor, shape):
+    def factors(self, tensor: tf.Tensor, shape) -> tf.Tensor:
+        """What each element of the whole is multiplied by.
+
+        Args:
+            tensor: A part of it.
+            shape: Of the whole.
+        """
         rate = self._layer.rate
         if self._shard is not None:  # Of some of the rows for which one device draws.
             uniform = self._layer.uniform(tensor, shape, self._seed, self._shard)

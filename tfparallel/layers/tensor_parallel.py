@@ -11,7 +11,7 @@ from tfparallel.cloning.compiled import compile_alike
 from tfparallel.cloning.copy_state import copy_state
 from tfparallel.cloning.layers import copy_layers, is_its_graph, like, rebuilt
 from tfparallel.extend import extend, original_class
-from tfparallel.layers import featurewise, spatial_plan, split_plan
+from tfparallel.layers import featurewise, sequence_plan, spatial_plan, split_plan
 from tfparallel.layers.attention import ParallelMultiHeadAttention
 from tfparallel.layers.column_and_row import (
     ChannelParallelConv2D,
@@ -47,11 +47,13 @@ class Asked:
         split: By the layers' names.
         by_height: Whether convolutions are split by the height of the picture.
         whole: The `id` of each layer that is left whole.
+        by_positions: Whether sequences are divided, and no weights.
     """
 
     split: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     by_height: bool = False
     whole: Collection[int] = ()
+    by_positions: bool = False
 
 
 def tensor_parallel(
@@ -195,7 +197,9 @@ def split_in_place(
             initialize(group.owner)
             mixin = NestedLayer if has_graph(group.owner) else CompositeLayer
             extend(group.owner, mixin, _first_devices=devices_of(group.owner))
-    if split_plan.HEIGHT not in splits_of(plans).values():  # Where weights are whole.
+    if asked.by_positions:
+        sequence_plan.warn_of_whole(plans)
+    elif split_plan.HEIGHT not in splits_of(plans).values():  # Where weights are whole.
         warn_of_whole(model, [group for group, _ in plans])
     return splits_of(plans)
 
@@ -234,8 +238,11 @@ def parts_planned(
         in_place = [each for each in group.layers if id(each) in inner.union(asked.whole)]
         whole = dict.fromkeys(map(group.name_of, in_place))
         with problems.gathered():
-            how = (num_devices, whole | asked.split, asked.by_height, shared)
-            plan = split_plan.plan(group, *how, {} if group.prefix else stage_of)
+            if asked.by_positions:
+                plan = sequence_plan.plan(group, whole | asked.split, shared)
+            else:
+                how = (num_devices, whole | asked.split, asked.by_height, shared)
+                plan = split_plan.plan(group, *how, {} if group.prefix else stage_of)
             own = {names[id(layer)] for layer in group.layers}
             plans.append((group, {name: kind for name, kind in plan.items() if name in own}))
     problems.raise_all()
@@ -264,11 +271,11 @@ def _split_layers(group, devices_of, kinds, initialize) -> None:
             continue  # It is split by itself, or was with another group.
         kind, devices = kinds.get(group.name_of(layer)), devices_of(layer)
         initialize(layer)
-        if kind is None:
-            extend(layer, WholeLayer, _first_devices=devices)
+        cls, attributes = _extension(group, layer, kind)
+        extend(layer, cls, _first_devices=devices, **attributes)
+        if not issubclass(cls, SplitLayer):
             continue
         source = next(map(sizes.get, graph.sources[layer.name]), None)
-        extend(layer, _class_of(layer, kind), _first_devices=devices)
         # Keras would refuse a tensor in parts.
         object.__setattr__(layer, "_allow_non_tensor_positional_args", True)
         nodes = graph.nodes[layer.name]
@@ -280,6 +287,15 @@ def _split_layers(group, devices_of, kinds, initialize) -> None:
             sizes[layer.name] = [size * factor for size in source]
         elif kind == split_plan.JOINED:
             sizes[layer.name] = [tensor.shape[-1] for tensor in nodes[0].input_tensors]
+
+
+def _extension(group, layer, kind) -> tuple[type, dict]:
+    """What extends a layer, and with which attributes."""
+    if kind is None:
+        return WholeLayer, {}
+    if kind in sequence_plan.KINDS:
+        return sequence_plan.extension_of(group, layer)
+    return _class_of(layer, kind), {}
 
 
 def _class_of(layer, kind) -> type:

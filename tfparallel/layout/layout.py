@@ -158,9 +158,14 @@ class Layout:
         """The device of each layer of the first replica, by name, in topological order."""
         return {layer: self.device_of_stage(stage) for layer, stage in self.stages}
 
-    def device(self, data: int = 0, pipeline: int = 0, tensor: int = 0) -> str:
+    def device(self, *at: int, **by_axis: int) -> str:
         """The device of a coordinate, in its own process."""
-        return self.devices[self.mesh.index(Coordinate(data, pipeline, tensor)) % len(self.devices)]
+        return self.devices[self.mesh.index(Coordinate(*at, **by_axis)) % len(self.devices)]
+
+    def devices_of_place(self, pipeline: int) -> list[str]:
+        """The devices that parts are on at a place along the pipeline, in the first replica."""
+        first = self.mesh.index(Coordinate(pipeline=pipeline))
+        return list(self.devices[first : first + self.mesh.parts])
 
     def device_of_stage(self, stage: int) -> str:
         """The first device of a stage, in the first replica."""
@@ -219,7 +224,8 @@ class Layout:
             counts = collections.Counter(how for _, how in self.splits)
             layers = [f"{counted(number, 'layer')} by {how}" for how, number in counts.items()]
         share = self.share_in_parts
-        of_weights = "" if share is None else f", {share:.0%} of the weights"
+        is_told = share is not None and self.mesh.sequence == 1  # Which divides no weights.
+        of_weights = f", {share:.0%} of the weights" if is_told else ""
         return f"split{of_weights}: {', '.join(layers)}"
 
     @property
@@ -233,7 +239,7 @@ class Layout:
         return title
 
     def _place(self, at: Coordinate) -> list[str]:
-        words = {"data": "replica", "pipeline": "stage", "tensor": "part"}
+        words = {"data": "replica", "pipeline": "stage", "tensor": "part", "sequence": "part"}
         sizes = dataclasses.asdict(self.mesh)
         named = [(axis, n) for axis, n in at._asdict().items() if sizes[axis] > 1]
         worker = [f"worker {at.data * self.workers // self.mesh.data}"] if self.workers > 1 else []

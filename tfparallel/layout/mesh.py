@@ -10,7 +10,8 @@
                   data = 0             data = 1: devices 4 to 7
 
 Pieces along `data` hold the same weights and other rows; stages along `pipeline` hold other
-layers; parts along `tensor` hold other elements of the same weights.
+layers; parts along `tensor` hold other elements of the same weights, and along `sequence` the same
+weights and other positions of each row. A mesh divides weights or sequences, not both.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ class Coordinate(NamedTuple):
     data: int = 0
     pipeline: int = 0
     tensor: int = 0
+    sequence: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Mesh:
         data: D, replicas, each with rows of its own.
         pipeline: K, devices that stages of layers are on.
         tensor: T, devices that parts of a split layer are on.
+        sequence: S, devices that parts of a sequence are on.
 
     Raises:
         ValueError: If a size is no whole number of at least 1; all of them at once.
@@ -51,6 +54,7 @@ class Mesh:
     data: int = 1
     pipeline: int = 1
     tensor: int = 1
+    sequence: int = 1
 
     def __post_init__(self):
         wrong = {
@@ -62,6 +66,11 @@ class Mesh:
             raise ValueError(
                 "Each axis of a mesh has a whole number of devices, 1 or more. Received: "
                 f"{', '.join(f'{axis}={size!r}' for axis, size in wrong.items())}."
+            )
+        if self.tensor > 1 and self.sequence > 1:
+            raise ValueError(
+                "The devices of a stage divide its weights or its sequences. Received: a mesh of "
+                f"{self}. Take tensor=1 or sequence=1."
             )
 
     @classmethod
@@ -88,17 +97,23 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """How many devices there are: D·K·T."""
-        return self.data * self.pipeline * self.tensor
+        """How many devices there are: D·K·T·S."""
+        return self.data * self.pipeline * self.parts
+
+    @property
+    def parts(self) -> int:
+        """How many devices a stage is on: T·S."""
+        return self.tensor * self.sequence
 
     def coordinates(self) -> Iterator[Coordinate]:
         """Yields all places; parts of a stage are neighbours, then the stages of a replica."""
-        axes = (range(self.data), range(self.pipeline), range(self.tensor))
+        axes = map(range, dataclasses.astuple(self))
         return itertools.starmap(Coordinate, itertools.product(*axes))
 
     def index(self, at: Coordinate) -> int:
         """The number of a place in the order of `coordinates`."""
-        return (at.data * self.pipeline + at.pipeline) * self.tensor + at.tensor
+        part = at.tensor * self.sequence + at.sequence
+        return (at.data * self.pipeline + at.pipeline) * self.parts + part
 
     def __str__(self):
         sizes = [f"{axis}={n}" for axis, n in dataclasses.asdict(self).items() if n > 1]

@@ -148,7 +148,7 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
             recompute="never" if tf.executing_eagerly() else self._layout.recompute,
             metrics=way.metrics if way.rows_stay else None,
             traces_each=self._traces_each or not self._may_begin_anew,
-            has_parts=self._layout.mesh.tensor > 1,
+            has_parts=self._layout.mesh.parts > 1,
             timed=timed,
             writable=writable(self, self._layout.recompute),
         )
@@ -159,7 +159,7 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
     def _devices_of_stages(self) -> list[str]:
         """The first device of each place along the pipeline, in the first replica."""
         mesh = self._layout.mesh
-        return self.devices[: mesh.pipeline * mesh.tensor : mesh.tensor]
+        return self.devices[: mesh.pipeline * mesh.parts : mesh.parts]
 
     def _build_loss(self, x, y, sample_weight):
         """Has the loss find its targets, as Keras does before its first step."""

@@ -144,7 +144,9 @@ def parallelism_of(mesh: Mesh) -> str:
         ['none', 'data', 'hybrid']
     """
     axes = [axis for axis, size in dataclasses.asdict(mesh).items() if size > 1]
-    return "none" if not axes else axes[0] if len(axes) == 1 else "hybrid"
+    if len(axes) > 1 or axes == ["sequence"]:
+        return "hybrid"
+    return axes[0] if axes else "none"
 
 
 def meshes_of(num_devices: int) -> Iterator[Mesh]:
@@ -152,11 +154,14 @@ def meshes_of(num_devices: int) -> Iterator[Mesh]:
 
     Example:
         >>> [str(mesh) for mesh in meshes_of(2)]
-        ['data=2', 'pipeline=2', 'tensor=2']
+        ['data=2', 'pipeline=2', 'tensor=2', 'sequence=2']
     """
     for data in _divisors(num_devices):
         for pipeline in _divisors(num_devices // data):
-            yield Mesh(data, pipeline, num_devices // data // pipeline)
+            parts = num_devices // data // pipeline
+            yield Mesh(data, pipeline, tensor=parts)
+            if parts > 1:
+                yield Mesh(data, pipeline, sequence=parts)
 
 
 def _divisors(number: int) -> list[int]:
@@ -188,6 +193,7 @@ def rank(
     found = [
         _candidate(costs, mesh, choices, machine, splits_of, refusal)
         for mesh in choices.meshes(num_devices)
+        if mesh.sequence == 1 or splits_of(mesh)  # Most models have no sequence at all.
     ]
 
     def place(candidate: Candidate) -> tuple:
@@ -275,7 +281,7 @@ def why_first(ranked: Sequence[Candidate]) -> str:
 
 def _candidate(costs, mesh, choices, machine, splits_of, refusal) -> Candidate:
     number = choices.num_pieces(mesh)
-    splits = splits_of(mesh) if mesh.tensor > 1 else {}
+    splits = splits_of(mesh) if mesh.parts > 1 else {}
     why_not = _cannot_use(costs, mesh, choices, number, splits) or refusal(mesh)
     if why_not is not None:
         return Candidate(mesh, number, why_not=why_not)
@@ -316,8 +322,8 @@ def _cannot_use(costs, mesh, choices, num_micro_batches, splits) -> str | None:
     # A pipeline that is asked for by name may have stages that pass on what they are given.
     if num_stages > len(costs.layers) and choices.parallelism != "pipeline":
         return f"{num_stages} stages of {len(costs.layers)} layers"
-    if mesh.tensor > 1 and not splits:
-        return f"no layer can be split into {mesh.tensor} parts"
+    if mesh.parts > 1 and not splits:
+        return f"no layer can be split into {mesh.parts} parts"
     return None
 
 

@@ -159,7 +159,7 @@ def make_plan(
         num_devices,
         choices,
         machine,
-        splits_of=lambda mesh: _splits(model, mesh),
+        splits_of=functools.cache(lambda mesh: _splits(model, mesh)),
         refusal=lambda mesh: _refusal(model, mesh, choices, batch_normalization),
     )
     return Plan(
@@ -263,9 +263,9 @@ def _splits(model, mesh: Mesh) -> Mapping[str, str]:
 
 def _plans(model, mesh):
     is_hybrid = parallelism_of(mesh) == "hybrid"  # Which leaves these whole.
-    asked = Asked(whole=frozenset(map(id, batch_norms(model))) if is_hybrid else ())
+    whole = frozenset(map(id, batch_norms(model))) if is_hybrid else ()
     try:
-        return parts_planned(model, mesh.tensor, asked)
+        return parts_planned(model, mesh.parts, Asked(whole=whole, by_positions=mesh.sequence > 1))
     except PlacementError:
         return []
 

@@ -74,7 +74,7 @@ class Pieces:
         if self.is_placed:
             return False
         mesh = self.mesh
-        is_alone = mesh.pipeline == 1 and (mesh.data == 1 or mesh.tensor == 1)
+        is_alone = mesh.pipeline == mesh.sequence == 1 and (mesh.data == 1 or mesh.tensor == 1)
         return not is_alone or self.schedule.num_micro_batches > 1
 
 
@@ -202,7 +202,13 @@ def _stages(costs, pieces, machine):
         for index, layer in enumerate(layers, first):
             share = _share(layer, pieces)
             own = all_parts = layer.seconds(rows)
-            if share < 1:
+            held = layer.activation_bytes(rows)
+            if mesh.sequence > 1 and layer.layer in pieces.splits:
+                # Each device reads the whole weights, and has gradients for all of them.
+                sums = machine.sum_seconds(mesh.sequence, layer.trained_bytes)
+                part, held = layer.seconds(rows / mesh.sequence), held / mesh.sequence
+                own, all_parts = part + sums, mesh.sequence * part + sums
+            elif share < 1:
                 sums = _sums_of_parts(costs, index, pieces.splits[layer.layer], pieces, machine)
                 part = layer.part_seconds(rows, mesh.tensor)
                 own, all_parts = part + sums, mesh.tensor * part + sums
@@ -210,7 +216,7 @@ def _stages(costs, pieces, machine):
             busy += all_parts
             forward += layer.forward_share * own
             state += share * layer.state_bytes(pieces.all_gradients)
-            made += share * layer.activation_bytes(rows)
+            made += share * held
         yield Stage(
             layers,
             pieces.schedule.device_of(number),

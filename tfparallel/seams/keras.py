@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -26,15 +26,19 @@ __all__ = [
     "OPTIMIZER_MODULE",
     "SHAPES_GRAPH",
     "TRAINER_MODULE",
+    "AttentionParts",
     "KerasSaveable",
     "SafeModeScope",
     "arguments_of",
     "attention_axes",
+    "attention_parts",
+    "attention_window",
     "autocast",
     "batches_of",
     "begin_at",
     "clear_losses",
     "compute_output_spec",
+    "drop_masks",
     "dropout_of",
     "end_build",
     "first_epoch",
@@ -247,6 +251,45 @@ def output_projection(layer: keras.Layer) -> keras.Layer:
 def attention_axes(layer: keras.Layer) -> Sequence[int]:
     """Along which axes queries look at keys."""
     return getattr(layer, "_attention_axes", None) or (1,)
+
+
+class AttentionParts(NamedTuple):
+    """The projections of attention of several heads; the gate is None where there is none."""
+
+    query: keras.Layer
+    key: keras.Layer
+    value: keras.Layer
+    gate: keras.Layer | None
+    output: keras.Layer
+
+
+def attention_parts(layer: keras.Layer) -> AttentionParts:
+    """What attention of several heads projects by."""
+    own = [f"_{name}_dense" for name in AttentionParts._fields]
+    return AttentionParts(*(getattr(layer, name, None) for name in own))
+
+
+def attention_window(layer: keras.Layer) -> int | None:
+    """How far queries of attention look; None for all the way."""
+    return getattr(layer, "_sliding_window", None) or getattr(layer, "sliding_window", None)
+
+
+def drop_masks(layer: keras.Layer, query: Any, value: Any, *rest: Any) -> Any:
+    """Takes the masks off what attention reads, as Keras's own does; returns the query's.
+
+    Args:
+        layer: The attention.
+        query: What it reads.
+        value: Likewise.
+        *rest: The key, if it is given, and the query's mask as it is given.
+    """
+    *keys, query_mask = rest
+    if isinstance(layer, keras.layers.GroupQueryAttention):
+        return query_mask
+    query_mask = mask_of(query)
+    for tensor in (query, value, *keys):
+        set_mask(tensor, None)
+    return query_mask
 
 
 def dropout_of(layer: keras.Layer) -> keras.Layer:

@@ -52,7 +52,7 @@ class Replica(NamedTuple):
 
 def replicas_of(layout: Layout) -> list[Replica]:
     """The replicas of a layout that one process has, in order."""
-    size, number = layout.mesh.pipeline * layout.mesh.tensor, layout.mesh.data // layout.workers
+    size, number = layout.mesh.pipeline * layout.mesh.parts, layout.mesh.data // layout.workers
     first = [canonical(name) for name in layout.devices[:size]]
     own = [layout.devices[k * size : (k + 1) * size] for k in range(number)]
     return [Replica(k, number, dict(zip(first, own[k], strict=True))) for k in range(number)]

@@ -1,0 +1,124 @@
+"""Tensors `(batch, positions, …)` whose positions are divided over devices, in order.
+
+        CPU:0   x₀ … x₃    CPU:1   x₄ … x₇          of 8 positions on 2 devices
+
+Between two layers such a tensor is whole, an operation that joins the parts, and knows them; so
+layers, operations and a user's own `call` may do with it what they like. Who asks for the parts
+gets them as they are, or of an elementwise operation on such tensors the same operation on the
+parts. Where nobody reads the whole, TensorFlow leaves it out.
+"""
+
+import inspect
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfparallel.data.partition import row_ranges
+from tfparallel.judge.positions import AXIS
+from tfparallel.layers.parts import Parts, on_devices, on_each
+
+__all__ = ["check_lengths", "cut", "ends_of", "goes_round", "joined", "positions_of"]
+
+# What computes each element of the same one, or of those in its place, of its inputs. `Identity`
+# is none of them: a gradient that is taken in one, as of a stage's inputs, must find a way to it.
+_ELEMENTWISE = {
+    "Abs", "AddV2", "Cast", "Elu", "Erf", "Exp", "LeakyRelu", "Maximum", "Minimum",
+    "Mul", "Neg", "RealDiv", "Relu", "Relu6", "Rsqrt", "Selu", "Sigmoid", "Softplus", "Sqrt",
+    "Square", "SquaredDifference", "StopGradient", "Sub", "Tanh",
+}  # fmt: skip
+
+
+def joined(tensors: Sequence[tf.Tensor], devices: Sequence[str], mask=None) -> tf.Tensor:
+    """The whole of what is divided by positions, which knows its parts."""
+    parts = Parts(tensors, AXIS, devices, mask)
+    tensor = parts.whole()
+    tensor._tfparallel_parts = parts
+    return tensor
+
+
+def positions_of(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
+    """What each device has of a tensor's positions."""
+    known = _known(tensor, devices, set())
+    if known is None:
+        return cut(tensor, devices)
+    return on_devices(devices, tf.identity, known)
+
+
+def goes_round(tensor: tf.Tensor, devices: Sequence[str]) -> bool:
+    """Whether each device gets a position, as far as the graph tells; else it is not worth it."""
+    return tensor.shape[AXIS] is None or tensor.shape[AXIS] >= len(devices)
+
+
+def check_lengths(tensors: Sequence[tf.Tensor]) -> None:
+    """Raises, in the step, if lengths that it alone knows are not one: 1 would be repeated."""
+    if len(tensors) > 1 and tensors[0].shape[AXIS] is None:
+        first, *others = (tf.shape(tensor)[AXIS] for tensor in tensors)
+        tf.debugging.assert_equal(
+            tf.stack(others), first, "Sequences that are divided must be of one length."
+        )
+
+
+def cut(tensor: tf.Tensor, devices: Sequence[str], axis: int = AXIS) -> list[tf.Tensor]:
+    """Divides a whole tensor along an axis: sizes that differ by one at most, some of them 0."""
+    sizes = [rows.size for rows in row_ranges(_length(tensor, axis), len(devices))]
+    with tf.device(devices[0]):
+        parts = tf.split(tensor, sizes, axis, num=len(devices))
+    return on_devices(devices, tf.identity, parts)
+
+
+def ends_of(tensor: tf.Tensor, devices: Sequence[str]) -> list:
+    """The number of the first position on each device, and that behind the last."""
+    ranges = row_ranges(_length(tensor, AXIS), len(devices))
+    return [*(rows.start for rows in ranges), ranges[-1].start + ranges[-1].size]
+
+
+def _length(tensor, axis):
+    length = tensor.shape[axis]
+    return tf.shape(tensor)[axis] if length is None else length
+
+
+def _known(tensor, devices, without: set[int]) -> list[tf.Tensor] | None:
+    """The parts that a tensor knows, or those that it inherits; None if there are none."""
+    parts = getattr(tensor, "_tfparallel_parts", None)
+    if parts is not None:
+        return parts.tensors if parts.axis == AXIS else None
+    is_here = tf.is_symbolic_tensor(tensor) and tensor.graph is tf.compat.v1.get_default_graph()
+    if not is_here or id(tensor) in without:
+        return None
+    without.add(id(tensor))
+    op, ranks = tensor.op, [each.shape.rank for each in (tensor, *tensor.op.inputs)]
+    if op.type not in _ELEMENTWISE or None in ranks or ranks[0] <= AXIS:
+        return None
+    known = [_known(each, devices, without) for each in op.inputs]
+    if not any(known):
+        return None
+    given = [
+        _beside(each, own, tensor, devices) for each, own in zip(op.inputs, known, strict=True)
+    ]
+    if any(own is None for own in given):
+        return None
+    check_lengths([each for each, own in zip(op.inputs, known, strict=True) if own])
+    outputs = on_devices(devices, lambda *own: _again(op, own), *given)
+    tensor._tfparallel_parts = Parts(outputs, AXIS, devices)
+    return outputs
+
+
+def _beside(each, known, result, devices) -> list[tf.Tensor] | None:
+    """What each device needs of an operand; None if the graph does not tell."""
+    axis = AXIS - (len(result.shape) - len(each.shape))
+    if axis < 0:
+        return on_each(each, devices)
+    size, all_ = each.shape[axis], result.shape[AXIS]
+    if known is not None and axis == AXIS and size == all_:
+        return known
+    if size == 1 and all_ != 1:
+        return on_each(each, devices)
+    return cut(each, devices, axis) if size is not None and size == all_ else None
+
+
+def _again(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Tensor:
+    function = getattr(tf.raw_ops, op.type)
+    taken = inspect.signature(function).parameters
+    attributes = {a.name: op.get_attr(a.name) for a in op.op_def.attr if a.name in taken}
+    names = [argument.name for argument in op.op_def.input_arg]
+    return function(**dict(zip(names, inputs, strict=True)), **attributes)

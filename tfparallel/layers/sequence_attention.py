@@ -1,0 +1,169 @@
+"""Attention over a sequence whose positions are divided over devices.
+
+Each device projects its own positions. What then goes from device to device is chosen by how much
+that is, and by how evenly the work is divided:
+
+- ring: keys and values go round, a device keeps its queries (`ring_attention.py`). Device k sends
+  2·(S − 1)·T/S keys and values in all. Under a causal mask the last device has the most to do.
+- all-to-all: each device gets all positions of some heads, and gives back what they make of them.
+  It sends (S − 1)/S of its queries, keys, values and outputs; all devices have as much to do. It
+  needs a head of keys for each device.
+
+References:
+    Liu, Zaharia, Abbeel. Ring Attention with Blockwise Transformers for Near-Infinite Context,
+    arXiv 2310.01889, 2023.
+    Jacobs et al. DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long
+    Sequence Transformer Models, arXiv 2309.14509, 2023.
+"""
+
+import keras
+import tensorflow as tf
+
+from tfparallel.layers.attention_masks import AttentionDropout, AttentionMask, is_plain_mask
+from tfparallel.layers.layer import sizes_of
+from tfparallel.layers.parts import Parts, on_devices
+from tfparallel.layers.positions import goes_round, positions_of
+from tfparallel.layers.positionwise import SequenceLayer
+from tfparallel.layers.ring_attention import Block, attend
+from tfparallel.seams.keras import attention_parts, drop_masks
+
+__all__ = ["ALL_TO_ALL", "RING", "SequenceAttention", "exchange_of"]
+
+RING, ALL_TO_ALL = "ring", "all-to-all"
+
+
+def exchange_of(num_heads: int, num_key_heads: int, num_devices: int, is_causal: bool) -> str:
+    """What goes from device to device: the least, or what divides the work of a causal mask evenly.
+
+    Args:
+        num_heads: Of queries.
+        num_key_heads: Of keys and values.
+        num_devices: S.
+        is_causal: Whether a query looks at the keys before it alone.
+
+    Returns:
+        `RING` or `ALL_TO_ALL`.
+
+    Example:
+        >>> exchange_of(num_heads=8, num_key_heads=8, num_devices=4, is_causal=False)
+        'all-to-all'
+        >>> exchange_of(num_heads=8, num_key_heads=2, num_devices=4, is_causal=True)
+        'ring'
+    """
+    if num_key_heads < num_devices:
+        return RING
+    by_ring = 2 * num_key_heads
+    by_heads = (2 * num_heads + 2 * num_key_heads) / num_devices
+    return ALL_TO_ALL if is_causal or by_heads < by_ring else RING
+
+
+class SequenceAttention(SequenceLayer):
+    """Extends `MultiHeadAttention` and `GroupedQueryAttention` (see the module).
+
+    Input: query `(batch, T, width)`, value and key `(batch, S, width)`, masks; divided by
+    positions, or whole. Output: `(batch, T, width)`, divided. Each device reads the whole weights.
+    If scores are asked for, or there are several axes of positions, it reads whole sequences.
+
+    Dropout draws the mask of all scores on each device, one device's: of T·S numbers.
+    """
+
+    def call(
+        self,
+        query,
+        value,
+        key=None,
+        query_mask=None,
+        value_mask=None,
+        key_mask=None,
+        attention_mask=None,
+        return_attention_scores=False,
+        training=None,
+        use_causal_mask=False,
+    ):
+        inputs = (query, value) if key is None else (query, value, key)
+        known = [mask for mask in (query_mask, value_mask, key_mask) if mask is not None]
+        if (
+            return_attention_scores
+            or self._has_penalties
+            or any(each.shape.rank != 3 or not goes_round(each, self._devices) for each in inputs)
+            or not is_plain_mask(attention_mask, known)
+        ):
+            return super().call(
+                *inputs,
+                query_mask=query_mask,
+                value_mask=value_mask,
+                key_mask=key_mask,
+                attention_mask=attention_mask,
+                return_attention_scores=return_attention_scores,
+                training=training,
+                use_causal_mask=use_causal_mask,
+            )
+        devices, own = self._devices, attention_parts(self)
+        query_mask = drop_masks(self, *inputs, query_mask)
+        mask = AttentionMask(
+            self, devices, inputs, query_mask, (value_mask, key_mask), attention_mask,
+            use_causal_mask,
+        )  # fmt: skip
+        queries, values, *keys = (positions_of(each, devices) for each in inputs)
+        keys = keys[0] if keys else values
+        gates = None if own.gate is None else on_devices(devices, own.gate, queries)
+        queries = on_devices(devices, _scaled, on_devices(devices, own.query, queries))
+        keys, values = on_devices(devices, own.key, keys), on_devices(devices, own.value, values)
+        dropout = AttentionDropout(self, queries, mask, training)
+        heads = (queries[0].shape[2], keys[0].shape[2])
+        way = exchange_of(*heads, len(devices), use_causal_mask)
+        compute = _by_ring if way == RING else _by_heads
+        outputs = compute(queries, keys, values, mask, dropout, devices)
+        if gates is not None:
+            outputs = on_devices(devices, tf.multiply, outputs, gates)
+        outputs = on_devices(devices, own.output, outputs)
+        is_handed_on = isinstance(self, keras.layers.MultiHeadAttention)
+        return Parts(outputs, 1, devices, query_mask if is_handed_on else None)
+
+
+def _scaled(query):
+    return query * keras.ops.cast(query.shape[-1] ** -0.5, query.dtype)
+
+
+def _by_ring(queries, keys, values, mask, dropout, devices):
+    number, outputs = len(devices), []
+    for i, device in enumerate(devices):
+        order = [(i + step) % number for step in range(number)]
+        blocks = [_block(mask, dropout, i, j) for j in order]
+        came = ([each[j] for j in order] for each in (keys, values))
+        outputs.append(attend(queries[i], *came, blocks, device))
+    return outputs
+
+
+def _by_heads(queries, keys, values, mask, dropout, devices):
+    number = len(devices)
+    groups = queries[0].shape[2] // keys[0].shape[2]
+    of_keys = sizes_of(keys[0].shape[2], devices)
+    of_queries = [size * groups for size in of_keys]
+
+    def sent(tensors, sizes):
+        """By the device that gets it, of each device's positions some heads."""
+        parts = on_devices(devices, lambda each: tf.split(each, sizes, 2), tensors)
+        return list(zip(*parts, strict=True))
+
+    queries, keys, values = sent(queries, of_queries), sent(keys, of_keys), sent(values, of_keys)
+    found = []
+    for k, device in enumerate(devices):
+        heads = slice(sum(of_queries[:k]), sum(of_queries[: k + 1]))
+        found.append([
+            attend(
+                queries[k][i],
+                keys[k],
+                values[k],
+                [_block(mask, dropout, i, j, heads) for j in range(number)],
+                device,
+            )
+            for i in range(number)
+        ])  # fmt: skip
+    return on_devices(devices, lambda *own: tf.concat(own, 2), *found)
+
+
+def _block(mask, dropout, i, j, heads=slice(None)) -> Block | None:
+    if not mask.is_seen(i, j):
+        return None
+    return Block(mask.of(i, j, heads), dropout.of(i, j, heads), mask.masked)
