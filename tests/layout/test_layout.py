@@ -109,7 +109,7 @@ def test_a_layout_compares_and_is_stored():
     stored = json.loads(json.dumps(layout.to_json()))
     assert Layout.from_json(stored) == layout and len({layout, Layout.from_json(stored)}) == 1
     assert stored == {
-        "mesh": {"data": 1, "pipeline": 2, "tensor": 1}, "devices": FOUR[:2],
+        "mesh": {"data": 1, "pipeline": 2, "tensor": 1, "sequence": 1}, "devices": FOUR[:2],
         "stages": {"a": 0, "b": 1}, "schedule": "1f1b", "num_micro_batches": 4,
     }  # fmt: skip
     assert layout != Layout(Mesh(pipeline=2), FOUR[:2], {"a": 0, "b": 1})

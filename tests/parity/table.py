@@ -227,6 +227,9 @@ stages, on two devices; `tensor_parallel` has each layer that can be split in tw
 `pipeline_parallel` sends 4 micro-batches through two stages, by 1F1B; `hybrid_parallel` has a mesh
 of data x pipeline x tensor, with a micro-batch for each stage; `workers` is `data_parallel` on
 worker processes: on 2, on 3, or on 2 of two devices each (2 x 2).
+
+The cases whose models have sequences are also trained with `Mesh(sequence=2)` and with two replicas
+of that, and are exact (`tests/parity/test_sequences.py`); all others have nothing to divide there.
 """
 
 UPSTREAM = """\

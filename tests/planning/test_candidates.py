@@ -39,13 +39,15 @@ def test_every_mesh_of_all_devices_and_one_device():
         "data=4",
         "data=2, pipeline=2",
         "data=2, tensor=2",
+        "data=2, sequence=2",
         "pipeline=4",
         "pipeline=2, tensor=2",
+        "pipeline=2, sequence=2",
         "tensor=4",
+        "sequence=4",
     ]
     assert all(mesh.size == 12 for mesh in meshes_of(12))
-    assert len(list(meshes_of(8))) == 10
-    assert set(by_mesh(ranked())) == {Mesh(), *meshes_of(4)}
+    assert len(list(meshes_of(8))) == 16
     assert [candidate.mesh for candidate in ranked(1)] == [Mesh()]
 
 
@@ -56,6 +58,7 @@ def test_every_mesh_of_all_devices_and_one_device():
         (Mesh(data=2), "data"),
         (Mesh(pipeline=2), "pipeline"),
         (Mesh(tensor=2), "tensor"),
+        (Mesh(sequence=2), "hybrid"),
         (Mesh(2, 1, 2), "hybrid"),
         (Mesh(1, 2, 2), "hybrid"),
     ],
@@ -94,6 +97,16 @@ def test_what_is_close_is_to_be_measured():
         "one device is the fastest as predicted, but within 5% of it are data=2; pipeline=2: "
         "compare them by --num_trials=3"
     )
+
+
+def test_sequences_are_divided_where_a_layer_can_be():
+    assert not [mesh for mesh in by_mesh(ranked()) if mesh.sequence > 1]
+    found = by_mesh(ranked(splits=[layer.layer for layer in model().layers]))
+    assert set(found) == {Mesh(), *meshes_of(4)}
+    whole, divided = found[Mesh()].prediction, found[Mesh(sequence=4)].prediction
+    (one,), (part,) = whole.stages, divided.stages
+    assert part.activation_bytes < one.activation_bytes and part.state_bytes >= one.state_bytes
+    assert divided.passes_seconds < whole.passes_seconds
 
 
 def test_what_was_tried_comes_by_what_was_measured():
@@ -169,7 +182,7 @@ def test_micro_batches_are_those_of_the_form():
 
 def test_a_ranking_is_told_as_json():
     found = [candidate.as_json() for candidate in ranked(2, device_memory=2000)]
-    assert found[0]["mesh"] == {"data": 2, "pipeline": 1, "tensor": 1}
+    assert found[0]["mesh"] == {"data": 2, "pipeline": 1, "tensor": 1, "sequence": 1}
     assert found[0]["step_seconds"] == pytest.approx(sum(found[0]["seconds"].values()))
     assert found[-1]["why_not"] == "no layer can be split into 2 parts"
     assert "step_seconds" not in found[-1]

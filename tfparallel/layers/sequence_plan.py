@@ -50,7 +50,7 @@ def plan(group: Group, left: Collection[str] = (), shared: Collection[int] = ())
         if name in left or id(layer) in shared or has_graph(layer) or is_composite(layer):
             continue
         nodes = nodes_of(group, layer)
-        if not nodes or not layer.built:
+        if not nodes or not layer.built or not _are_batch_first(group, nodes):
             continue
         if class_of_keras(layer) in _ATTENTION:
             if list(attention_axes(layer)) == [1]:
@@ -95,6 +95,13 @@ def nodes_of(group: Group, layer: keras.Layer) -> list:
     """The calls of a layer in a group, as far as they are known."""
     calls = [] if group.graph is None else calls_of(group.graph)
     return [node for node in calls if node.operation is layer and not node.is_input]
+
+
+def _are_batch_first(group, nodes) -> bool:
+    """Whether what is called has its examples on axis 0, as the model's or the layer's inputs."""
+    batch = group.graph.inputs[0].shape[0]
+    leaves = [leaf for node in nodes for leaf in node.input_tensors]
+    return all(leaf.shape[0] == batch for leaf in leaves if len(leaf.shape) > 1)
 
 
 def _arguments(node) -> tuple[Argument, ...] | None:

@@ -26,7 +26,6 @@ __all__ = [
     "OPTIMIZER_MODULE",
     "SHAPES_GRAPH",
     "TRAINER_MODULE",
-    "AttentionParts",
     "KerasSaveable",
     "SafeModeScope",
     "arguments_of",
