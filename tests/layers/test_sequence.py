@@ -110,12 +110,17 @@ def train(model, epochs=2):
     return history.history, [*state_of(model), model.predict(x, verbose=0)]
 
 
+def also_slow(fast, slow):
+    """Values to test with, of which only the first ones are always tested."""
+    return [*fast, *(pytest.param(value, marks=pytest.mark.slow) for value in slow)]
+
+
 def divided(build, number, **axes):
     mesh = tfparallel.Mesh(sequence=number, **axes)
     return seeded(lambda: tfparallel.hybrid_parallel(build, mesh, DEVICES[: mesh.size]))
 
 
-@pytest.mark.parametrize("block", [Block, InTensorFlow, AlsoRead, Twice, Deep])
+@pytest.mark.parametrize("block", also_slow([Block], [InTensorFlow, AlsoRead, Twice, Deep]))
 def test_weights_are_those_of_one_device(block):
     build = language_model(block)
     model = divided(build, 2)
@@ -131,6 +136,7 @@ def test_a_block_is_divided_from_end_to_end():
     assert "positions/places" not in split
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "length"), [(2, 1), (2, 7), (3, 3), (3, 7), (4, 3), (4, 7)])
 def test_any_length_over_any_number(number, length):
     build = language_model(length=length)
@@ -138,6 +144,7 @@ def test_any_length_over_any_number(number, length):
     assert_equal(found, train_words(seeded(build), length), **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [5, 2])
 def test_a_length_that_only_the_batch_knows(length):
     build = language_model(length=None)
@@ -182,7 +189,10 @@ ATTENTIONS = {
 }
 
 
-@pytest.mark.parametrize("kind", ATTENTIONS)
+FAST = ("ring, causal", "all-to-all, causal", "mask of heads")
+
+
+@pytest.mark.parametrize("kind", also_slow(FAST, [kind for kind in ATTENTIONS if kind not in FAST]))
 def test_attention_is_that_of_the_whole_sequence(kind):
     build = around(ATTENTIONS[kind])
     number = 3 if kind.startswith("all-to-all") else 2
@@ -226,6 +236,7 @@ def test_a_call_that_was_not_judged_reads_the_whole():
     assert_equal(train(divided(build, 2)), train(seeded(build)), **CLOSE)
 
 
+@pytest.mark.slow
 def test_what_mixes_positions_reads_the_whole_and_is_named(caplog):
     caplog.set_level(logging.WARNING, "absl")
     build = around(
@@ -245,6 +256,7 @@ PENALIZED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PENALIZED)
 def test_penalties_on_activities_are_added_once(kind):
     build = around(PENALIZED[kind])

@@ -99,6 +99,8 @@ def by_balance(
     """
     layers = layers_in_order(model)
     check_cut(layers, devices, balance)
+    if len(devices) == 1 and device_memory is None:  # There is nothing to cut, so nothing to time.
+        return dict.fromkeys([layer.name for layer in layers], devices[0])
     try:
         try:
             costs = model_costs(model, [batch_size], measures=balance != "memory")
