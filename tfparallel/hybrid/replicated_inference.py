@@ -72,7 +72,7 @@ class SpreadCall:
         attach(self, _spreads_next=False)
         call, others = super().__call__, Others(self._layout.mesh.data, self._workers)
         try:
-            if self.check_rows:
+            if self.check_rows and others.num_replicas > 1:
                 said = why_not_in_pieces(self, call, args, kwargs)
                 if said is not None:
                     raise PlacementError(said)

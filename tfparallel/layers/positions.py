@@ -13,14 +13,16 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfparallel.collectives.custom_gradient import is_differentiable
 from tfparallel.data.partition import row_ranges
 from tfparallel.judge.positions import AXIS
 from tfparallel.layers.parts import Parts, on_devices, on_each
+from tfparallel.seams.tensorflow import not_recording, record_operation
 
 __all__ = ["check_lengths", "cut", "ends_of", "goes_round", "joined", "positions_of"]
 
 # What computes each element of the same one, or of those in its place, of its inputs. `Identity`
-# is none of them: a gradient that is taken in one, as of a stage's inputs, must find a way to it.
+# is none of them: a step takes the gradient in one, of the inputs of a stage, and must find it.
 _ELEMENTWISE = {
     "Abs", "AddV2", "Cast", "Elu", "Erf", "Exp", "LeakyRelu", "Maximum", "Minimum",
     "Mul", "Neg", "RealDiv", "Relu", "Relu6", "Rsqrt", "Selu", "Sigmoid", "Softplus", "Sqrt",
@@ -37,11 +39,20 @@ def joined(tensors: Sequence[tf.Tensor], devices: Sequence[str], mask=None) -> t
 
 
 def positions_of(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
-    """What each device has of a tensor's positions."""
-    known = _known(tensor, devices, set())
-    if known is None:
+    """What each device has of a tensor's positions.
+
+    The operations lead past the whole, and so does the gradient of a step, which goes back along
+    them. To a tape the parts are cut from the whole: it may be asked for the gradient in that.
+    """
+    with not_recording():
+        known = _known(tensor, devices, set())
+        parts = None if known is None else on_devices(devices, tf.identity, known)
+    if parts is None:
         return cut(tensor, devices)
-    return on_devices(devices, tf.identity, known)
+    if is_differentiable(tensor):
+        with tf.device(devices[0]):
+            record_operation("positions", parts, [tensor], lambda *own: [tf.concat(own, AXIS)])
+    return parts
 
 
 def goes_round(tensor: tf.Tensor, devices: Sequence[str]) -> bool:

@@ -1,20 +1,27 @@
 """Layers that treat each position of a sequence by itself: each device computes some of them."""
 
-from collections.abc import Collection
+import zlib
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
+from tfparallel.data.partition import row_ranges
 from tfparallel.extend import extended_attributes
 from tfparallel.judge.kept_attributes import plain_attributes
+from tfparallel.judge.positions import Arguments, keeps_positions_apart
 from tfparallel.layers.dropout import dropped_in_parts
 from tfparallel.layers.layer import WholeLayer
 from tfparallel.layers.parts import Parts, handing_on, on_devices, whole
 from tfparallel.layers.positions import check_lengths, cut, goes_round, joined, positions_of
-from tfparallel.seams.keras import layers_in, mask_of, set_mask
+from tfparallel.seams.keras import layers_in, mask_of, set_mask, takes_training
 
-__all__ = ["Argument", "PositionwiseDropout", "PositionwiseLayer", "arguments_of", "settings_of"]
+__all__ = ["PositionwiseDropout", "PositionwiseLayer", "arguments_of", "is_apart"]
+
+_MARKS = ("is_cut", "is_masked")
+_PLAIN = (bool, int, float, str, type(None))
+_OF_KERAS = (keras.Layer, keras.Variable, keras.random.SeedGenerator)
 
 
 class Argument(NamedTuple):
@@ -22,7 +29,7 @@ class Argument(NamedTuple):
 
     Attributes:
         path: Its place among the arguments.
-        value: Rank and type of a tensor; itself, or its type, if it is none.
+        value: Rank, type and length of a tensor; itself, or its type, if it is none.
         is_cut: Whether it is divided by positions.
         is_masked: Whether it has a mask of Keras's.
     """
@@ -43,21 +50,17 @@ def arguments_of(args: tuple, kwargs: dict) -> tuple[Argument, ...] | None:
     lengths = {leaf.shape[1] for _, leaf in leaves if _is_sequence(leaf)} - {1}
     if len(lengths) != 1:
         return None
-    # Whether it trains, a call may be told or not: it is judged both ways. So with no mask at all.
-    told = [(path, leaf) for path, leaf in leaves
-            if path != (1, "training") and (path != (1, "mask") or leaf is not None)]  # fmt: skip
-    return tuple(_argument(path, leaf) for path, leaf in told)
+    return tuple(_argument(path, leaf) for path, leaf in leaves)
 
 
 def _argument(path, leaf) -> Argument:
-    if _is_tensor(leaf):
-        value = (
-            leaf.shape.rank if tf.is_tensor(leaf) else len(leaf.shape),
-            keras.backend.standardize_dtype(leaf.dtype),
-        )
-        return Argument(path, value, _is_sequence(leaf) and leaf.shape[1] != 1, _is_masked(leaf))
-    is_plain = isinstance(leaf, bool | int | float | str | None)
-    return Argument(path, leaf if is_plain else type(leaf))
+    if not _is_tensor(leaf):
+        is_plain = isinstance(leaf, bool | int | float | str | None)
+        return Argument(path, leaf if is_plain else type(leaf))
+    is_cut, dtype = _is_sequence(leaf), keras.backend.standardize_dtype(leaf.dtype)
+    length = leaf.shape[1] if is_cut else None
+    value = (leaf.shape.rank if tf.is_tensor(leaf) else len(leaf.shape), dtype, length)
+    return Argument(path, value, is_cut and length != 1, _is_masked(leaf))
 
 
 def _is_tensor(leaf) -> bool:
@@ -77,15 +80,26 @@ def _is_sequence(leaf) -> bool:
     return rank > 2 or not tf.as_dtype(leaf.dtype).is_floating
 
 
-def settings_of(layer: keras.Layer) -> dict:
+def _settings_of(layer: keras.Layer) -> str:
     """What the calls of a layer may depend on, beside its weights: what was judged, no other."""
-    own = extended_attributes(layer)
-    found = {key: value for key, value in plain_attributes(layer).items() if key[1] not in own}
-    return found | {
-        id(part): part.trainable
-        for part in layers_in(layer)
-        if not type(part).__module__.startswith("keras.")
-    }
+    own, found = extended_attributes(layer), [sorted(plain_attributes(layer).items(), key=repr)]
+    for part in layers_in(layer):
+        found += [
+            (name, _setting(value))
+            for name, value in vars(part).items()
+            if name not in own and not isinstance(value, _OF_KERAS)
+        ]
+        found += [part.trainable] if not type(part).__module__.startswith("keras.") else []
+    return repr(found)
+
+
+def _setting(value):
+    if isinstance(value, np.ndarray):
+        return zlib.crc32(value.tobytes())
+    if callable(value) or not hasattr(value, "__dict__"):
+        return id(value) if callable(value) else None
+    own = vars(value).items()
+    return {name: each if isinstance(each, _PLAIN) else id(each) for name, each in own}
 
 
 class SequenceLayer(WholeLayer):
@@ -109,29 +123,26 @@ def _known_whole(value):
 
 
 class PositionwiseLayer(SequenceLayer):
-    """Extends a layer that was judged: it is called with the positions of each device.
+    """Extends a layer that keeps positions apart: it is called with those of each device.
 
-    A call that is not one of those that were judged reads the whole sequence.
+    Each kind of call is judged when it is first made; one that mixes positions reads the whole.
     """
 
-    _judged: Collection[tuple[Argument, ...]]
-    _settings_judged: dict
+    _judgements: dict
 
     def __call__(self, *args, **kwargs):
         args, kwargs = keras.tree.map_structure(whole, (args, kwargs))
-        arguments = arguments_of(args, kwargs)
-        is_judged = arguments in self._judged and settings_of(self) == self._settings_judged
-        if not is_judged or self._has_penalties:
+        arguments, devices = arguments_of(args, kwargs), self._devices
+        if arguments is None or not is_apart(self, args, kwargs, len(devices)):
             return super().__call__(*args, **kwargs)
-        leaves, devices = keras.tree.flatten_with_path((args, kwargs)), self._devices
-        paths = {each.path for each in arguments if each.is_cut}
-        sequences = [leaf for path, leaf in leaves if path in paths]
+        leaves = keras.tree.flatten((args, kwargs))
+        sequences = [leaf for leaf, each in zip(leaves, arguments, strict=True) if each.is_cut]
         if not goes_round(sequences[0], devices):
             return super().__call__(*args, **kwargs)
         check_lengths(sequences)
         parts = [
-            _with_masks(leaf, devices) if path in paths else [leaf] * len(devices)
-            for path, leaf in leaves
+            _with_masks(leaf, devices) if each.is_cut else [leaf] * len(devices)
+            for leaf, each in zip(leaves, arguments, strict=True)
         ]
         call = super(WholeLayer, self).__call__
 
@@ -142,6 +153,42 @@ class PositionwiseLayer(SequenceLayer):
         with handing_on(whole):
             outputs = on_devices(devices, on_device, *parts)
         return keras.tree.map_structure(lambda *own: _joined(own, devices), *outputs)
+
+
+def is_apart(layer: keras.Layer, args: tuple, kwargs: dict, num_devices: int) -> bool:
+    """Judges a call of a layer whose arguments hold sequences, for parts on so many devices.
+
+    What is found out, with training and without, is kept for the next call of its kind.
+    """
+    kwargs = {name: value for name, value in kwargs.items() if name != "training"}
+    arguments = arguments_of(args, kwargs)
+    judgements = getattr(layer, "_judgements", None)
+    judgements = {} if judgements is None else judgements
+    key = (arguments, num_devices, _settings_of(layer))
+    if key not in judgements:
+        (length,) = {each.value[2] for each in arguments if each.is_cut}
+        sizes = [] if length is None else [rows.size for rows in row_ranges(length, num_devices)]
+        leaves = keras.tree.flatten((args, kwargs))
+        cuts, masks = ([getattr(each, name) for each in arguments] for name in _MARKS)
+        given = Arguments(leaves, cuts, masks)
+        lengths = [length, *sizes] if sizes else []
+        ways = [True, False] if takes_training(layer) else [None]
+        judgements[key] = all(
+            keeps_positions_apart(layer, _calling(layer, (args, kwargs), way), given, lengths)
+            for way in ways
+        )
+    return judgements[key]
+
+
+def _calling(layer, structure, training):
+    plain = super(WholeLayer, layer).__call__ if isinstance(layer, WholeLayer) else layer
+
+    def call(leaves):
+        args, kwargs = keras.tree.pack_sequence_as(structure, leaves)
+        told = {} if training is None else {"training": training}
+        return plain(*args, **kwargs | told)
+
+    return call
 
 
 def _with_masks(tensor, devices) -> list[tf.Tensor]:

@@ -19,12 +19,14 @@ References:
 import keras
 import tensorflow as tf
 
+from tfparallel.extend import original_class
 from tfparallel.layers.attention_masks import AttentionDropout, AttentionMask, is_plain_mask
 from tfparallel.layers.layer import sizes_of
 from tfparallel.layers.parts import Parts, on_devices
 from tfparallel.layers.positions import goes_round, positions_of
 from tfparallel.layers.positionwise import SequenceLayer
 from tfparallel.layers.ring_attention import Block, attend
+from tfparallel.layers.split_plan import has_own_methods
 from tfparallel.seams.keras import attention_parts, drop_masks
 
 __all__ = ["ALL_TO_ALL", "RING", "SequenceAttention", "exchange_of"]
@@ -85,6 +87,7 @@ class SequenceAttention(SequenceLayer):
         if (
             return_attention_scores
             or self._has_penalties
+            or not _is_as_keras_has_it(self)
             or any(each.shape.rank != 3 or not goes_round(each, self._devices) for each in inputs)
             or not is_plain_mask(attention_mask, known)
         ):
@@ -107,7 +110,9 @@ class SequenceAttention(SequenceLayer):
         queries, values, *keys = (positions_of(each, devices) for each in inputs)
         keys = keys[0] if keys else values
         gates = None if own.gate is None else on_devices(devices, own.gate, queries)
-        queries = on_devices(devices, _scaled, on_devices(devices, own.query, queries))
+        queries = on_devices(devices, own.query, queries)
+        scale = keras.ops.cast(own.scale, queries[0].dtype)
+        queries = on_devices(devices, lambda each: each * scale, queries)
         keys, values = on_devices(devices, own.key, keys), on_devices(devices, own.value, values)
         dropout = AttentionDropout(self, queries, mask, training)
         heads = (queries[0].shape[2], keys[0].shape[2])
@@ -121,8 +126,16 @@ class SequenceAttention(SequenceLayer):
         return Parts(outputs, 1, devices, query_mask if is_handed_on else None)
 
 
-def _scaled(query):
-    return query * keras.ops.cast(query.shape[-1] ** -0.5, query.dtype)
+def _is_as_keras_has_it(layer) -> bool:
+    """Whether all that it computes is Keras's own: no method set on it, no projection replaced."""
+    own = attention_parts(layer)
+    projections = [own.query, own.key, own.value, own.output, *([own.gate] if own.gate else [])]
+    return not has_own_methods(layer) and all(
+        original_class(each) is keras.layers.EinsumDense
+        and not has_own_methods(each)
+        and each.activation in (None, keras.activations.linear, keras.activations.sigmoid)
+        for each in projections
+    )
 
 
 def _by_ring(queries, keys, values, mask, dropout, devices):

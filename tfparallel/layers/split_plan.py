@@ -42,7 +42,7 @@ from tfparallel.problems import PlacementError, Problems
 from tfparallel.seams.functional import calls_of, calls_to, functional_of, maker_of
 from tfparallel.seams.keras import layers_in
 
-__all__ = ["KINDS", "Graph", "plan"]
+__all__ = ["KINDS", "Graph", "has_own_methods", "plan"]
 
 _layers = keras.layers
 COLUMN, GATHERED, ROW, FEATURES = "column", "column, gathered", "row", "features"
@@ -319,7 +319,7 @@ def _count(layer) -> int | None:
 def _is_plain(layer) -> bool:
     # Attention hands its activity regularizer on to its projections, which may have LoRA, too.
     return layer.built and not any(
-        _has_own_methods(inner)
+        has_own_methods(inner)
         or getattr(inner, "activity_regularizer", None) is not None
         or getattr(inner, "lora_enabled", False)
         or getattr(inner, "quantization_mode", None)
@@ -327,8 +327,8 @@ def _is_plain(layer) -> bool:
     )
 
 
-def _has_own_methods(layer) -> bool:
-    """Whether a method was set on the layer, of which smaller ones know nothing."""
+def has_own_methods(layer: keras.Layer) -> bool:
+    """Whether a method was set on the layer, which others would have to call, too."""
     own = {name for name, value in vars(layer).items() if isinstance(value, _METHODS)}
     return any(hasattr(type(layer), name) for name in own - _SET_BY_KERAS)
 

@@ -239,7 +239,7 @@ def parts_planned(
         whole = dict.fromkeys(map(group.name_of, in_place))
         with problems.gathered():
             if asked.by_positions:
-                plan = sequence_plan.plan(group, whole | asked.split, shared)
+                plan = sequence_plan.plan(group, num_devices, whole | asked.split, shared)
             else:
                 how = (num_devices, whole | asked.split, asked.by_height, shared)
                 plan = split_plan.plan(group, *how, {} if group.prefix else stage_of)
@@ -271,7 +271,7 @@ def _split_layers(group, devices_of, kinds, initialize) -> None:
             continue  # It is split by itself, or was with another group.
         kind, devices = kinds.get(group.name_of(layer)), devices_of(layer)
         initialize(layer)
-        cls, attributes = _extension(group, layer, kind)
+        cls, attributes = _extension(layer, kind)
         extend(layer, cls, _first_devices=devices, **attributes)
         if not issubclass(cls, SplitLayer):
             continue
@@ -289,12 +289,12 @@ def _split_layers(group, devices_of, kinds, initialize) -> None:
             sizes[layer.name] = [tensor.shape[-1] for tensor in nodes[0].input_tensors]
 
 
-def _extension(group, layer, kind) -> tuple[type, dict]:
+def _extension(layer, kind) -> tuple[type, dict]:
     """What extends a layer, and with which attributes."""
     if kind is None:
         return WholeLayer, {}
     if kind in sequence_plan.KINDS:
-        return sequence_plan.extension_of(group, layer)
+        return sequence_plan.extension_of(layer)
     return _class_of(layer, kind), {}
 
 

@@ -123,7 +123,7 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
         return AccumulateBatches(self, sync) if sync.accumulates else EveryStep(self, sync)
 
     def _passes(self, x, y, sample_weight) -> PassResult:
-        if self.check_rows:
+        if self.check_rows and self._layout.mesh.data * self._layout.num_micro_batches > 1:
             check_rows(self, self.__call__, (x,), {"training": True}, tells=self._is_chief)
         return self.passes(x, y, sample_weight).run(x, y, sample_weight)
 

@@ -253,19 +253,22 @@ def attention_axes(layer: keras.Layer) -> Sequence[int]:
 
 
 class AttentionParts(NamedTuple):
-    """The projections of attention of several heads; the gate is None where there is none."""
+    """What attention of several heads is made of; the gate is None where there is none."""
 
     query: keras.Layer
     key: keras.Layer
     value: keras.Layer
     gate: keras.Layer | None
     output: keras.Layer
+    scale: float
 
 
 def attention_parts(layer: keras.Layer) -> AttentionParts:
-    """What attention of several heads projects by."""
-    own = [f"_{name}_dense" for name in AttentionParts._fields]
-    return AttentionParts(*(getattr(layer, name, None) for name in own))
+    """What attention of several heads projects, and scales its queries, by."""
+    names = ("query", "key", "value", "gate", "output")
+    own = [getattr(layer, f"_{name}_dense", None) for name in names]
+    scale = getattr(layer, "_inverse_sqrt_key_dim", None)
+    return AttentionParts(*own, layer._inverse_sqrt_head_dim if scale is None else scale)
 
 
 def attention_window(layer: keras.Layer) -> int | None:
