@@ -11,7 +11,7 @@ from keras import layers, ops
 
 import tfparallel
 from tests.comparison import assert_equal, seeded, state_of
-from tests.layers.test_composite import AlsoRead, Block, Deep, InTensorFlow, Twice
+from tests.layers.test_composite import AlsoAsked, AlsoRead, Block, Deep, InTensorFlow, Twice
 from tfparallel.layers.ring_attention import Block as AttentionBlock
 from tfparallel.layers.ring_attention import attend
 from tfparallel.layers.sequence_attention import ALL_TO_ALL, RING, exchange_of
@@ -121,7 +121,7 @@ def divided(build, number, **axes):
     return seeded(lambda: tfparallel.hybrid_parallel(build, mesh, DEVICES[: mesh.size]))
 
 
-@pytest.mark.parametrize("block", also_slow([Block], [InTensorFlow, AlsoRead, Twice, Deep]))
+@pytest.mark.parametrize("block", also_slow([Block], [InTensorFlow, AlsoRead, AlsoAsked, Twice, Deep]))
 def test_weights_are_those_of_one_device(block):
     build = language_model(block)
     model = divided(build, 2)
