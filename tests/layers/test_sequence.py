@@ -121,7 +121,10 @@ def divided(build, number, **axes):
     return seeded(lambda: tfparallel.hybrid_parallel(build, mesh, DEVICES[: mesh.size]))
 
 
-@pytest.mark.parametrize("block", also_slow([Block], [InTensorFlow, AlsoRead, AlsoAsked, Twice, Deep]))
+BLOCKS = [InTensorFlow, AlsoRead, AlsoAsked, Twice, Deep]
+
+
+@pytest.mark.parametrize("block", also_slow([Block], BLOCKS))
 def test_weights_are_those_of_one_device(block):
     build = language_model(block)
     model = divided(build, 2)

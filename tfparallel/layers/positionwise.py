@@ -17,7 +17,7 @@ from tfparallel.layers.parts import Parts, handing_on, on_devices, whole
 from tfparallel.layers.positions import check_lengths, cut, goes_round, joined, positions_of
 from tfparallel.seams.keras import layers_in, mask_of, set_mask, takes_training
 
-__all__ = ["PositionwiseDropout", "PositionwiseLayer", "arguments_of", "is_apart"]
+__all__ = ["Judgements", "PositionwiseDropout", "PositionwiseLayer", "arguments_of", "is_apart"]
 
 _MARKS = ("is_cut", "is_masked")
 _PLAIN = (bool, int, float, str, type(None))
@@ -122,13 +122,20 @@ def _known_whole(value):
     return joined(value.tensors, value.devices, mask_of(value))
 
 
+class Judgements:
+    """What was found out of a layer's calls: not one of its settings, in which a judge looks."""
+
+    def __init__(self):
+        self.found: dict[tuple, bool] = {}
+
+
 class PositionwiseLayer(SequenceLayer):
     """Extends a layer that keeps positions apart: it is called with those of each device.
 
     Each kind of call is judged when it is first made; one that mixes positions reads the whole.
     """
 
-    _judgements: dict
+    _judgements: "Judgements"
 
     def __call__(self, *args, **kwargs):
         args, kwargs = keras.tree.map_structure(whole, (args, kwargs))
@@ -162,10 +169,9 @@ def is_apart(layer: keras.Layer, args: tuple, kwargs: dict, num_devices: int) ->
     """
     kwargs = {name: value for name, value in kwargs.items() if name != "training"}
     arguments = arguments_of(args, kwargs)
-    judgements = getattr(layer, "_judgements", None)
-    judgements = {} if judgements is None else judgements
+    found = getattr(layer, "_judgements", Judgements()).found
     key = (arguments, num_devices, _settings_of(layer))
-    if key not in judgements:
+    if key not in found:
         (length,) = {each.value[2] for each in arguments if each.is_cut}
         sizes = [] if length is None else [rows.size for rows in row_ranges(length, num_devices)]
         leaves = keras.tree.flatten((args, kwargs))
@@ -173,11 +179,11 @@ def is_apart(layer: keras.Layer, args: tuple, kwargs: dict, num_devices: int) ->
         given = Arguments(leaves, cuts, masks)
         lengths = [length, *sizes] if sizes else []
         ways = [True, False] if takes_training(layer) else [None]
-        judgements[key] = all(
+        found[key] = all(
             keeps_positions_apart(layer, _calling(layer, (args, kwargs), way), given, lengths)
             for way in ways
         )
-    return judgements[key]
+    return found[key]
 
 
 def _calling(layer, structure, training):

@@ -12,6 +12,7 @@ from absl import logging
 from tfparallel.extend import original_class
 from tfparallel.layers.composite import Group, class_of_keras, is_composite
 from tfparallel.layers.positionwise import (
+    Judgements,
     PositionwiseDropout,
     PositionwiseLayer,
     arguments_of,
@@ -69,7 +70,7 @@ def extension_of(layer: keras.Layer) -> tuple[type, dict]:
         return SequenceAttention, {}
     if original_class(layer) is _layers.Dropout:
         return PositionwiseDropout, {}
-    return PositionwiseLayer, {"_judgements": {}}
+    return PositionwiseLayer, {"_judgements": Judgements()}
 
 
 def warn_of_whole(plans: Sequence[tuple[Group, Mapping[str, str]]]) -> None:
