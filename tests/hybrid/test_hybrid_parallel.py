@@ -262,7 +262,7 @@ WRONG = {
         {"mesh": tfparallel.Mesh(data=2), "layers_per_stage": [3]},
         "A mesh of data=2 has 2 devices. Received: 4",
     ),
-    "an axis": ({"mesh": {"datas": 2}}, "axes 'data', 'pipeline' and 'tensor'"),
+    "an axis": ({"mesh": {"datas": 2}}, "axes 'data', 'pipeline', 'tensor' and 'sequence'"),
     "a size": ({"mesh": {"data": 0}}, "whole number of devices"),
     "a schedule": ({"schedule": "2f2b"}, "`schedule` must be one of"),
     "a layer to split": (
