@@ -75,9 +75,10 @@ def run(number, length, num_steps):
 
     tfparallel.devices.split_cpu(max(number, 2))
     keras.utils.set_random_seed(SEED)
-    model = build(length)
     if number > 1:
-        model = tfparallel.hybrid_parallel(model, {"sequence": number})
+        model = tfparallel.hybrid_parallel(lambda: build(length), {"sequence": number})
+    else:
+        model = build(length)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(1e-3), loss, jit_compile=False)
     random = np.random.default_rng(SEED)

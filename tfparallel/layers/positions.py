@@ -19,7 +19,7 @@ from tfparallel.judge.positions import AXIS
 from tfparallel.layers.parts import Parts, on_devices, on_each
 from tfparallel.seams.tensorflow import not_recording, record_operation
 
-__all__ = ["check_lengths", "cut", "ends_of", "goes_round", "joined", "positions_of"]
+__all__ = ["check_lengths", "cut", "ends_of", "is_long_enough", "joined", "positions_of"]
 
 # What computes each element of the same one, or of those in its place, of its inputs. `Identity`
 # is none of them: a step takes the gradient in one, of the inputs of a stage, and must find it.
@@ -55,17 +55,20 @@ def positions_of(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
     return parts
 
 
-def goes_round(tensor: tf.Tensor, devices: Sequence[str]) -> bool:
-    """Whether each device gets a position, as far as the graph tells; else it is not worth it."""
+def is_long_enough(tensor: tf.Tensor, devices: Sequence[str]) -> bool:
+    """Whether each device gets a position; true of a length that only the step knows."""
     return tensor.shape[AXIS] is None or tensor.shape[AXIS] >= len(devices)
 
 
 def check_lengths(tensors: Sequence[tf.Tensor]) -> None:
-    """Raises, in the step, if lengths that it alone knows are not one: 1 would be repeated."""
+    """Has the step raise if sequences whose lengths it alone knows differ: 1 would be repeated."""
     if len(tensors) > 1 and tensors[0].shape[AXIS] is None:
         first, *others = (tf.shape(tensor)[AXIS] for tensor in tensors)
         tf.debugging.assert_equal(
-            tf.stack(others), first, "Sequences that are divided must be of one length."
+            tf.stack(others),
+            first,
+            "Sequences that meet in a layer are divided alike, so they must have one length. Bring "
+            "them to one, or leave the layer whole by `split={name: None}`.",
         )
 
 
@@ -78,7 +81,7 @@ def cut(tensor: tf.Tensor, devices: Sequence[str], axis: int = AXIS) -> list[tf.
 
 
 def ends_of(tensor: tf.Tensor, devices: Sequence[str]) -> list:
-    """The number of the first position on each device, and that behind the last."""
+    """The index of the first position on each device, and the length."""
     ranges = row_ranges(_length(tensor, AXIS), len(devices))
     return [*(rows.start for rows in ranges), ranges[-1].start + ranges[-1].size]
 

@@ -14,12 +14,11 @@ from tfparallel.judge.positions import Arguments, keeps_positions_apart
 from tfparallel.layers.dropout import dropped_in_parts
 from tfparallel.layers.layer import WholeLayer
 from tfparallel.layers.parts import Parts, handing_on, on_devices, whole
-from tfparallel.layers.positions import check_lengths, cut, goes_round, joined, positions_of
+from tfparallel.layers.positions import check_lengths, cut, is_long_enough, joined, positions_of
 from tfparallel.seams.keras import layers_in, mask_of, set_mask, takes_training
 
 __all__ = ["Judgements", "PositionwiseDropout", "PositionwiseLayer", "arguments_of", "is_apart"]
 
-_MARKS = ("is_cut", "is_masked")
 _PLAIN = (bool, int, float, str, type(None))
 _OF_KERAS = (keras.Layer, keras.Variable, keras.random.SeedGenerator)
 
@@ -81,7 +80,7 @@ def _is_sequence(leaf) -> bool:
 
 
 def _settings_of(layer: keras.Layer) -> str:
-    """What the calls of a layer may depend on, beside its weights: what was judged, no other."""
+    """What a layer's calls may depend on besides weights: if it changes, they are judged anew."""
     own, found = extended_attributes(layer), [sorted(plain_attributes(layer).items(), key=repr)]
     for part in layers_in(layer):
         found += [
@@ -123,7 +122,7 @@ def _known_whole(value):
 
 
 class Judgements:
-    """What was found out of a layer's calls: not one of its settings, in which a judge looks."""
+    """What was found out about a layer's calls; an object, since a judge reads plain attributes."""
 
     def __init__(self):
         self.found: dict[tuple, bool] = {}
@@ -135,7 +134,7 @@ class PositionwiseLayer(SequenceLayer):
     Each kind of call is judged when it is first made; one that mixes positions reads the whole.
     """
 
-    _judgements: "Judgements"
+    _judgements: Judgements
 
     def __call__(self, *args, **kwargs):
         args, kwargs = keras.tree.map_structure(whole, (args, kwargs))
@@ -144,7 +143,7 @@ class PositionwiseLayer(SequenceLayer):
             return super().__call__(*args, **kwargs)
         leaves = keras.tree.flatten((args, kwargs))
         sequences = [leaf for leaf, each in zip(leaves, arguments, strict=True) if each.is_cut]
-        if not goes_round(sequences[0], devices):
+        if not is_long_enough(sequences[0], devices):
             return super().__call__(*args, **kwargs)
         check_lengths(sequences)
         parts = [
@@ -163,9 +162,9 @@ class PositionwiseLayer(SequenceLayer):
 
 
 def is_apart(layer: keras.Layer, args: tuple, kwargs: dict, num_devices: int) -> bool:
-    """Judges a call of a layer whose arguments hold sequences, for parts on so many devices.
+    """Whether a call of a layer, which is given sequences, may be divided over so many devices.
 
-    What is found out, with training and without, is kept for the next call of its kind.
+    It is judged with training and without; the layer keeps the answer for calls of the same kind.
     """
     kwargs = {name: value for name, value in kwargs.items() if name != "training"}
     arguments = arguments_of(args, kwargs)
@@ -175,8 +174,8 @@ def is_apart(layer: keras.Layer, args: tuple, kwargs: dict, num_devices: int) ->
         (length,) = {each.value[2] for each in arguments if each.is_cut}
         sizes = [] if length is None else [rows.size for rows in row_ranges(length, num_devices)]
         leaves = keras.tree.flatten((args, kwargs))
-        cuts, masks = ([getattr(each, name) for each in arguments] for name in _MARKS)
-        given = Arguments(leaves, cuts, masks)
+        cut_ones = [each.is_cut for each in arguments]
+        given = Arguments(leaves, cut_ones, [each.is_masked for each in arguments])
         lengths = [length, *sizes] if sizes else []
         ways = [True, False] if takes_training(layer) else [None]
         found[key] = all(
@@ -217,7 +216,7 @@ class PositionwiseDropout(SequenceLayer):
     """Extends dropout: the mask is the whole sequence's, in parts."""
 
     def call(self, inputs, training=False):
-        is_divided = _is_sequence(inputs) and goes_round(inputs, self._devices)
+        is_divided = _is_sequence(inputs) and is_long_enough(inputs, self._devices)
         if not training or self.rate == 0 or self._has_penalties or not is_divided:
             return super().call(inputs, training=training)
         return dropped_in_parts(self, Parts(positions_of(inputs, self._devices), 1, self._devices))

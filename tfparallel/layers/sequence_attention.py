@@ -23,7 +23,7 @@ from tfparallel.extend import original_class
 from tfparallel.layers.attention_masks import AttentionDropout, AttentionMask, is_plain_mask
 from tfparallel.layers.layer import sizes_of
 from tfparallel.layers.parts import Parts, on_devices
-from tfparallel.layers.positions import goes_round, positions_of
+from tfparallel.layers.positions import is_long_enough, positions_of
 from tfparallel.layers.positionwise import SequenceLayer
 from tfparallel.layers.ring_attention import Block, attend
 from tfparallel.layers.split_plan import has_own_methods
@@ -88,7 +88,8 @@ class SequenceAttention(SequenceLayer):
             return_attention_scores
             or self._has_penalties
             or not _is_as_keras_has_it(self)
-            or any(each.shape.rank != 3 or not goes_round(each, self._devices) for each in inputs)
+            or any(each.shape.rank != 3 for each in inputs)
+            or not all(is_long_enough(each, self._devices) for each in inputs)
             or not is_plain_mask(attention_mask, known)
         ):
             return super().call(
