@@ -67,13 +67,12 @@ def test_check_devices_keeps_the_order():
 @without_gpu
 def test_check_devices_names_all_problems_at_once():
     with pytest.raises(ValueError) as caught:
-        devices.check_devices(["gpu:7", "CPU:9", "/CPU:1", "cpu:1", "one"])
+        devices.check_devices(["gpu:7", "CPU:9", "/CPU:1", "cpu:1", "one", "CPU:9"])
     message = str(caught.value)
-    assert "GPU:7 does not exist; CPU:9 does not exist" in message
-    assert "'one' is no device name such as 'GPU:0'" in message
-    assert "CPU:1 is named 2 times" in message
+    assert "'one' is no device name such as 'GPU:0'; GPU:7 does not exist; CPU:9" in message
+    assert "CPU:9 does not exist; CPU:9 is named 2 times; CPU:1 is named 2 times." in message
     assert "one of these devices: CPU:0, CPU:1, CPU:2, CPU:3" in message
-    assert "Received: devices=['gpu:7', 'CPU:9', '/CPU:1', 'cpu:1', 'one']" in message
+    assert "Received: devices=['gpu:7', 'CPU:9', '/CPU:1', 'cpu:1', 'one', 'CPU:9']" in message
     assert "`tfparallel.devices.split_cpu(10)`" in message
     assert "`tfparallel.devices.split_cpu(4)`" in message
 

@@ -97,10 +97,10 @@ def check_devices(names: Sequence[str] | int) -> list[str]:
         except ValueError:
             problems.append(f"{name!r} is no device name such as 'GPU:0'")
             continue
-        if device not in existing:
-            problems.append(f"{device} does not exist")
         checked.append(device)
     for device in dict.fromkeys(checked):
+        if device not in existing:
+            problems.append(f"{device} does not exist")
         if checked.count(device) > 1:
             problems.append(f"{device} is named {checked.count(device)} times")
     if problems:

@@ -90,6 +90,9 @@ def test_help_offers_what_a_flag_takes(capsys):
         (["train", "a.py", "--batch-size=8"], "of `train`. Here it is --global_batch_size."),
         (["train", "a.py", "--gpus=2"], "Here it is --num_devices"),
         (["train", "a.py", "--workers=2"], "Here it is --num_workers."),
+        (["train", "a.py", "--np=2"], "Here it is --num_workers."),
+        (["train", "a.py", "--nproc_per_node=2"], "Here it is --num_workers."),
+        (["launch", "--nprocs=2", "--", "b"], "Here it is --nproc_per_node."),
         (["train", "a.py", "--output=b"], "Here it is --save or --report."),
         (["train", "a.py", "--lr=1"], "The task file says it: the optimizer's, in `compile_model"),
         (["train", "a.py", "--learning_rate=1"], "The task file says it: the optimizer's"),
@@ -103,9 +106,16 @@ def test_help_offers_what_a_flag_takes(capsys):
         (["check", "a.py", "--epochs=3"], "of `check`. It is a flag of `train`."),
         (["train", "a.py", "--parallel=ddp"], "--parallel=ddp. Here it is --parallel=data."),
         (["train", "a.py", "--parallel=data-parallel"], "Did you mean --parallel=data?"),
+        (["train", "a.py", "--parallel=sequence"],
+         "Here it is --parallel=hybrid --mesh=sequence=2."),
+        (["train", "a.py", "--parallel=fsdp"], "Here it is --parallel=data --shard=parameters."),
+        (["train", "a.py", "--shard=params"], "Did you mean --shard=parameters?"),
         (["train", "a.py", "--parallel=piplin"], "Did you mean --parallel=pipeline?"),
         (["train", "a.py", "--precision=BF16"], "Here it is --precision=mixed_bfloat16."),
         (["train", BLOBS[:-3]], f"Did you mean {BLOBS}?"),
+        (["train", BLOBS, "num_devices=2"], "Did you mean --num_devices=2?"),
+        (["train", str(TASKS)], f"Received: a folder, '{TASKS}'. Name a file in it, such as "),
+        (["plan", str(ROOT / "docs")], f"Received: a folder, '{ROOT / 'docs'}'.\n"),
         (["train"], "One task file is required. Received: []. Example: tfparallel train"),
         (["bench", "allreduce"], "Received: ['allreduce']. Did you mean all_reduce?"),
         (["init", "data.csv"], "Name the data by a flag: tfparallel init task.py --data=data.csv"),
@@ -130,11 +140,12 @@ def test_one_mistake_is_told_once(capsys):
     assert "micro_batches" not in told
 
 
-def test_help_of_a_command_is_found_in_both_orders(capsys):
-    assert main(["help", "trace"]) == 0
-    first = capsys.readouterr().out
-    assert main(["trace", "--help"]) == 0
-    assert first == capsys.readouterr().out and first.startswith("usage: tfparallel trace")
+def test_help_of_a_command_is_found_in_each_order(capsys):
+    texts = []
+    for arguments in (["help", "trace"], ["--help", "trace"], ["trace", "--help"]):
+        assert main(arguments) == 0
+        texts.append(capsys.readouterr().out)
+    assert len(set(texts)) == 1 and texts[0].startswith("usage: tfparallel trace")
 
 
 def test_help_names_each_choice_once(capsys):
@@ -210,6 +221,12 @@ def test_help_loads_no_tensorflow():
         ([BLOBS, "--mesh=data=2"], "Received: --mesh=data=2 with --parallel=data. Drop --mesh"),
         ([BLOBS, "--parallel=hybrid", "--mesh=data=2,rows=2"], "Received: 'data=2,rows=2'"),
         ([BLOBS, "--parallel=hybrid", "--mesh=data=2,data=2"], "each once"),
+        ([BLOBS, "--parallel=hybrid", "--mesh=seq=2"], "data, pipeline, tensor, sequence, each"),
+        ([BLOBS, "--parallel=hybrid", "--mesh=sequence=0"], "1 or more. Received: sequence=0."),
+        (
+            [BLOBS, "--parallel=hybrid", "--mesh=sequence=2,tensor=2"],
+            "Received: a mesh of tensor=2, sequence=2. Take tensor=1 or sequence=1.",
+        ),
         (
             [BLOBS, "--parallel=hybrid", "--mesh=data=8,pipeline=2", "--global_batch_size=16"],
             "--num_micro_batches=4, for 8 replicas, with --global_batch_size=16",
@@ -235,6 +252,7 @@ def test_mistakes_of_both_commands(capsys, command, arguments, message):
     [
         (["--parallel=none", "--num_devices=4"], "one device. Received: --num_devices=4. Use"),
         (["--parallel=none", "--devices=CPU:0,CPU:1"], "one device. Received: --devices=CPU:0"),
+        (["--devices=CPU:0,CPU:90"], "In a command: --num_devices=2 --device_type=cpu."),
         (["--epochs=0"], "Received: --epochs=0"),
         (["--steps_per_epoch=0"], "Received: --steps_per_epoch=0"),
         (["--save=model.h5"], "must end in .keras. Received: --save=model.h5"),

@@ -392,7 +392,8 @@ def test_a_model_without_sequences_is_refused():
         inputs = keras.Input((WIDTH,))
         return keras.Model(inputs, layers.Dense(1)(layers.Dense(3, "relu")(inputs)))
 
-    with pytest.raises(ValueError, match="a mesh with sequence=2. Take sequence=1"):
+    message = "2 parts by positions; inputs .* mesh with sequence=2. Take sequence=1; data=2"
+    with pytest.raises(ValueError, match=message):
         divided(build, 2)
 
 

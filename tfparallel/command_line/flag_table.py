@@ -23,11 +23,15 @@ _IN_PARALLEL = "train, check, bench pipeline_job"
 _STAGES = "parallel=pipeline|hybrid|auto"
 _MATPLOTLIB = ("matplotlib", "'tfparallel[bench]'")
 _OF_RECOMPUTES = ("holds the activations", "holds inputs alone", "but for the last micro-batch")
+_PROCESSES = ("n", "np", "nproc", "nprocs", "num_processes", "workers")  # Elsewhere.
 
 # The words of PyTorch's users, and of papers.
 _PARALLELISMS = {
     "ddp": "data", "dp": "data", "mirrored": "data", "horovod": "data", "pp": "pipeline",
     "tp": "tensor", "3d": "hybrid", "mesh": "hybrid", "single": "none",
+    **dict.fromkeys(("sequence", "sp", "context", "cp"), "hybrid --mesh=sequence=2"),
+    **dict.fromkeys(("fsdp", "zero3"), "data --shard=parameters"),
+    **dict.fromkeys(("zero", "zero1"), "data --shard=optimizer"),
 }  # fmt: skip
 _PRECISIONS = {
     "16": "mixed_float16", "bf16": "mixed_bfloat16", "bfloat16": "mixed_bfloat16",
@@ -66,7 +70,7 @@ TABLE = {
                 "pipeline": "layers on two devices, with micro-batches",
             }, if_absent="data"),
         Flag("mesh", _IN_PARALLEL, "For hybrid: the number of devices along each axis: data, "
-            "pipeline, tensor.", shown="data=2,pipeline=2", read=Mesh.parse,
+            "pipeline, tensor, sequence.", shown="data=2,pipeline=2", read=Mesh.parse,
             only_with="parallel=hybrid"),
         Flag("num_trials", f"{_IN_PARALLEL}, plan", "For auto: train the first N meshes of the "
             "plan for a moment each, on a batch of the task's data, and take the fastest of "
@@ -90,13 +94,14 @@ TABLE = {
     "Workers": (
         Flag("nproc_per_node", "launch", "Workers on this host: a number, one for each GPU, "
             "one for each core, or for each GPU if there is one and else for each core.", "1",
-            "workers", elsewhere=("gpus", "n", "np", "num_gpus", "num_processes", "workers")),
+            "workers", elsewhere=("gpus", "num_gpus", *_PROCESSES)),
         Flag("nproc_per_node", "bench", "Start this many processes, a rank each.", kind="whole",
-            elsewhere=("n", "np", "num_processes", "workers"), least=2),
+            elsewhere=_PROCESSES, least=2),
         Flag("nproc_per_node", "bench train", "Numbers of workers, each on this host.",
-            ["1", "2"], "list", elsewhere=("n", "np", "num_processes", "workers")),
+            ["1", "2"], "list", elsewhere=_PROCESSES),
         Flag("num_workers", _IN_PARALLEL, "Start this many workers on this host.", kind="whole",
-            elsewhere=("workers",), least=1, only_with="parallel=data|model|pipeline|hybrid"),
+            elsewhere=("nproc_per_node", *_PROCESSES[1:]), least=1,
+            only_with="parallel=data|model|pipeline|hybrid"),
         Flag("num_ps", "launch", "For --sync=async: servers that hold the weights. They and a "
             "chief, which runs the program and deals out its batches, are started beside the "
             "workers.", kind="whole", least=1),

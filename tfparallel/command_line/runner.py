@@ -16,6 +16,7 @@ from tfparallel.activity import Activity
 from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.command_line.command_table import COMMANDS, Command
 from tfparallel.command_line.exits import StartError, UsageError, run_command
+from tfparallel.command_line.flag_table import flags_of
 from tfparallel.command_line.flags import defined, flag_problems, parsed
 from tfparallel.command_line.help import help_text
 from tfparallel.task import TaskError
@@ -93,9 +94,14 @@ def _positional_problems(name: str, command: Command, positional: list[str]) -> 
     """What is wrong with what is no flag, where the command says all of it."""
     if command.is_on_task:
         if len(positional) != 1:
-            fix = f"Example: {command.example}"
+            bare = [word for word in positional if word.partition("=")[0] in flags_of(name)]
+            fix = f"Did you mean --{bare[0]}?" if bare else f"Example: {command.example}"
             return [f"One task file is required. Received: {positional}. {fix}"]
         (path,) = positional
+        if os.path.isdir(path):
+            files = sorted(each for each in os.listdir(path) if each.endswith(".py"))
+            fix = f"Name a file in it, such as {os.path.join(path, files[0])}." if files else ""
+            return [f"A task file is required. Received: a folder, {path!r}. {fix}".rstrip()]
         if not os.path.exists(path):
             is_short = os.path.exists(f"{path}.py")
             fix = f"Did you mean {path}.py?" if is_short else "Check the path."

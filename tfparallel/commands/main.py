@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 for success, 1 if the job failed, 2 for a usage error.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["help"] and arguments[1:]:
+    if arguments[1:] and arguments[0] in ("help", "-h", "--help"):
         arguments = [*arguments[1:], "--help"]
     if arguments and arguments[0] in ("-h", "--help", "help"):
         print(usage())

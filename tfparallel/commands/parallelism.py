@@ -219,7 +219,7 @@ def start_parallelism(options: TrainOptions, facts: Mapping[str, Any]) -> Parall
             num_devices = num_devices or 2
             device_lib.split_gpu(num_devices)
         if options.devices is not None:
-            devices = device_lib.choose_devices(devices=options.devices)
+            devices = _named(options.devices)
         else:
             devices = device_lib.choose_devices(
                 num_devices=num_devices, device_type=options.device_type
@@ -283,6 +283,17 @@ def hide_gpus_if_unused(options: TrainOptions) -> None:
     named = options.devices or []
     if options.device_type == "cpu" or (bool(named) and all("cpu" in n.lower() for n in named)):
         device_lib.hide_gpus()
+
+
+def _named(names) -> list[str]:
+    try:
+        return device_lib.choose_devices(devices=names)
+    except ValueError as error:
+        if device_lib.list_devices("GPU"):
+            raise
+        raise ValueError(
+            f"{error} In a command: --num_devices={max(len(names), 2)} --device_type=cpu."
+        ) from error
 
 
 def _all_reduce(options, devices) -> dict[str, Any]:

@@ -199,10 +199,13 @@ class _Parts:
         plans = parts_planned(model, self._number, self._asked(model), stage_of)
         splits = splits_of(plans)
         if not splits:
-            axis = "tensor" if self._mesh.tensor > 1 else "sequence"
+            axis, needs = "tensor", ""
+            if self._mesh.sequence > 1:
+                axis, needs = "sequence", " by positions; inputs must be (batch, positions, …)"
             raise PlacementError(
-                f"Nothing in model '{model.name}' can be split into {self._number} parts. "
-                f"Received: a mesh with {axis}={self._number}. Take {axis}=1."
+                f"Nothing in model '{model.name}' can be split into {self._number} parts{needs}. "
+                f"Received: a mesh with {axis}={self._number}. Take {axis}=1; data="
+                f"{self._number} uses as many devices."
             )
         return splits
 
