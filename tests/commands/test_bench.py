@@ -127,11 +127,18 @@ def test_other_collectives_between_workers(arguments, ran):
     assert "Out of bounds values : 0 OK" in shown
 
 
-def test_an_unknown_algorithm_is_told_those_that_run_here_and_why_others_do_not(capsys):
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("nccl", "Received: nccl. nccl needs GPUs; CPU:0 is not one.\n"),
+        ("tf_hierarchical_copy", "Received: tf_hierarchical_copy. tf_hierarchical_copy cannot run "
+         "here: TensorFlow's leaves out one device of an odd number (3).\n"),
+        ("rign", "Received: rign. Did you mean ring?\n"),
+    ],
+)  # fmt: skip
+def test_an_algorithm_that_cannot_run_is_told_those_that_do_and_why(capsys, name, answer):
     for command in (["bench", "all_reduce"], ["check", BLOBS]):
-        name = "algorithms" if command[0] == "bench" else "all_reduce"
-        assert main([*command, "--num_devices=3", f"--{name}=nccl"]) == 2
+        flag = "algorithms" if command[0] == "bench" else "all_reduce"
+        assert main([*command, "--num_devices=3", f"--{flag}={name}"]) == 2
         error = capsys.readouterr().err
-        nccl = " nccl needs GPUs; CPU:0 is not one. "
-        for text in ("ring, ", nccl, "odd number (3)", "Received: nccl"):
-            assert text in error
+        assert "It must be one of reduce_to_one, " in error and error.endswith(answer)

@@ -115,6 +115,8 @@ def test_help_offers_what_a_flag_takes(capsys):
         (["train", BLOBS[:-3]], f"Did you mean {BLOBS}?"),
         (["train", BLOBS, "num_devices=2"], "Did you mean --num_devices=2?"),
         (["train", str(TASKS)], f"Received: a folder, '{TASKS}'. Name a file in it, such as "),
+        (["plan", BLOBS, "--parallel=data"], "Here it is --parallel=auto."),
+        (["train", BLOBS, "--epochs"], "--epochs needs a value. Received: none. Write --epochs=…"),
         (["plan", str(ROOT / "docs")], f"Received: a folder, '{ROOT / 'docs'}'.\n"),
         (["train"], "One task file is required. Received: []. Example: tfparallel train"),
         (["bench", "allreduce"], "Received: ['allreduce']. Did you mean all_reduce?"),

@@ -195,7 +195,7 @@ INTRODUCTION = """\
 # Parity: every parallelism beside one device
 
 *Written by `python -m tests.parity.table --write` from what the tests in `tests/parity`
-saw. A page that no longer tells what the tests see fails `make test`.*
+saw. `make test` fails if the page is stale.*
 
 Each row is trained by plain Keras on one device and under each parallelism, from the same seed:
 24 steps unless the case says otherwise, on batches of 17 and a last one of 2, so that no number of
@@ -210,16 +210,13 @@ epoch, is compared. A cell is the worst of its runs.
 - **reproducible**: the layer draws other random numbers than on one device; two runs of
   one seed are identical.
 - **refused**: an error before or at the first step, quoted in the footnote.
-- **not run**: the case starts from a model that is built already, which only the others take,
-  or from an option that the builder does not have. Under `MirroredStrategy(...).scope()` your code
-  builds the model, so it has fewer cases below.
+- **not run**: the builder does not take the case's built model, or its option. Under
+  `MirroredStrategy(...).scope()` your code builds the model, so it has fewer cases below.
 - Data of unknown size (a finite generator, a filtered `tf.data`): plain Keras counts a step more
-  for its end, so there one device gets the same batches in a data set that says how many they are,
-  and so do `model_parallel`, `tensor_parallel`, `pipeline_parallel` and `hybrid_parallel`, whose
-  loop is Keras's own.
-- `ScheduleFreeAdamW`: compared is what plain Keras does with `run_eagerly=True`, or with its
-  optimizer built before `fit`. Plain `compile` and `fit` set its momentum back to the weights at
-  every step, a fault of Keras 3.15 ([upstream.md](upstream.md)).
+  for its end. One device, and the parallelisms whose loop is Keras's own (`model_parallel`,
+  `tensor_parallel`, `pipeline_parallel`, `hybrid_parallel`), get the same batches, counted.
+- `ScheduleFreeAdamW`: one device runs eagerly, or builds the optimizer before `fit`; otherwise
+  Keras 3.15 resets its momentum to the weights at every step ([upstream.md](upstream.md)).
 
 `data_parallel` is `tfparallel.data_parallel(build_model)`; `MirroredStrategy` is plain
 Keras code under `tfparallel.MirroredStrategy(...).scope()`; `model_parallel` has the layers in two
@@ -228,8 +225,8 @@ stages, on two devices; `tensor_parallel` has each layer that can be split in tw
 of data x pipeline x tensor, with a micro-batch for each stage; `workers` is `data_parallel` on
 worker processes: on 2, on 3, or on 2 of two devices each (2 x 2).
 
-The cases whose models have sequences are also trained with `Mesh(sequence=2)` and with two replicas
-of that, and are exact (`tests/parity/test_sequences.py`); all others have nothing to divide there.
+Models with sequences are also trained with `Mesh(sequence=2)`, on one replica and on two: exact
+(`tests/parity/test_sequences.py`).
 """
 
 UPSTREAM = """\

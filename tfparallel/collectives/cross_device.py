@@ -6,6 +6,7 @@ which its strategies take for themselves, has no public name. TensorFlow's hiera
 out the last replica of an odd number without a word, and is refused there.
 """
 
+import difflib
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -274,14 +275,19 @@ def implementation(name: str) -> str:
 
 
 def unknown(names: Sequence[str], runnable_names: Sequence[str], refused: dict[str, str]) -> str:
-    """Returns the text of an error: these cannot run, those can, and why the others cannot."""
-    reasons = "".join(
-        f" {why}." if why.startswith(name) else f" {name} cannot: {why}."
-        for name, why in refused.items()
-    )
-    return (
-        "No such all-reduce algorithm, or none that can run here. It must be one of "
-        f"{', '.join(runnable_names)}.{reasons} Received: {', '.join(names)}."
+    """Returns the text of an error: these cannot run, and why; those can."""
+    fixes = []
+    for name in names:
+        if why := refused.get(name):
+            fixes.append(f"{why}." if why.startswith(name) else f"{name} cannot run here: {why}.")
+        elif alike := difflib.get_close_matches(name, runnable_names, n=1):
+            fixes.append(f"Did you mean {alike[0]}?")
+    return " ".join(
+        [
+            "No such all-reduce algorithm, or none that can run here. It must be one of "
+            f"{', '.join(runnable_names)}. Received: {', '.join(names)}.",
+            *fixes,
+        ]
     )
 
 

@@ -59,7 +59,8 @@ TABLE = {
                 "auto": "every mesh of the devices, the best first",
                 "model": "how many devices are needed, and which layers go where",
                 "pipeline": "what each device does, and when, with micro-batches",
-            }, elsewhere=("mode", "parallelism")),
+            }, elsewhere=("mode", "parallelism"),
+            choices_elsewhere=dict.fromkeys(("data", "hybrid", "tensor"), "auto")),
         Flag("parallel", "init", "The parallelism that the commands in the file name; the file "
             "itself suits all.",
             choices={

@@ -98,6 +98,9 @@ def parsed(command: str, values: flags.FlagValues, arguments: Sequence[str]) -> 
     except flags.IllegalFlagValueError as error:
         raise UsageError(_in_words(command, str(error))) from error
     except flags.Error as error:
+        name = str(error).removeprefix("Missing value for flag ")
+        if name != str(error):
+            raise UsageError(f"{name} needs a value. Received: none. Write {name}=…") from error
         raise UsageError(str(error)) from error
     for name, flag in flags_of(command).items():
         typed = {text.partition("=")[0] for text in spelled}
