@@ -141,8 +141,10 @@ def test_what_is_measured_is_told():
 
 
 def test_one_device_needs_no_other():
-    plan = planned(num_devices=1)
+    said = []
+    plan = planned(num_devices=1, progress=said.append)
     assert [candidate.mesh for candidate in plan.ranked] == [Mesh()]
+    assert "loss and updates" in said and not {"sums", "layers side by side"}.intersection(said)
     assert plan.first.parallelism == "none"
     assert plan.why == "one device is the only one that can be taken"
 

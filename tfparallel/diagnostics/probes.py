@@ -89,7 +89,6 @@ def main(names: Sequence[str]) -> None:
         devices.split_cpu(len(_DEVICES))
     for name in names:
         print(json.dumps({"probe": name, **PROBES[name]()}), flush=True)
-        keras.backend.clear_session()
 
 
 def _compare(**options) -> dict[str, Any]:

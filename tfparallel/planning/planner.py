@@ -147,7 +147,7 @@ def make_plan(
         in_stages=num_devices > 1 and choices.parallelism != "model",
     )
     costs, has_loss = _measured_costs(model, sizes, choices, progress)
-    machine = Machine(sum_seconds=_sum_seconds(progress))
+    machine = Machine(sum_seconds=_sum_seconds(progress)) if num_devices > 1 else Machine()
     if any(mesh.tensor > 1 for mesh in meshes):
         costs = _with_parts(model, costs, num_devices, choices.batch_size, progress)
     if num_devices > 1 and choices.parallelism != "model":  # Whose devices take turns.
