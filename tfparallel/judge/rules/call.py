@@ -52,9 +52,9 @@ class Call(NamedTuple):
         """The elements of an input, if they are known whole numbers."""
         return constant(self.given[i].value)
 
-    def axes(self, i: int, of: int = 0) -> list[int] | None:
-        """The axes of input `of` that input `i` names, counted from 0."""
-        found, rank = self.ints(i), self.rank(of)
+    def axes(self, i: int) -> list[int] | None:
+        """The axes of the first input that input `i` names, counted from 0."""
+        found, rank = self.ints(i), self.rank()
         return None if found is None or rank is None else [axis % rank for axis in found]
 
     def mixed(self, why: str) -> Mixed:
