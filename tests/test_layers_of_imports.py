@@ -53,6 +53,7 @@ PLAIN += ["commands.launch", "commands.init", "commands.bench_pipeline"]
 PLAIN += ["bench.contender", "bench.measure", "bench.table", "commands.plan_all_reduce"]
 PLAIN += ["collectives.algorithms", "collectives.cost_model", "collectives.profile"]
 PLAIN += ["planning.candidates", "planning.calibration", "planning.prediction"]
+PLAIN += ["planning.reasons"]
 PLAIN += ["activity", "layout", "texts", "flight.record", "flight.job", "commands.trace"]
 HEAVY = {"tensorflow", "keras"}
 

@@ -10,6 +10,7 @@ import pytest
 from tests.commands.command_line import ROOT, TASKS
 from tests.commands.command_line import tfparallel as run
 from tfparallel.planning.candidates import meshes_of
+from tfparallel.task import load_task
 
 BLOBS, MLP = TASKS / "blobs.py", ROOT / "models" / "mlp.py"
 
@@ -28,8 +29,11 @@ def test_plan_ranks_every_mesh(tmp_path):
         assert bool(is_shown) == (each.sequence == 1), each
     assert re.search(r"^measured in \d+ s, layer by layer, at 8 and 64 rows;", shown, re.MULTILINE)
     told = json.loads(report.read_text())
-    assert len(told["meshes"]) == 7 and told["why"] in why
-    steps = [each["step_seconds"] for each in told["meshes"] if "why_not" not in each]
+    assert len(told["meshes"]) == 9 and told["why"] in why
+    shards = {each.get("shard") for each in told["meshes"] if each["mesh"]["data"] == 4}
+    assert shards == {None, "optimizer", "parameters"}
+    can = [each for each in told["meshes"] if "why_not" not in each and "shard" not in each]
+    steps = [each["step_seconds"] for each in can]
     assert steps == sorted(steps) and min(steps) > 0
 
 
@@ -53,7 +57,8 @@ def test_a_mesh_that_cannot_be_trained_is_listed_and_the_next_is_tried():
     assert code == 0, said
     assert "; 2 meshes tried in " in shown
     lines = [line for line in shown.splitlines() if line.endswith(" the batch is divided")]
-    assert sorted(line.split()[0].rstrip(",") for line in lines) == ["data=2", "pipeline=2"]
+    refused = sorted(line.split()[0].rstrip(",") for line in lines)
+    assert refused == [*3 * ["data=2"], "pipeline=2"]  # Three times: whole, and in shares.
     assert shown.startswith(("first: one device, ", "first: tensor=2, "))
 
 
@@ -65,6 +70,10 @@ def test_what_exceeds_the_memory_is_listed_with_its_excess():
     assert shown.startswith(("first: pipeline=2, ", "first: tensor=2, "))
     code, shown, _ = run("plan", MLP, "--num_devices=2", "--device_memory=2KiB")
     assert code == 1 and shown.startswith("nothing fits 2 devices of 2 KiB: ")
+    (fits,) = re.findall(r" in (\S+ KiB) a device \(", shown.splitlines()[0])
+    memory = f"--device_memory={fits.replace(' ', '')}"
+    code, shown, _ = run("plan", MLP, "--num_devices=2", memory)  # It is enough, as was said.
+    assert code == 0, shown
 
 
 @pytest.mark.slow
@@ -87,6 +96,37 @@ def test_auto_trains_to_the_weights_of_one_device(tmp_path):
     first = told["plan"]["meshes"][0]
     assert told["configuration"]["parallel"] == first["form"]
     assert told["layout"]["mesh"] == first["mesh"]
+
+
+@pytest.mark.slow
+def test_auto_shares_out_what_is_too_large_for_a_replica(tmp_path):
+    """Its layers have no parts and no stages: what fits is shares of the weights alone."""
+    task = TASKS / "own_matrices.py"
+    limits = ["--num_devices=2", "--device_memory=1.7MiB"]
+    code, shown, said = run("plan", task, *limits)
+    assert code == 0, said
+    assert shown.startswith("first: data=2, shard=parameters, ")
+    assert shown.splitlines()[1].strip() == (
+        f"tfparallel train {task} --parallel=data --num_devices=2 --shard=parameters "
+        "--global_batch_size=64"
+    )
+    train = ["train", task, "--epochs=2", "--seed=7"]
+    for name, *form in (("none", "--parallel=none"), ("auto", "--parallel=auto", *limits)):
+        code, shown, said = run(
+            *train, *form, f"--save={tmp_path / name}.keras", f"--report={tmp_path / name}.json"
+        )
+        assert code == 0, said
+    assert shown.startswith("--parallel=auto takes data=2, shard=parameters (--parallel=data): ")
+    layers = {"tests>Mix": type(load_task(str(task)).build_model().layers[-1])}
+    one, auto = (
+        keras.models.load_model(tmp_path / f"{name}.keras", custom_objects=layers)
+        for name in ("none", "auto")
+    )
+    for whole, joined in zip(one.get_weights(), auto.get_weights(), strict=True):
+        np.testing.assert_allclose(whole, joined, rtol=0, atol=1e-5)  # Sums in another order.
+    told = json.loads((tmp_path / "auto.json").read_text())
+    assert told["shard"] == told["configuration"]["shard"] == "parameters"
+    assert told["plan"]["meshes"][0]["shard"] == "parameters"
 
 
 @pytest.mark.slow

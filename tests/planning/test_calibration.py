@@ -25,3 +25,12 @@ def test_on_busy_cores_all_calls_stand_behind_each_other():
 def test_less_than_nothing_is_nothing():
     overhead, machine = calibrated(TinySteps(1.0, 0.5, 0.5), Line(1.0, 0.0), Machine())
     assert (overhead, machine.replica_seconds, machine.call_seconds) == (0.0, 0.0, 0.0)
+
+
+def test_what_shares_take_is_laid_to_weights_and_replicas():
+    # Two replicas take 13 s, of which they update four weights; in shares each updates them, too.
+    steps = TinySteps(10.0, 13.0, shares=17.0)
+    _, machine = calibrated(steps, Line(1.0, 0.0), Machine())
+    assert machine.share_seconds == pytest.approx((17.0 - 13.0) / (2 * 4))
+    _, machine = calibrated(TinySteps(10.0, 13.0, shares=12.0), Line(1.0, 0.0), Machine())
+    assert machine.share_seconds == 0.0

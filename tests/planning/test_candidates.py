@@ -12,14 +12,19 @@ from tfparallel.planning.candidates import (
     meshes_of,
     parallelism_of,
     rank,
-    why_first,
     with_trials,
 )
+from tfparallel.planning.reasons import remedies, why_first
+from tfparallel.texts import parse_bytes
 
 ALONE = Machine(sum_seconds=lambda number, size: (number - 1) * size / 100)
 
 
-def ranked(num_devices=4, machine=ALONE, costs=None, splits=(), refusal=lambda mesh: None, **asked):
+def whole_alone(mesh, shard):
+    return "not asked for" if shard is not None else None
+
+
+def ranked(num_devices=4, machine=ALONE, costs=None, splits=(), refusal=whole_alone, **asked):
     return rank(
         costs or model(),
         num_devices,
@@ -31,7 +36,23 @@ def ranked(num_devices=4, machine=ALONE, costs=None, splits=(), refusal=lambda m
 
 
 def by_mesh(candidates):
-    return {candidate.mesh: candidate for candidate in candidates}
+    return {candidate.mesh: candidate for candidate in candidates if candidate.shard is None}
+
+
+def by_name(candidates):
+    return {candidate.name: candidate for candidate in candidates}
+
+
+def shared_out(**extra):
+    """The model, half of each of whose layers' bytes are in a weight that may be shared out."""
+    costs = model(**extra)
+    layers = [dataclasses.replace(layer, shared_bytes=(25,)) for layer in costs.layers]
+    return dataclasses.replace(costs, layers=layers)
+
+
+def with_shares(*given, costs=None, **asked):
+    costs = costs or shared_out()
+    return ranked(*given, costs=costs, refusal=lambda mesh, shard: None, **asked)
 
 
 def test_every_mesh_of_all_devices_and_one_device():
@@ -49,6 +70,10 @@ def test_every_mesh_of_all_devices_and_one_device():
     assert all(mesh.size == 12 for mesh in meshes_of(12))
     assert len(list(meshes_of(8))) == 16
     assert [candidate.mesh for candidate in ranked(1)] == [Mesh()]
+    names = [name for name in by_name(with_shares()) if "shard" in name]
+    assert sorted(names) == ["data=4, shard=optimizer", "data=4, shard=parameters"]
+    by_layers = with_shares(parallelism="model")
+    assert {candidate.shard for candidate in by_layers} == {None}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +136,7 @@ def test_sequences_are_divided_where_a_layer_can_be():
 
 def test_what_was_tried_comes_by_what_was_measured():
     predicted = ranked()
-    tried = {Mesh(data=4): 0.2, Mesh(data=2, pipeline=2): 0.1, Mesh(pipeline=4): "no such loss"}
+    tried = {"data=4": 0.2, "data=2, pipeline=2": 0.1, "pipeline=4": "no such loss"}
     found = with_trials(predicted, tried)
     assert [c.mesh for c in found[:2]] == [Mesh(data=2, pipeline=2), Mesh(data=4)]
     assert [c.step_seconds for c in found[:2]] == [0.1, 0.2]
@@ -121,12 +146,12 @@ def test_what_was_tried_comes_by_what_was_measured():
     refused = by_mesh(found)[Mesh(pipeline=4)]
     assert refused.why_not == "no such loss" and "step_seconds" not in refused.as_json()
     assert found[-1] is refused or found[-1].prediction is None
-    others = [c.mesh for c in predicted if c.why_not is None and c.mesh not in tried]
+    others = [c.mesh for c in predicted if c.why_not is None and c.name not in tried]
     assert [c.mesh for c in found if c.why_not is None][2:] == others
-    (first, *_) = found = with_trials(predicted, {Mesh(data=4): 0.2})
+    (first, *_) = found = with_trials(predicted, {"data=4": 0.2})
     assert first.as_json()["measured_seconds"] == 0.2
     assert why_first(found) == "data=4 is the only one that was tried"
-    alike = with_trials(predicted, {Mesh(data=4): 0.2, Mesh(pipeline=4): 0.199})
+    alike = with_trials(predicted, {"data=4": 0.2, "pipeline=4": 0.199})
     assert why_first(alike) == (
         "pipeline=4 and data=4 were the fastest of those tried, and are alike"
     )
@@ -164,7 +189,7 @@ def test_what_the_model_cannot_use_says_why():
     assert found[Mesh(pipeline=64)].why_not == "64 stages of 4 layers"
     assert found[Mesh(tensor=64)].why_not == "no layer can be split into 64 parts"
     assert found[Mesh(tensor=64)].prediction is None
-    refused = ranked(2, refusal=lambda mesh: "no stages" if mesh.pipeline > 1 else None)
+    refused = ranked(2, refusal=lambda mesh, shard: "no stages" if mesh.pipeline > 1 else None)
     assert by_mesh(refused)[Mesh(pipeline=2)].why_not == "no stages"
     interleaved = by_mesh(ranked(3, schedule="interleaved", chunks_per_device=2))
     assert interleaved[Mesh(pipeline=3)].why_not == "6 stages of 4 layers"
@@ -181,8 +206,116 @@ def test_micro_batches_are_those_of_the_form():
 
 
 def test_a_ranking_is_told_as_json():
-    found = [candidate.as_json() for candidate in ranked(2, device_memory=2000)]
+    found = [c.as_json() for c in ranked(2, device_memory=2000) if c.shard is None]
     assert found[0]["mesh"] == {"data": 2, "pipeline": 1, "tensor": 1, "sequence": 1}
     assert found[0]["step_seconds"] == pytest.approx(sum(found[0]["seconds"].values()))
     assert found[-1]["why_not"] == "no layer can be split into 2 parts"
     assert "step_seconds" not in found[-1]
+
+
+def test_shares_are_taken_where_memory_needs_them():
+    found = by_name(with_shares())
+    whole, optimizer, parameters = (
+        found[f"data=4{shard}"] for shard in ("", ", shard=optimizer", ", shard=parameters")
+    )
+    assert whole.held_bytes > optimizer.held_bytes > parameters.held_bytes
+    alone = dict.fromkeys(["pipeline=4", "data=2, pipeline=2"], "refused")
+
+    def first(device_memory):
+        refused = with_shares(device_memory=device_memory)
+        return with_trials(refused, alone)[0]
+
+    assert first(whole.held_bytes).name == "data=4"
+    assert first(whole.held_bytes - 1).name == "data=4, shard=optimizer"
+    needed = first(optimizer.held_bytes - 1)
+    assert (needed.name, needed.parallelism) == ("data=4, shard=parameters", "data")
+    assert needed.as_json()["shard"] == "parameters" and "shard" not in whole.as_json()
+
+
+def test_shares_that_are_hardly_faster_stay_behind():
+    """An update of 16 s for each of four copies, beside passes of 576 s on cores that are busy."""
+    busy = dataclasses.replace(ALONE, side_by_side=1.0)
+    found = with_shares(machine=busy, costs=shared_out(update=Line(1.0, 0.1)))
+    names, steps = list(by_name(found)), {c.name: c.step_seconds for c in found if c.prediction}
+    assert 0.95 < steps["data=4, shard=optimizer"] / steps["data=4"] < 1
+    slow = with_shares(machine=busy, costs=shared_out(update=Line(1.0, 0.2)))
+    assert names.index("data=4") < names.index("data=4, shard=parameters")
+    faster = [c.name for c in slow if c.mesh == Mesh(data=4)]
+    assert faster[-1] == "data=4"  # By more than 5%.
+
+
+def test_shares_are_not_taken_for_speed_where_what_is_sent_was_not_measured():
+    found = with_shares(costs=shared_out(update=Line(10.0, 10.0)))
+    steps = {c.name: c.step_seconds for c in found if c.prediction is not None}
+    assert steps["data=4, shard=optimizer"] < 0.5 * steps["data=4"]
+    assert [c.name for c in found if c.mesh == Mesh(data=4)][0] == "data=4"
+
+
+def test_what_is_faster_only_as_predicted_is_to_be_measured():
+    found = [c for c in with_shares(costs=shared_out(update=Line(1.0, 0.1))) if c.mesh.data == 4]
+    assert [c.name for c in found][0] == "data=4"
+    share = found[1].step_seconds / found[0].step_seconds
+    assert why_first(found) == (
+        f"data=4 keeps weights whole; {found[1].name} is predicted to take {share:.0%} of its "
+        "step: compare them by --num_trials=3"
+    )
+
+
+def test_trials_tell_shares_from_wholes():
+    found = with_trials(with_shares(), {"data=4": 0.2, "data=4, shard=parameters": 0.1})
+    assert [c.name for c in found[:2]] == ["data=4, shard=parameters", "data=4"]
+    assert [c.measured_seconds for c in found[:3]] == [0.1, 0.2, None]
+
+
+def would_fit(device_memory, costs=None, num_devices=4, refusal=lambda mesh, shard: None, **asked):
+    choices = Choices(ROWS, device_memory=device_memory, **asked)
+
+    def ranked_as(changed, number):
+        return rank(costs or shared_out(), number, changed, ALONE, refusal=refusal)
+
+    found = ranked_as(choices, num_devices)
+    assert found[0].why_not is not None
+    told = remedies(found, choices, num_devices, ranked_as)
+    for remedy in told:  # Each is enough by itself.
+        values, number = {}, num_devices
+        if remedy.name == "global_batch_size":
+            values = {"batch_size": remedy.value}
+        elif remedy.name == "num_devices":
+            number = remedy.value
+        elif remedy.name == "device_memory":
+            values = {"device_memory": parse_bytes(str(remedy).split(" a device")[0][3:])}
+        elif remedy.name == "recompute":
+            values = {"recompute": remedy.value}
+        else:
+            values = {"parallelism": "auto"}
+        (first, *_) = ranked_as(dataclasses.replace(choices, **values), number)
+        assert first.why_not is None, remedy
+    return {remedy.name: remedy for remedy in told}
+
+
+def test_what_would_fit_is_computed():
+    found = would_fit(300)
+    assert {name: remedy.value for name, remedy in found.items()} == {
+        "recompute": "always",
+        "global_batch_size": 24,
+        "num_devices": 8,
+        "device_memory": 316,
+    }
+    assert str(found["device_memory"]) == "in 316 B a device (pipeline=4)"
+    assert str(found["num_devices"]).startswith("on 8 devices (")
+    assert str(found["global_batch_size"]).startswith("with --global_batch_size=24 (")
+    assert found["recompute"].as_json()["recompute"] == "always"
+    assert set(would_fit(60)) == {"device_memory"}  # A layer's weights alone are more.
+
+
+def test_layers_on_devices_may_fit_as_shares():
+    """One layer, whose weight no two stages divide."""
+    costs = shared_out()
+    large = dataclasses.replace(
+        costs.layers[0], parameter_bytes=4000, trained_bytes=4000, shared_bytes=(25,) * 160
+    )
+    costs = dataclasses.replace(costs, layers=[large, *costs.layers[1:]])
+    found = would_fit(2800, costs, parallelism="model", balances=("memory",))
+    assert found["shard"].candidate.name == "data=4, shard=parameters"
+    assert str(found["shard"]).startswith("with --shard=parameters (data=4, shard=parameters: ")
+    assert "recompute" not in found and "num_devices" not in found

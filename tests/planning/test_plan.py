@@ -56,7 +56,11 @@ def planned(build_model=build, compile_model=None, num_devices=4, **options):
 
 
 def reasons(plan):
-    return {candidate.mesh: candidate.why_not for candidate in plan.ranked}
+    return {c.mesh: c.why_not for c in plan.ranked if c.shard is None}
+
+
+def reasons_of_shares(plan):
+    return {c.shard: c.why_not for c in plan.ranked if c.shard is not None}
 
 
 class Block(layers.Layer):
@@ -120,7 +124,11 @@ def test_batch_normalization_in_stages_is_a_choice():
 
 @pytest.mark.slow
 def test_an_optimizer_that_looks_at_whole_weights_has_no_parts():
-    found = reasons(planned(compile_model=compiled(keras.optimizers.Lamb())))
+    plan = planned(compile_model=compiled(keras.optimizers.Lamb()))
+    found, shared = reasons(plan), reasons_of_shares(plan)
+    assert set(shared) == {"optimizer", "parameters"}
+    said = "`shard` supports optimizers that update each"
+    assert all(why.startswith(said) for why in shared.values())
     assert found[Mesh(tensor=4)].startswith("tensor_parallel supports optimizers that update each")
     assert found[Mesh(2, 2)] is None
 
@@ -227,3 +235,42 @@ def test_a_loss_that_no_made_up_target_suits_is_not_measured():
 def test_more_at_once_do_as_much_as_one_at_least():
     model = keras.Sequential([keras.Input((256,)), layers.Dense(256, name="wide")])
     assert 1.0 <= measured_side_by_side(model, 64, {"wide": 1e-3}, 2) <= 2.0
+
+
+def test_weights_that_are_worth_it_are_shared_out():
+    """Of 4,096 elements and more, but for tables of which single rows are read."""
+
+    def build():
+        words = keras.Input((4,), dtype="int32")
+        x = layers.Embedding(100, 64, name="table")(words)
+        x = layers.Dense(128, name="large")(layers.Flatten()(x))
+        return keras.Model(words, layers.Dense(8, name="small")(x))
+
+    plan = planned(build, num_devices=2)
+    held = {c.shard: c.held_bytes for c in plan.ranked if c.mesh == Mesh(data=2)}
+    trained = 4 * (100 * 64 + 256 * 128 + 128 + 128 * 8 + 8)
+    large = 4 * 256 * 128
+    # Half of two slots, and half of what they update, which is whole in place of it.
+    assert held[None] - held["optimizer"] == pytest.approx(trained * (2 / 2 - 1 / 2), abs=8)
+    # Weight, gradient and the share of it that is updated; halves of two, and both for a moment.
+    saved = (1 + 1 + 1 / 2) * large - (1 / 2 + 1 / 2 + 2) * large
+    assert held["optimizer"] - held["parameters"] == pytest.approx(saved, abs=8)
+
+
+def test_what_would_fit_is_told():
+    plan = planned(deep, num_devices=2, device_memory=100)
+    assert plan.first is None
+    least = min(c.held_bytes for c in plan.ranked if c.held_bytes is not None)
+    (memory,) = [each for each in plan.would_fit if each.name == "device_memory"]
+    assert least <= memory.value <= 1.1 * least
+    assert plan.as_json()["would_fit"][-1]["device_memory"] == memory.value
+    assert not planned(num_devices=1).would_fit
+
+
+def test_a_sparse_input_has_no_shares_of_weights():
+    def build():
+        rows = keras.Input((8,), sparse=True)
+        return keras.Model(rows, layers.Dense(4)(rows))
+
+    found = reasons_of_shares(planned(build, num_devices=2))
+    assert found["optimizer"] is None and found["parameters"].startswith("a sparse input")

@@ -208,3 +208,57 @@ def test_large_gradients_are_held_one_at_a_time_where_none_is_added_to_another()
 def test_nothing_at_work_slows_nothing():
     assert Machine(side_by_side=1.5).slowed(0) == 1.0
     assert Machine().slowed(10) == 1.0 and math.isinf(Machine().side_by_side)
+
+
+def in_shares(**extra):
+    """The model, 20 bytes of each of whose layers are in two weights that may be shared out."""
+    layers = [dataclasses.replace(layer, shared_bytes=(12, 8)) for layer in model().layers]
+    return ModelCosts(layers, **extra)
+
+
+def test_a_replica_holds_its_share():
+    def held(shard, number=2):
+        found = predict(in_shares(), pieces(Mesh(data=number), shard=shard), ALONE)
+        return found.held_bytes[0] - 4 * 8 * ROWS // number  # Without activations.
+
+    assert held(None) == 4 * (50 + 30 + 20)
+    # Weights and gradients are whole; of slots there is a half, and of what is updated by them.
+    assert held("optimizer") == 4 * (50 + 30 + 20 / 2 + 30 / 2)
+    # Of 50 bytes 20 are shared out, and of 30 of gradients; the two largest are whole at a time.
+    assert held("parameters") == 4 * (30 + 10 + (20 + 20 + 20 + 10) / 2) + 2 * (12 + 12)
+    assert held("parameters", 4) == 4 * (30 + 10 + (20 + 20 + 20 + 10) / 4) + 2 * (12 + 12)
+
+
+def test_frozen_weights_are_kept_whole_and_have_no_gradients():
+    frozen = LayerCosts("frozen", Line(), 50, 0, 0, 0, shared_bytes=(50,))
+    planned = pieces(Mesh(data=2), counts=[1], shard="parameters")
+    found = predict(ModelCosts([frozen]), planned, ALONE)
+    assert found.held_bytes == (25 + 50,)
+    assert found.sums_seconds == 0.0
+
+
+def test_shares_are_updated_once_and_copied():
+    costs = in_shares(update=Line(1.0, 0.1))
+    adding = Machine(sum_seconds=lambda number, size: (number - 1) * size / 10, share_seconds=0.5)
+
+    def found(shard, machine=adding):
+        return predict(costs, pieces(Mesh(data=2), shard=shard), machine)
+
+    whole, optimizer, parameters = map(found, (None, "optimizer", "parameters"))
+    assert whole.copies_seconds == 0.0
+    assert whole.sums_seconds == optimizer.sums_seconds == pytest.approx(4 * 30 / 10)
+    # Each adds up its half of what is shared out; one device the rest.
+    assert parameters.sums_seconds == pytest.approx(4 * (10 + 20 / 2) / 10)
+    assert whole.update_seconds == pytest.approx(4 * (1.0 + 3.0))
+    for each in (optimizer, parameters):
+        assert each.update_seconds == pytest.approx(4 * (1.0 + 1.5))
+    assert optimizer.copies_seconds == pytest.approx(2 * 4 * 0.5 + 4 * 30 / 10)
+    # Forward and backward 20 bytes of each; and what stays whole, once.
+    assert parameters.copies_seconds == pytest.approx(2 * 4 * 0.5 + 4 * (2 * 20 + 10) / 10)
+    assert whole.passes_seconds == parameters.passes_seconds
+    # On cores that are busy all replicas' copies take turns, and of the update there is one.
+    busy = dataclasses.replace(adding, side_by_side=1.0)
+    assert found(None, busy).update_seconds == pytest.approx(2 * 4 * (1.0 + 3.0))
+    assert found("optimizer", busy).update_seconds == pytest.approx(4 * (2 * 1.0 + 3.0))
+    assert found("optimizer", busy).copies_seconds == pytest.approx(4.0 + 2 * 4 * 30 / 10)
+    assert found("parameters", busy).sums_seconds == whole.sums_seconds

@@ -15,6 +15,7 @@ from tfparallel.planning.planner import Plan
 from tfparallel.planning.prediction import Prediction
 from tfparallel.planning.trials import after_trials, batch_of
 from tfparallel.task import TaskError
+from tfparallel.variables.sharded import ShardedVariable
 
 DEVICES = [f"CPU:{i}" for i in range(4)]
 PREDICTION = Prediction(0.0, 1.0, 0.0, 0.0, (1,))
@@ -35,7 +36,7 @@ def task(build=build_model, **compiled):
     )
 
 
-def tried(a_task, meshes, *flags, num_trials=4):
+def tried(a_task, meshes, *flags, num_trials=4, shard=None, seen=lambda model: None):
     arguments = [__file__, "--parallel=auto", f"--num_trials={num_trials}", *flags]
     options = TrainOptions.of(checked("train", arguments)[0])
     candidates = [
@@ -44,13 +45,20 @@ def tried(a_task, meshes, *flags, num_trials=4):
             num_micro_batches=2 if mesh.pipeline > 1 else 1,
             layers_per_stage=(1, 1) if mesh.pipeline > 1 else (2,),
             prediction=PREDICTION,
+            shard=shard,
         )
         for mesh in meshes
     ]
     plan = Plan(candidates, Choices(16), 4, 1.0, 2, [16], True, 0.0)
     batch = batch_of(a_task, 16)
     build = trial_builder(a_task, DEVICES, options)
-    found = after_trials(plan, batch, build, options.num_trials)
+
+    def built(candidate):
+        model = build(candidate)
+        seen(model)
+        return model
+
+    found = after_trials(plan, batch, built, options.num_trials)
     return {candidate.mesh: candidate for candidate in found.ranked}
 
 
@@ -118,3 +126,17 @@ def test_if_nothing_can_be_trained_the_error_says_why():
 
     with pytest.raises(TaskError, match=r"No mesh could be trained\. Received: one device: There"):
         tried(task(build), [Mesh(), Mesh(data=2)])
+
+
+def test_what_replicas_share_out_is_shared_out_in_the_trial():
+    shared = []
+
+    def seen(model):
+        shared.append([isinstance(v, ShardedVariable) for v in model.trainable_variables])
+
+    def build():
+        return keras.Sequential([keras.Input((8,)), keras.layers.Dense(512), keras.layers.Dense(4)])
+
+    (found,) = tried(task(build), [Mesh(data=2)], shard="parameters", seen=seen).values()
+    assert found.name == "data=2, shard=parameters" and found.measured_seconds > 0
+    assert shared == [[True, False, False, False]]

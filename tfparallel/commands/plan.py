@@ -16,7 +16,7 @@ from absl import flags
 from tfparallel import devices as device_lib
 from tfparallel.command_line.exits import UsageError
 from tfparallel.command_line.options import TrainOptions
-from tfparallel.commands.task_setup import nothing_fits, plan_task
+from tfparallel.commands.task_setup import nothing_fits, plan_task, what_fits
 from tfparallel.diagnostics.report import versions, write_report
 from tfparallel.layout.drawing import as_text, write_picture, write_trace
 from tfparallel.layout.simulator import theoretical_bubble
@@ -70,6 +70,8 @@ def _command(path: str, options: TrainOptions, candidate: Candidate) -> str:
         parts.append(f"--mesh={str(mesh).replace(', ', ',')}")
     elif mesh.size > 1:
         parts.append(f"--num_devices={mesh.size}")
+    if candidate.shard is not None:
+        parts.append(f"--shard={candidate.shard}")
     if mesh.pipeline > 1 and parallelism != "model":
         parts.append(f"--num_micro_batches={candidate.num_micro_batches}")
         for name in ("schedule", "chunks_per_device", "recompute"):
@@ -94,7 +96,7 @@ def _all_meshes(path: str, options: TrainOptions, plan: Plan) -> _View:
     else:
         measured = "" if first.measured_seconds is None else ", measured"
         head = [
-            f"first: {first.mesh}, {seconds_text(first.step_seconds)} a step{measured}; the "
+            f"first: {first.name}, {seconds_text(first.step_seconds)} a step{measured}; the "
             "command:",
             f"  {_command(path, options, first)}",
             f"why: {plan.why}",
@@ -104,18 +106,19 @@ def _all_meshes(path: str, options: TrainOptions, plan: Plan) -> _View:
 
 def _table(plan: Plan) -> list[str]:
     head = ("tried",) if plan.num_trials else ()
-    rows = [("mesh", *head, "step", "passes", "sums", "updates", "memory a device", "")]
+    rows = [("mesh", *head, "step", "passes", "sums", "updates", "shares", "memory a device", "")]
     for candidate in plan.ranked:
-        name = str(candidate.mesh)
+        name = candidate.name
         measured = candidate.measured_seconds
         own_trial = ["–" if measured is None else seconds_text(measured)] * len(head)
         if candidate.prediction is None:
-            rows.append((name, *own_trial, *5 * ["–"], candidate.why_not))
+            rows.append((name, *own_trial, *6 * ["–"], candidate.why_not))
             continue
         if candidate.mesh.pipeline > 1:
             name += f", {candidate.num_micro_batches} micro-batches"
         own = candidate.prediction
         seconds = (own.step_seconds, own.passes_seconds, own.sums_seconds, own.update_seconds)
+        seconds = (*seconds, own.copies_seconds)
         texts = (*own_trial, *map(seconds_text, seconds), size_text(candidate.held_bytes))
         rows.append((name, *texts, candidate.why_not or ""))
     return aligned(rows)
@@ -159,8 +162,7 @@ def _layers_on_devices(path: str, options: TrainOptions, plan: Plan) -> _View:
         over = min(largest.values()) - options.device_memory
         lines = [
             f"does not fit {plan.num_devices} devices{limit}: the best cut misses by "
-            f"{size_text(over)} on its largest stage. Take more devices, a smaller batch, an "
-            "optimizer with less state, or smaller layers.",
+            f"{size_text(over)} on its largest stage. {what_fits(plan)}",
             "",
         ]
     else:
@@ -250,7 +252,7 @@ def _one_pipeline(path: str, options: TrainOptions, plan: Plan) -> _View:
         ),
     ]
     if candidate.why_not is not None:
-        lines += ["", f"does not fit: {candidate.why_not}"]
+        lines += ["", f"does not fit: {candidate.why_not}. {what_fits(plan)}"]
     return lines, {
         "schedule": schedule.name,
         "num_micro_batches": schedule.num_micro_batches,

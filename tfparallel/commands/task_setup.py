@@ -31,6 +31,7 @@ __all__ = [
     "start_chosen_parallelism",
     "trial_builder",
     "use_precision",
+    "what_fits",
 ]
 
 _BALANCES = {"model": ("memory",), "pipeline": ("time",), "auto": BALANCES}
@@ -102,7 +103,7 @@ def start_chosen_parallelism(
     if first.mesh.pipeline > 1:  # The very stages whose step was predicted.
         cut = {**parallelism.cut, "layers_per_stage": first.layers_per_stage}
         parallelism = dataclasses.replace(parallelism, cut=cut)
-    parallelism.say(f"--parallel=auto takes {first.mesh} (--parallel={first.parallelism}): {why}")
+    parallelism.say(f"--parallel=auto takes {first.name} (--parallel={first.parallelism}): {why}")
     return parallelism, chosen, plan
 
 
@@ -141,6 +142,7 @@ def _chosen(options: TrainOptions, first: Candidate, devices: list[str]) -> Trai
     chosen: dict[str, Any] = {
         "parallel": first.parallelism,
         "num_trials": 0,
+        "shard": first.shard,
         "devices": tuple(devices[: mesh.size]) if by_name else None,
         "num_devices": None if by_name else mesh.size,
     }
@@ -210,10 +212,17 @@ def nothing_fits(plan: Plan) -> str:
     of_devices = f"{counted(plan.num_devices, 'device')} of {limit}"
     least = min((c for c in plan.ranked if c.held_bytes is not None), key=lambda c: c.held_bytes)
     return (
-        f"nothing fits {of_devices}: {least.mesh} comes closest, {least.why_not}. Take more "
-        "devices, a smaller batch, --recompute=always, an optimizer with less state, or smaller "
-        "layers."
+        f"nothing fits {of_devices}: {least.name} comes closest, {least.why_not}. "
+        f"{what_fits(plan)}"
     )
+
+
+def what_fits(plan: Plan) -> str:
+    """Says what would make something fit, each by itself."""
+    if not plan.would_fit:
+        return "Take an optimizer with less state, or smaller layers."
+    *others, last = map(str, plan.would_fit)
+    return f"It fits {'; '.join(others)}{'; or ' * bool(others)}{last}."
 
 
 def trial_builder(
@@ -239,7 +248,8 @@ def trial_builder(
         if candidate.parallelism == "hybrid":
             cut |= {"mesh": mesh, "allow_independent_workers": True}
             cut |= {"batch_normalization": options.batch_normalization}
-        chosen = Parallelism(candidate.parallelism, list(devices[: mesh.size]), cut=cut)
+        own = list(devices[: mesh.size])
+        chosen = Parallelism(candidate.parallelism, own, cut=cut, shard=candidate.shard)
         try:
             model = chosen.build(task.build_model)
         except UsageError as error:  # Of this mesh, and not of the next.

@@ -72,6 +72,7 @@ class LayerCosts:
         whole_share: The share of its seconds that does not get less in a part: a part reads whole
             inputs, or makes whole outputs. None: what is fixed.
         whole_weights: The share of its weights that parts do not divide.
+        shared_bytes: Of each weight of which replicas may keep shares.
         forward_share: The share of its seconds that the forward pass takes. It is one of the three
             products of a layer: outputs, and the gradients of inputs and of weights.
     """
@@ -88,6 +89,7 @@ class LayerCosts:
     update_bytes: int = 0
     whole_share: float | None = None
     whole_weights: float = 0.0
+    shared_bytes: tuple[int, ...] = ()
     forward_share: float = FORWARD_SHARE
 
     def part_seconds(self, rows: float, num_parts: int) -> float:
@@ -100,6 +102,21 @@ class LayerCosts:
         """Of parameters, slots and the gradients that are held at once."""
         gradients = self.trained_bytes if all_gradients else self.gradient_bytes
         return self.parameter_bytes + self.slot_bytes + gradients
+
+    def state_bytes_of_share(self, shard: str, num_replicas: int) -> float:
+        """The same of one of so many replicas that share it out; all gradients are held at once.
+
+        Args:
+            shard: "optimizer" or "parameters".
+            num_replicas: How many.
+        """
+        shared = sum(self.shared_bytes) if shard == "parameters" else 0
+        of_gradients = min(shared, self.trained_bytes)
+        # What is frozen is kept whole from the forward to the backward pass.
+        whole = self.parameter_bytes - of_gradients + self.trained_bytes - of_gradients
+        # Beside a whole weight the optimizer keeps a share of it, which it updates.
+        copied = self.trained_bytes - of_gradients
+        return whole + (shared + of_gradients + self.slot_bytes + copied) / num_replicas
 
     def held_bytes(self, rows: float, all_gradients: bool) -> float:
         """Of its state, and of what a piece leaves for the backward pass."""
@@ -186,12 +203,14 @@ class Machine:
         sum_seconds: What it takes to add up tensors of so many devices, `(number, size_bytes)`.
         call_seconds: What the call of a stage takes beside its layers.
         replica_seconds: What a replica adds to a step beside its layers.
+        share_seconds: What a replica's share of a weight adds, whatever its size.
     """
 
     side_by_side: float = math.inf
     sum_seconds: Callable[[int, float], float] = lambda number, size_bytes: 0.0
     call_seconds: float = 0.0
     replica_seconds: float = 0.0
+    share_seconds: float = 0.0
 
     def slowed(self, num_at_work: float) -> float:
         """How many times as long everything takes while so many devices are at work."""

@@ -1,8 +1,8 @@
 """What a mesh adds to a step beside the layers: a tiny model's step beyond its prediction.
 
-Two small layers are trained as they are, on two replicas, and in two stages. The first is what any
-step takes. What the others take beyond their predictions is laid to replicas, and to the calls of
-stages.
+Two small layers are trained as they are, on two replicas, on two that share out the optimizer, and
+in two stages. The first is what any step takes. What the others take beyond their predictions is
+laid to replicas, to the shares of weights, and to the calls of stages.
 """
 
 import dataclasses
@@ -27,15 +27,17 @@ class TinySteps:
         alone: On one device.
         replicas: On two replicas; None where it was not measured.
         stages: In two stages; likewise.
+        shares: On two replicas that share out the optimizer; likewise.
     """
 
     alone: float
     replicas: float | None = None
     stages: float | None = None
+    shares: float | None = None
 
 
 def calibrated(steps: TinySteps, update: Line, machine: Machine) -> tuple[float, Machine]:
-    """Returns what any step takes, and the machine with what replicas and calls take.
+    """Returns what any step takes, and the machine with what replicas, shares and calls take.
 
     Args:
         steps: What was measured.
@@ -49,6 +51,10 @@ def calibrated(steps: TinySteps, update: Line, machine: Machine) -> tuple[float,
     if steps.replicas is not None:
         more = steps.replicas - _tiny(costs, Mesh(data=2), machine).step_seconds
         machine = dataclasses.replace(machine, replica_seconds=max(more, 0.0) / 2)
+    if steps.shares is not None:
+        more = steps.shares - _tiny(costs, Mesh(data=2), machine, "optimizer").step_seconds
+        number = 2 * len(layers) * NUM_WEIGHTS
+        machine = dataclasses.replace(machine, share_seconds=max(more, 0.0) / number)
     if steps.stages is not None:
         more = steps.stages - _tiny(costs, Mesh(pipeline=2), machine).step_seconds
         with_calls = dataclasses.replace(machine, call_seconds=_CALL)
@@ -57,8 +63,10 @@ def calibrated(steps: TinySteps, update: Line, machine: Machine) -> tuple[float,
     return overhead, machine
 
 
-def _tiny(costs: ModelCosts, mesh: Mesh, machine: Machine) -> Prediction:
+def _tiny(
+    costs: ModelCosts, mesh: Mesh, machine: Machine, shard: str | None = None
+) -> Prediction:
     number = NUM_MICRO_BATCHES if mesh.pipeline > 1 else 1
     schedule = make_schedule("1f1b", mesh.pipeline, number)
     counts = [len(costs.layers) // mesh.pipeline] * mesh.pipeline
-    return predict(costs, Pieces(mesh, NUM_ROWS, schedule, counts), machine)
+    return predict(costs, Pieces(mesh, NUM_ROWS, schedule, counts, shard=shard), machine)

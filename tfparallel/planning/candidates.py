@@ -1,11 +1,13 @@
 """Which mesh is the fastest of those that fit: all of them, by predicted steps or by trials.
 
 Candidates are the meshes that take all devices, and one device alone: where devices share cores,
-nothing else may be as fast. What the model cannot use, or what exceeds a device's memory, is listed
-behind them, with the reason. Where the parallelism is given, they are its own.
+nothing else may be as fast. Replicas of whole models come three times: as they are, sharing out the
+optimizer, or the weights too. What the model cannot use, or what exceeds a device's memory, is
+listed behind them, with the reason. Where the parallelism is given, they are its own.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,22 +16,23 @@ from tfparallel.layout.mesh import Mesh
 from tfparallel.layout.model_costs import Machine, ModelCosts
 from tfparallel.layout.schedule import ScheduleError, make_schedule
 from tfparallel.planning.prediction import Pieces, Prediction, predict
-from tfparallel.texts import seconds_text, size_text
+from tfparallel.texts import size_text
 
 __all__ = [
     "BALANCES",
+    "CLOSE",
     "Candidate",
     "Choices",
     "parallelism_of",
     "meshes_of",
     "rank",
-    "why_first",
     "with_trials",
 ]
 
 BALANCES = ("time", "both", "memory")
 _NUM_MICRO_BATCHES, _NUM_MICRO_BATCHES_OF_A_REPLICA = 8, 4  # As the builders have it.
-_WITHIN = 0.05  # Steps that differ by less may be measured the other way round.
+CLOSE = 0.05  # Steps that differ by less may be measured the other way round.
+_SHARDS = ("optimizer", "parameters")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +68,11 @@ class Choices:
             return [Mesh(pipeline=num_devices)]
         return list(dict.fromkeys([Mesh(), *meshes_of(num_devices)]))
 
+    def shards(self, mesh: Mesh) -> tuple[str | None, ...]:
+        """Returns what the replicas of a mesh may share out, None for nothing."""
+        are_whole_models = self.parallelism == "auto" and mesh.data == mesh.size > 1
+        return (None, *_SHARDS) if are_whole_models else (None,)
+
     def num_pieces(self, mesh: Mesh) -> int:
         """Returns the micro-batches of a replica: as many as the builder would take."""
         if mesh.pipeline == 1 or self.parallelism == "model":
@@ -78,7 +86,7 @@ class Choices:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A mesh, and what is said of it.
+    """A mesh, what its replicas share out, and what is said of it.
 
     Attributes:
         mesh: The mesh.
@@ -89,6 +97,7 @@ class Candidate:
         balance: By what it is cut; None without a pipeline.
         measured_seconds: What a step took when the mesh was tried; None if it was not.
         is_placed: Whether its stages are layers on devices, without micro-batches.
+        shard: What its replicas share out: "optimizer", "parameters", or None for nothing.
     """
 
     mesh: Mesh
@@ -99,6 +108,12 @@ class Candidate:
     balance: str | None = None
     measured_seconds: float | None = None
     is_placed: bool = False
+    shard: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The mesh, and what is shared out, in words."""
+        return str(self.mesh) + ("" if self.shard is None else f", shard={self.shard}")
 
     @property
     def parallelism(self) -> str:
@@ -132,7 +147,8 @@ class Candidate:
                 "bubble": self.prediction.bubble,
                 "stages": [stage.as_json() for stage in self.prediction.stages],
             }
-        given = {name: getattr(self, name) for name in ("balance", "measured_seconds", "why_not")}
+        names = ("shard", "balance", "measured_seconds", "why_not")
+        given = {name: getattr(self, name) for name in names}
         return values | {name: value for name, value in given.items() if value is not None}
 
 
@@ -175,12 +191,15 @@ def rank(
     machine: Machine,
     *,
     splits_of: Callable[[Mesh], Mapping[str, str]] = lambda mesh: {},
-    refusal: Callable[[Mesh], str | None] = lambda mesh: None,
+    refusal: Callable[[Mesh, str | None], str | None] = lambda mesh, shard: None,
 ) -> list[Candidate]:
     """Returns every candidate, the best first.
 
     Those that can be taken come by their predicted steps, layers on devices by the number of
-    devices; then those that do not fit, by their memory; then what the model cannot use.
+    devices. What shares out its state comes before the others only if it is faster by more than
+    predictions can tell apart, since more works with whole weights; and where replicas send what
+    was not measured, not before those that fit and share out less. Then come those that do not
+    fit, by their memory, and then what the model cannot use.
 
     Args:
         costs: Of the model.
@@ -188,13 +207,16 @@ def rank(
         choices: What was asked for.
         machine: What the devices share.
         splits_of: How the layers of the model are split on a mesh, by name.
-        refusal: Says why a mesh refuses the model, or None.
+        refusal: Says why a mesh, with what its replicas share out, refuses the model, or None.
     """
     found = [
-        _candidate(costs, mesh, choices, machine, splits_of, refusal)
+        _candidate(costs, mesh, shard, choices, machine, splits_of, refusal)
         for mesh in choices.meshes(num_devices)
         if mesh.sequence == 1 or splits_of(mesh)  # Most models have no sequence at all.
+        for shard in choices.shards(mesh)
     ]
+
+    seconds = _seconds_to_compare(found, is_sent=math.isinf(machine.side_by_side))
 
     def place(candidate: Candidate) -> tuple:
         if candidate.prediction is None:
@@ -203,23 +225,36 @@ def rank(
             return (1, candidate.held_bytes)
         if choices.parallelism == "model":  # As few devices as do, or all.
             return (0, candidate.mesh.size * (-1 if choices.device_memory is None else 1))
-        return (0, candidate.prediction.step_seconds)
+        return (0, seconds[candidate.name])
 
-    return sorted(found, key=place)
+    return sorted(found, key=place)  # Of two alike the one that shares out less stays first.
+
+
+def _seconds_to_compare(found: Sequence[Candidate], *, is_sent: bool) -> dict[str, float]:
+    """Steps of those that can be taken, by name, with what keeps shares from coming first."""
+    seconds: dict[str, float] = {}
+    least: dict[Mesh, float] = {}
+    for candidate in found:  # Of one mesh those that share out more come later.
+        if candidate.why_not is None:
+            own = candidate.prediction.step_seconds * (1 if candidate.shard is None else 1 + CLOSE)
+            own = max(own, least.get(candidate.mesh, 0.0) if is_sent else 0.0)
+            seconds[candidate.name] = least[candidate.mesh] = own
+    return seconds
 
 
 def with_trials(
-    ranked: Sequence[Candidate], trials: Mapping[Mesh, float | str]
+    ranked: Sequence[Candidate], trials: Mapping[str, float | str]
 ) -> list[Candidate]:
     """Returns candidates in the order of their trials; what was not tried stands behind.
 
     Args:
         ranked: What `rank` returned.
-        trials: The seconds of a step of each mesh that was tried, or why it could not be trained.
+        trials: The seconds of a step of each one that was tried, by its name, or why it could not
+            be trained.
     """
 
     def tried(candidate: Candidate) -> Candidate:
-        found = trials.get(candidate.mesh)
+        found = trials.get(candidate.name)
         if isinstance(found, str):
             return dataclasses.replace(candidate, prediction=None, why_not=found)
         return dataclasses.replace(candidate, measured_seconds=found)
@@ -236,61 +271,20 @@ def with_trials(
     return sorted(map(tried, ranked), key=place)
 
 
-def why_first(ranked: Sequence[Candidate]) -> str:
-    """Says in a line why the first of several is first.
-
-    Args:
-        ranked: What `rank` or `with_trials` returned.
-    """
-    fitting = [candidate for candidate in ranked if candidate.why_not is None]
-    if not fitting:
-        return "no mesh fits"
-    first, *others = fitting
-    if not others:
-        return f"{first.mesh} is the only one that can be taken"
-    second = others[0]
-    if first.measured_seconds is not None:
-        if second.measured_seconds is None:
-            return f"{first.mesh} is the only one that was tried"
-        share = first.measured_seconds / second.measured_seconds
-        if share > 1 - _WITHIN:
-            return f"{first.mesh} and {second.mesh} were the fastest of those tried, and are alike"
-        return f"{first.mesh} took {share:.0%} of the step of the next one tried, {second.mesh}"
-    own, other = first.prediction.step_seconds, second.prediction.step_seconds
-    close = [str(c.mesh) for c in others if c.prediction.step_seconds <= own * (1 + _WITHIN)]
-    if close:
-        are = "is" if len(close) == 1 else "are"
-        return (
-            f"{first.mesh} is the fastest as predicted, but within {_WITHIN:.0%} of it {are} "
-            f"{'; '.join(close)}: compare them by --num_trials={1 + len(close)}"
-        )
-    parts = {
-        name: seconds - first.prediction.parts[name]
-        for name, seconds in second.prediction.parts.items()
-    }
-    saved = max(parts, key=parts.get)
-    takes = "takes" if saved == "overhead" else "take"
-    text = (
-        f"{first.mesh} takes {own / other:.0%} of the step of the next, {second.mesh}, whose "
-        f"{saved} {takes} {seconds_text(parts[saved])} more"
-    )
-    if saved == "passes" and second.prediction.bubble > 0:
-        text += f" (its stages stand still {second.prediction.bubble:.0%} of the time)"
-    return text
-
-
-def _candidate(costs, mesh, choices, machine, splits_of, refusal) -> Candidate:
+def _candidate(costs, mesh, shard, choices, machine, splits_of, refusal) -> Candidate:
     number = choices.num_pieces(mesh)
     splits = splits_of(mesh) if mesh.parts > 1 else {}
-    why_not = _cannot_use(costs, mesh, choices, number, splits) or refusal(mesh)
+    why_not = _cannot_use(costs, mesh, choices, number, splits) or refusal(mesh, shard)
     if why_not is not None:
-        return Candidate(mesh, number, why_not=why_not)
+        return Candidate(mesh, number, why_not=why_not, shard=shard)
     try:
         schedule = _schedule(mesh, choices, number)
     except ScheduleError as error:
         return Candidate(mesh, number, why_not=str(error).partition(". Received")[0])
     is_placed = choices.parallelism == "model"
-    pieces = Pieces(mesh, choices.batch_size, schedule, (), splits, choices.recompute, is_placed)
+    pieces = Pieces(
+        mesh, choices.batch_size, schedule, (), splits, choices.recompute, is_placed, shard
+    )
     found = []
     for balance in choices.balances if mesh.pipeline > 1 else [None]:
         counts, balance = _cut(costs, pieces, balance, choices)
@@ -298,7 +292,9 @@ def _candidate(costs, mesh, choices, machine, splits_of, refusal) -> Candidate:
         over = max(prediction.held_bytes) - (choices.device_memory or float("inf"))
         why_not = f"{size_text(over)} too much for a device" if over > 0 else None
         found.append(
-            Candidate(mesh, number, counts, prediction, why_not, balance, is_placed=is_placed)
+            Candidate(
+                mesh, number, counts, prediction, why_not, balance, None, is_placed, shard
+            )
         )
     fitting = [candidate for candidate in found if candidate.why_not is None]
     if fitting:

@@ -22,15 +22,17 @@ from tfparallel.layout.model_costs import Line, Machine, ModelCosts
 from tfparallel.pipeline.batch_norm import batch_norms
 from tfparallel.pipeline.pass_writes import check_state
 from tfparallel.placement.graph import layers_in_order
-from tfparallel.placement.layer_costs import model_costs
+from tfparallel.placement.layer_costs import bytes_of, model_costs
 from tfparallel.placement.layer_timing import measured_side_by_side
 from tfparallel.placement.model_parallel import check_model
 from tfparallel.planning.calibration import calibrated
-from tfparallel.planning.candidates import Candidate, Choices, parallelism_of, rank, why_first
+from tfparallel.planning.candidates import Candidate, Choices, parallelism_of, rank
 from tfparallel.planning.part_timing import measured_whole_shares
+from tfparallel.planning.reasons import Remedy, remedies, why_first
 from tfparallel.planning.step_timing import measured_loss, measured_sum, measured_update
 from tfparallel.planning.tiny_model import measured_tiny_steps
 from tfparallel.problems import PlacementError
+from tfparallel.replication.sharding import large_weights
 from tfparallel.seams.keras import layers_in
 from tfparallel.update.optimizer_kinds import check_elementwise
 from tfparallel.variables.storageless import NeedsStorage, StoragelessModel
@@ -56,6 +58,7 @@ class Plan:
         share_in_parts: The share of the weights that a mesh's axis of parts divides; None where no
             mesh has one, or nothing can be split.
         trial_seconds: How long the trials of meshes took.
+        would_fit: If nothing fits, what would make something fit.
     """
 
     ranked: Sequence[Candidate]
@@ -68,6 +71,7 @@ class Plan:
     seconds: float
     share_in_parts: float | None = None
     trial_seconds: float = 0.0
+    would_fit: Sequence[Remedy] = ()
 
     @property
     def first(self) -> Candidate | None:
@@ -100,6 +104,7 @@ class Plan:
                 "trial_seconds": self.trial_seconds,
             },
             "share_in_parts": self.share_in_parts,
+            "would_fit": [remedy.as_json() for remedy in self.would_fit],
         }
 
 
@@ -135,7 +140,7 @@ def make_plan(
         compile_model(model)
     meshes = choices.meshes(num_devices)
     if choices.parallelism == "pipeline":
-        why_not = _refusal(model, meshes[0], choices, batch_normalization)
+        why_not = _refusal(model, meshes[0], None, choices, batch_normalization)
         if why_not is not None:
             raise PlacementError(f"The model cannot be trained in this pipeline: {why_not}.")
     sizes = _sizes(num_devices, choices)
@@ -145,6 +150,11 @@ def make_plan(
         model.optimizer,
         on_replicas=any(mesh.data > 1 for mesh in meshes),
         in_stages=num_devices > 1 and choices.parallelism != "model",
+        in_shares=any(
+            shard is not None and _shares_refused(model, shard) is None
+            for mesh in meshes
+            for shard in choices.shards(mesh)
+        ),
     )
     costs, has_loss = _measured_costs(model, sizes, choices, progress)
     machine = Machine(sum_seconds=_sum_seconds(progress)) if num_devices > 1 else Machine()
@@ -154,14 +164,18 @@ def make_plan(
         machine = _sharing(model, costs, machine, num_devices, cores, sizes[0], progress)
     overhead, machine = calibrated(tiny_steps, costs.update, machine)
     costs = dataclasses.replace(costs, overhead_seconds=overhead)
-    ranked = rank(
-        costs,
-        num_devices,
-        choices,
-        machine,
-        splits_of=functools.cache(lambda mesh: _splits(model, mesh)),
-        refusal=lambda mesh: _refusal(model, mesh, choices, batch_normalization),
-    )
+    splits = functools.cache(lambda mesh: _splits(model, mesh))
+
+    def ranked_as(choices: Choices, num_devices: int) -> list[Candidate]:
+        def refusal(mesh: Mesh, shard: str | None) -> str | None:
+            return _refusal(model, mesh, shard, choices, batch_normalization)
+
+        return rank(costs, num_devices, choices, machine, splits_of=splits, refusal=refusal)
+
+    ranked, would_fit = ranked_as(choices, num_devices), []
+    if ranked[0].why_not is not None and choices.device_memory is not None:
+        progress("what would fit")
+        would_fit = remedies(ranked, choices, num_devices, ranked_as)
     return Plan(
         ranked,
         choices,
@@ -172,6 +186,7 @@ def make_plan(
         has_loss,
         time.perf_counter() - started,
         _share_in_parts(costs) if any(mesh.tensor > 1 for mesh in meshes) else None,
+        would_fit=would_fit,
     )
 
 
@@ -194,6 +209,7 @@ def _measured_costs(model, sizes, choices, progress) -> tuple[ModelCosts, bool]:
         measures_forward=choices.parallelism == "pipeline",
         progress=progress,
     )
+    costs = _with_shares(model, costs)
     progress("loss and updates")
     losses = {rows: measured_loss(model, rows) for rows in sizes}
     has_loss = None not in losses.values()
@@ -203,6 +219,18 @@ def _measured_costs(model, sizes, choices, progress) -> tuple[ModelCosts, bool]:
         update=Line.through(measured_update(model.optimizer)),
     )
     return costs, has_loss
+
+
+def _with_shares(model, costs) -> ModelCosts:
+    """The costs, with the weights of which replicas may keep shares."""
+    large = {id(weight) for weight in large_weights(model)}
+    layers = [
+        dataclasses.replace(
+            own, shared_bytes=tuple(bytes_of(v) for v in layer.variables if id(v) in large)
+        )
+        for own, layer in zip(costs.layers, layers_in_order(model), strict=True)
+    ]
+    return dataclasses.replace(costs, layers=layers)
 
 
 def _with_parts(model, costs, num_parts, rows, progress) -> ModelCosts:
@@ -288,12 +316,25 @@ def _whole_weights(layer, split: set[int]) -> float:
     return 1 - sum(in_parts.values()) / total if total else 0.0
 
 
+def _shares_refused(model, shard: str) -> str | None:
+    """Why replicas cannot share out a state of the model, as far as that is seen; else None."""
+    try:
+        check_elementwise(model.optimizer, shares=True)
+    except ValueError as error:
+        return str(error).partition(". ")[0]
+    if shard == "parameters" and any(getattr(tensor, "sparse", False) for tensor in model.inputs):
+        return "a sparse input, of which single rows of a weight are read"
+    return None
+
+
 def _refusal(
-    model, mesh: Mesh, choices: Choices, batch_normalization: str | None
+    model, mesh: Mesh, shard: str | None, choices: Choices, batch_normalization: str | None
 ) -> str | None:
-    """Why a mesh refuses the model; None if it does not."""
+    """Why a mesh, or what its replicas share out, refuses the model; None if neither does."""
     if choices.parallelism == "model":
         return None
+    if shard is not None:
+        return _shares_refused(model, shard)
     parallelism = parallelism_of(mesh)
     try:
         if parallelism in ("pipeline", "hybrid"):

@@ -1,6 +1,6 @@
 """The step of a mesh, and what its devices hold, from what the layers cost: nothing is run.
 
-    step = overhead + passes + sums of gradients + updates
+    step = overhead + passes + sums of gradients + updates + copies of shares
 
 The passes are those of one replica, by the schedule's timeline: all replicas do the same at the
 same time. Where devices share cores, they slow each other down. While a of them are at work each
@@ -10,6 +10,10 @@ takes max(1, a/S) times as long, if S is how much more is done side by side:
 
 A split layer is on T devices, each with 1/T of what can be divided; the others are on the first
 part alone, and the other parts stand still.
+
+N replicas that share out a state (`shard=`) each update 1/N of it. What is whole in between is
+copied: the updated weights once, or, of weights that are shared out too, each one for the forward
+and again for the backward pass.
 """
 
 import dataclasses
@@ -33,6 +37,7 @@ _SUMS = {
     "vocabulary": (1, 0),
     "inside": (2, 2),  # As of a transformer's block.
 }
+_WHOLE_AT_ONCE = 2  # Of weights that are joined one after another: one is used, one arrives.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +53,7 @@ class Pieces:
         recompute: "never", "always" or "except_last".
         is_placed: Whether stages are layers on devices (`model_parallel`): each operation of one
             step, on the device of its layer.
+        shard: What replicas share out: "optimizer", "parameters", or None for nothing.
     """
 
     mesh: Mesh
@@ -57,6 +63,7 @@ class Pieces:
     splits: Mapping[str, str] = dataclasses.field(default_factory=dict)
     recompute: str = "never"
     is_placed: bool = False
+    shard: str | None = None
 
     @property
     def rows(self) -> int:
@@ -128,6 +135,7 @@ class Prediction:
         held_bytes: The most that each device of a replica holds, the first part of a stage.
         stages: In order.
         timeline: When each device of a replica does what, by itself.
+        copies_seconds: Of what replicas share out, to wholes and back.
     """
 
     overhead_seconds: float
@@ -137,6 +145,7 @@ class Prediction:
     held_bytes: tuple[int, ...]
     stages: tuple[Stage, ...] = ()
     timeline: Timeline | None = None
+    copies_seconds: float = 0.0
 
     @property
     def bubble(self) -> float:
@@ -156,6 +165,7 @@ class Prediction:
             "passes": self.passes_seconds,
             "sums of gradients": self.sums_seconds,
             "updates": self.update_seconds,
+            "copies of shares": self.copies_seconds,
         }
 
 
@@ -180,6 +190,7 @@ def predict(costs: ModelCosts, pieces: Pieces, machine: Machine) -> Prediction:
         held_bytes=tuple(_held_bytes(stages, pieces, device) for device in range(mesh.pipeline)),
         stages=tuple(stages),
         timeline=timeline,
+        copies_seconds=_copies_seconds(stages, pieces, machine) if pieces.shard else 0.0,
     )
 
 
@@ -215,7 +226,10 @@ def _stages(costs, pieces, machine):
             seconds += own
             busy += all_parts
             forward += layer.forward_share * own
-            state += share * layer.state_bytes(pieces.all_gradients)
+            if pieces.shard is None:
+                state += share * layer.state_bytes(pieces.all_gradients)
+            else:
+                state += layer.state_bytes_of_share(pieces.shard, mesh.data)
             made += share * held
         yield Stage(
             layers,
@@ -234,6 +248,26 @@ def _sums_of_parts(costs, index, kind, pieces, machine) -> float:
     size = outputs * costs.layers[index].output_bytes
     size += inputs * sum(sent for sent, readers in costs.edges.values() if index in readers)
     return machine.sum_seconds(pieces.mesh.tensor, pieces.rows * size) if size else 0.0
+
+
+def _copies_seconds(stages, pieces, machine) -> float:
+    """What N replicas do to cut and to join, beside the sums: a copied byte takes as an added one.
+
+    A share of a weight is something to do in itself, whatever its size.
+    """
+    replicas = pieces.mesh.data
+    layers = [layer for stage in stages for layer in stage.layers]
+    of_each = sum(layer.num_trained for layer in layers) * machine.share_seconds
+    size = sum(_copied_bytes(layer, pieces) for layer in layers)
+    own = machine.sum_seconds(2, size)
+    return replicas * of_each + max(own, replicas * own / machine.side_by_side)
+
+
+def _copied_bytes(layer: LayerCosts, pieces: Pieces) -> float:
+    """What a replica copies of a layer's weights in a step."""
+    gathered = sum(layer.shared_bytes) if pieces.shard == "parameters" else 0
+    updated = layer.trained_bytes - min(gathered, layer.trained_bytes)
+    return 2 * gathered + updated
 
 
 def _slowed(timeline: Timeline, at_work: Sequence[float], machine: Machine) -> float:
@@ -266,7 +300,7 @@ def _sums_seconds(stages, pieces, machine) -> float:
     replicas, more_pieces = pieces.mesh.data, pieces.schedule.num_micro_batches - 1
     longest = total = 0.0
     for stage in stages:
-        shares = [_share(layer, pieces) * layer.trained_bytes for layer in stage.layers]
+        shares = [_added_bytes(layer, pieces) for layer in stage.layers]
         for_all = sum(layer.trained_bytes for layer in stage.layers)
         for size, is_all in ((sum(shares), False), (for_all, True)):
             of_pieces = more_pieces * machine.sum_seconds(2, size)
@@ -278,20 +312,29 @@ def _sums_seconds(stages, pieces, machine) -> float:
     return max(longest, total / machine.side_by_side)
 
 
+def _added_bytes(layer: LayerCosts, pieces: Pieces) -> float:
+    """The gradients of a layer that one device adds up."""
+    if pieces.shard != "parameters":
+        return _share(layer, pieces) * layer.trained_bytes
+    shared = min(sum(layer.shared_bytes), layer.trained_bytes)  # Each adds up its own.
+    return layer.trained_bytes - shared + shared / pieces.mesh.data
+
+
 def _update_seconds(update: Line, stages, pieces, machine) -> float:
-    """Each device updates what it holds; each replica its own copies."""
+    """Each device updates what it holds; each replica its own copies, or shares of one."""
     mesh = pieces.mesh
+    copies = mesh.data if pieces.shard is None else 1
     longest = total = 0.0
     for stage in stages:
         own = all_parts = 0.0
         for layer in stage.layers:
-            share = _share(layer, pieces)
+            share = _share(layer, pieces) if pieces.shard is None else 1 / mesh.data
             of_weights = layer.num_trained * update.fixed
             of_bytes = layer.trained_bytes * update.each
             own += of_weights + share * of_bytes
             all_parts += of_weights / share + of_bytes
         longest = max(longest, own)
-        total += mesh.data * all_parts
+        total += copies * all_parts
     return max(longest, total / machine.side_by_side)
 
 
@@ -310,4 +353,14 @@ def _held_bytes(stages, pieces, device) -> int:
 
     largest = most_held(pieces.schedule.instructions[device], sizes)
     # Most activations are gone when a large weight is updated.
-    return int(sum(stage.state_bytes for stage in own) + max(largest, *updates))
+    held = sum(stage.state_bytes for stage in own) + max(largest, *updates)
+    return int(held + _whole_bytes(own, pieces))
+
+
+def _whole_bytes(stages, pieces) -> int:
+    """The weights and gradients that are whole for a moment, of those that replicas share out."""
+    if pieces.shard != "parameters":
+        return 0
+    layers = [layer for stage in stages for layer in stage.layers if layer.trained_bytes]
+    sizes = sorted(size for layer in layers for size in layer.shared_bytes)
+    return 2 * sum(sizes[-_WHOLE_AT_ONCE:])

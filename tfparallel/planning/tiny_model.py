@@ -20,7 +20,7 @@ _NUM_STEPS = 60
 
 
 def measured_tiny_steps(
-    optimizer: keras.Optimizer, *, on_replicas: bool, in_stages: bool
+    optimizer: keras.Optimizer, *, on_replicas: bool, in_stages: bool, in_shares: bool
 ) -> TinySteps:
     """Measures the steps of the tiny model; those on two devices where there are two.
 
@@ -28,13 +28,14 @@ def measured_tiny_steps(
         optimizer: One like this updates it.
         on_replicas: Whether to measure a step on two replicas.
         in_stages: Whether to measure one in two stages.
+        in_shares: Whether to measure one on two replicas that share out the optimizer.
     """
 
     def measured(under: Callable[[Callable[[], keras.Model]], keras.Model]) -> float:
         with unnoticed():
             return _step_seconds(under(_build), optimizer)
 
-    alone, replicas, stages = measured(lambda build: build()), None, None
+    alone, replicas, stages, shares = measured(lambda build: build()), None, None, None
     if on_replicas or in_stages:
         try:
             devices = device_lib.choose_devices(num_devices=2)
@@ -42,13 +43,17 @@ def measured_tiny_steps(
             return TinySteps(alone)
         if on_replicas:
             replicas = measured(lambda build: data_parallel(build, devices=devices))
+        if in_shares:
+            shares = measured(
+                lambda build: data_parallel(build, devices=devices, shard="optimizer")
+            )
         if in_stages:
             stages = measured(
                 lambda build: pipeline_parallel(
                     build, devices, NUM_MICRO_BATCHES, layers_per_stage=[1, 1]
                 )
             )
-    return TinySteps(alone, replicas, stages)
+    return TinySteps(alone, replicas, stages, shares)
 
 
 def _build() -> keras.Model:

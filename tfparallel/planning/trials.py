@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from tfparallel.callbacks.step_measures import StepTime
 from tfparallel.data.batches import batches_dataset, first_batches
-from tfparallel.layout.mesh import Mesh
 from tfparallel.planning.candidates import Candidate, with_trials
 from tfparallel.planning.planner import Plan
 from tfparallel.task import Task, TaskError
@@ -66,22 +65,22 @@ def after_trials(
         TaskError: If no mesh can be trained.
     """
     started = time.perf_counter()
-    trials: dict[Mesh, float | str] = {}
+    trials: dict[str, float | str] = {}
     error: Exception | None = None
     fitting = (candidate for candidate in plan.ranked if candidate.why_not is None)
     while sum(isinstance(trial, float) for trial in trials.values()) < num_trials:
         candidate = next(fitting, None)
         if candidate is None:
             break
-        progress(f"trying {candidate.mesh}")
+        progress(f"trying {candidate.name}")
         try:
-            trials[candidate.mesh] = _trial(candidate, batch, build)
+            trials[candidate.name] = _trial(candidate, batch, build)
         except _REFUSALS as refusal:
             if isinstance(refusal, TaskError):
                 raise
-            trials[candidate.mesh], error = _reason(refusal), refusal
+            trials[candidate.name], error = _reason(refusal), refusal
     if trials and all(isinstance(trial, str) for trial in trials.values()):
-        reasons = "; ".join(f"{mesh}: {reason}" for mesh, reason in trials.items())
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in trials.items())
         raise TaskError(f"No mesh could be trained. Received: {reasons}.") from error
     return dataclasses.replace(
         plan,

@@ -15,7 +15,7 @@ from tfparallel.update.shares import shard
 from tfparallel.variables.sharded import ShardedVariable
 from tfparallel.variables.storageless import NeedsStorage, StoragelessModel
 
-__all__ = ["build_in_shares", "optimizers_of", "shard_weights"]
+__all__ = ["build_in_shares", "large_weights", "optimizers_of", "shard_weights"]
 
 # A weight of fewer elements is not worth a collective, as DeepSpeed's
 # `stage3_param_persistence_threshold`; what an optimizer holds of it is shared out all the same.
@@ -40,7 +40,7 @@ def build_in_shares(function: Callable[[], Any], strategy) -> Any:
             return function()
     if isinstance(built.model, keras.Model):
         places = ReplicaPlaces(strategy)
-        for weight in filter(built.waits_for, _large_weights(built.model)):
+        for weight in filter(built.waits_for, large_weights(built.model)):
             shard(weight, places, built.value_of(weight))
     with strategy.scope():
         built.initialize_rest()
@@ -61,7 +61,7 @@ def shard_weights(model: keras.Model) -> None:
     places = ReplicaPlaces(model.strategy)
     extended = [each for each in optimizers_of(model) if isinstance(each, UnitOptimizer)]
     known = {key for optimizer in extended for key in trained_by(optimizer)}
-    for weight in _large_weights(model):
+    for weight in large_weights(model):
         if not isinstance(weight, ShardedVariable) and id(weight) not in known:
             shard(weight, places, tf.convert_to_tensor(weight.value))
 
@@ -75,7 +75,7 @@ def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
     return list(found.values())
 
 
-def _large_weights(model: keras.Model) -> Iterator[keras.Variable]:
+def large_weights(model: keras.Model) -> Iterator[keras.Variable]:
     """The weights that are worth it: of which no single rows are read, and which no call writes."""
     layers, writing = layers_in(model), keras.layers.SpectralNormalization
     wrapped = [layer.layer for layer in layers if isinstance(layer, writing)]
