@@ -65,6 +65,10 @@ def measure(path, *flags, options):
         mesh = row["mesh"]
         # The plan tells the first part of each stage; replicas and parts are alike.
         row["predicted_bytes"] = mesh["data"] * mesh["tensor"] * sum(row["held_bytes"])
+        # Weights that are joined for all replicas at once are counted once, in one process.
+        if row["held"] and row.get("shard") == "optimizer":
+            weights = sum(stage["parameter_bytes"] for stage in row["stages"])
+            row["held"] += (mesh["data"] - 1) * weights
     return {"plan": planned["measured"], "why": planned["why"], "rows": rows}
 
 
@@ -84,6 +88,8 @@ def table(name, found):
     lines += ["| --- | --- | --- | --- | --- | --- | --- | --- |"]
     for row in found["rows"]:
         sizes = [f"{axis}={size}" for axis, size in row["mesh"].items() if size > 1]
+        if "shard" in row:
+            sizes.append(f"shard={row['shard']}")
         told = ", ".join(sizes) or "one device"
         told += " (too large)" if "why_not" in row else ""
         step, own = 1e3 * row["step_seconds"], 1e3 * row["round_seconds"]

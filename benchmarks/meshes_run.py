@@ -81,7 +81,8 @@ def build(task, candidate, devices):
     if candidate["form"] == "none":
         return task.build_model()
     if candidate["form"] == "data":
-        return tfparallel.data_parallel(task.build_model, devices=own)
+        shard = candidate.get("shard")
+        return tfparallel.data_parallel(task.build_model, devices=own, shard=shard)
     if candidate["form"] == "tensor":
         return tfparallel.tensor_parallel(task.build_model, devices=own)
     if candidate["form"] == "pipeline":
