@@ -229,6 +229,19 @@ def test_a_replica_holds_its_share():
     assert held("parameters", 4) == 4 * (30 + 10 + (20 + 20 + 20 + 10) / 4) + 2 * (12 + 12)
 
 
+def test_shares_of_large_gradients_are_used_up_one_by_one():
+    """But for those of a clipping by the norm of all, which are held at once."""
+    clipped = LayerCosts("clipped", Line(), 50, 50, 50, 20, shared_bytes=(40,))
+    large = dataclasses.replace(clipped, gradient_bytes=10)
+
+    def held(layer, shard):
+        planned = pieces(Mesh(data=2), counts=[1], shard=shard)
+        return predict(ModelCosts([layer]), planned, ALONE).held_bytes[0]
+
+    assert held(clipped, "parameters") - held(large, "parameters") == 40 / 2
+    assert held(clipped, "optimizer") == held(large, "optimizer") == 50 + 50 + 20 / 2 + 50 / 2
+
+
 def test_frozen_weights_are_kept_whole_and_have_no_gradients():
     frozen = LayerCosts("frozen", Line(), 50, 0, 0, 0, shared_bytes=(50,))
     planned = pieces(Mesh(data=2), counts=[1], shard="parameters")

@@ -104,19 +104,21 @@ class LayerCosts:
         return self.parameter_bytes + self.slot_bytes + gradients
 
     def state_bytes_of_share(self, shard: str, num_replicas: int) -> float:
-        """The same of one of so many replicas that share it out; all gradients are held at once.
+        """The same of one of so many replicas that share it out.
+
+        All gradients are held at once, but for shares of large ones, which are used up one by one.
 
         Args:
             shard: "optimizer" or "parameters".
             num_replicas: How many.
         """
         shared = sum(self.shared_bytes) if shard == "parameters" else 0
-        of_gradients = min(shared, self.trained_bytes)
-        # What is frozen is kept whole from the forward to the backward pass.
-        whole = self.parameter_bytes - of_gradients + self.trained_bytes - of_gradients
-        # Beside a whole weight the optimizer keeps a share of it, which it updates.
-        copied = self.trained_bytes - of_gradients
-        return whole + (shared + of_gradients + self.slot_bytes + copied) / num_replicas
+        trained = min(shared, self.trained_bytes)
+        small = self.trained_bytes - trained  # Of it the optimizer keeps a share that it updates.
+        # What is frozen is kept whole, too, from the forward to the backward pass.
+        whole = self.parameter_bytes - trained + small
+        gradients = max(self.gradient_bytes - small, 0) if shared else 0
+        return whole + (shared + gradients + self.slot_bytes + small) / num_replicas
 
     def held_bytes(self, rows: float, all_gradients: bool) -> float:
         """Of its state, and of what a piece leaves for the backward pass."""
