@@ -135,8 +135,10 @@ def test_shares_of_weights_are_told_from_one_workers_own(job):
 
 @pytest.mark.part("clipped shares")
 @pytest.mark.parametrize("clipping", ["clipnorm", "clipvalue", "global_clipnorm"])
-def test_gradients_are_clipped_in_shares_too(job, clipping):
-    assert all(seen["clipped shares"][clipping] < 1e-12 for seen in job)
+@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+def test_gradients_are_clipped_in_shares_too(job, clipping, shard):
+    """Those of a table that a batch reads rows of, too."""
+    assert all(seen["clipped shares"][f"{shard}, {clipping}"] < 1e-12 for seen in job)
 
 
 @pytest.mark.part("shares that go on")

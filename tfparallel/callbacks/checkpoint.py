@@ -1,9 +1,10 @@
 """Writes the state of a run while it trains, and goes on from there when it is started again."""
 
+import collections
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -17,6 +18,7 @@ from tfparallel.collectives.group import workers_of
 from tfparallel.data.batches import EpochBatches
 from tfparallel.layout.layout import Layout
 from tfparallel.seams.keras import begin_at
+from tfparallel.variables.sharded import ShardedVariable
 
 __all__ = ["Checkpoint"]
 
@@ -140,12 +142,14 @@ class Checkpoint(keras.callbacks.Callback):
             return
         content, specs = found
         self._check(content, specs)
-        training, metrics, seeds, *unsent = self._send(content, specs)
+        training, *others = self._send(content, specs)
+        others = [list(group) for group in others]  # What is large is read one by one.
+        metrics, seeds, *unsent = others
         state.restore_training(self.model, training, seeds)
         if unsent:  # Checkpoints of former versions have none.
             names = [name for name, *_ in specs[sum(content["num_arrays"][:3]) :]]
             state.restore_unsent(self.model, names, *unsent)
-        self._metrics = list(metrics)
+        self._metrics = metrics
         self.resumed = {name: content[name] for name in ("step", "epoch", "step_in_epoch")}
         self.written_at = content["step"]
         self._epoch_start = content["step"] - content["step_in_epoch"]
@@ -220,14 +224,22 @@ class Checkpoint(keras.callbacks.Callback):
         # Workers that step by themselves have weights and metrics of their own.
         with getattr(self.model, "settled_workers", contextlib.nullcontext)():
             specs, captured = state.describe(self.model), state.capture(self.model)
-            arrays: Iterable[np.ndarray] = itertools.chain.from_iterable(captured.values())
-            if self._workers is not None or beside:
-                arrays = list(arrays)  # To read a variable may take all workers.
-        content["num_arrays"] = [len(specs[group]) for group in state.GROUPS]
-        all_specs = sum(specs.values(), [])
-        self._by_chief(
-            lambda: self._folder.write(step, all_specs, arrays, content, beside=beside)
-        )
+            arrays: Iterator[np.ndarray] = itertools.chain.from_iterable(captured.values())
+            if not self._is_spread:
+                arrays = iter(list(arrays))
+            content["num_arrays"] = [len(specs[group]) for group in state.GROUPS]
+            all_specs = sum(specs.values(), [])
+
+            def write():
+                try:
+                    self._folder.write(step, all_specs, arrays, content, beside=beside)
+                finally:
+                    if not beside:
+                        _read_rest(arrays)
+
+            if not self._is_chief:
+                _read_rest(arrays)
+            self._by_chief(write)
         self.written_at = step
 
     def _find(self):
@@ -266,15 +278,19 @@ class Checkpoint(keras.callbacks.Callback):
     def _send(self, content, specs) -> list[Iterable[np.ndarray]]:
         """Returns the chief's arrays, group by group, on all workers."""
         ends = list(itertools.accumulate(content["num_arrays"], initial=0))
-        if self._workers is None:  # One by one: the model may be on many devices.
-            return [self._found.arrays(*ends_of) for ends_of in itertools.pairwise(ends)]
-        if self._is_chief:
-            arrays = list(self._found.arrays())
-        else:
-            arrays = [np.zeros(shape, np.dtype(dtype)) for _, shape, dtype in specs]
-        tensors = [keras.ops.convert_to_tensor(array, array.dtype.name) for array in arrays]
-        arrays = [tensor.numpy() for tensor in self._workers.broadcast(tensors)]
-        return [arrays[slice(*ends_of)] for ends_of in itertools.pairwise(ends)]
+
+        def sent(start, end):
+            if self._is_chief:
+                arrays = self._found.arrays(start, end)
+            else:
+                arrays = (np.zeros(shape, np.dtype(kind)) for _, shape, kind in specs[start:end])
+            for array in arrays:
+                if self._workers is not None:
+                    tensor = keras.ops.convert_to_tensor(array, array.dtype.name)
+                    array = self._workers.broadcast([tensor])[0].numpy()
+                yield array
+
+        return [sent(*ends_of) for ends_of in itertools.pairwise(ends)]
 
     def _announcement(self) -> str:
         epoch, done = self.resumed["epoch"], self.resumed["step_in_epoch"]
@@ -298,8 +314,10 @@ class Checkpoint(keras.callbacks.Callback):
 
     @property
     def _is_spread(self) -> bool:
-        """Whether a model is on several devices, and the host may not hold a copy of it."""
-        return self._layout is not None and self._layout.num_stages * self._layout.mesh.tensor > 1
+        """Whether no device holds the model, and the host may not hold a copy of it."""
+        layout = self._layout
+        has_parts = layout is not None and layout.num_stages * layout.mesh.tensor > 1
+        return has_parts or any(isinstance(v, ShardedVariable) for v in self.model.variables)
 
     @property
     def _workers(self):
@@ -325,3 +343,8 @@ class Checkpoint(keras.callbacks.Callback):
         if error is not None:
             raise error
         return returned
+
+
+def _read_rest(arrays: Iterator[np.ndarray]) -> None:
+    """Reads what a file has not taken: the other workers read the same ones, and would wait."""
+    collections.deque(arrays, maxlen=0)

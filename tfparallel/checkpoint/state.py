@@ -31,7 +31,7 @@ from tfparallel.seams.keras import (
     make_global_seed_generator,
 )
 from tfparallel.tracing.apart import traced_apart
-from tfparallel.update.files import holds_pieces
+from tfparallel.update.files import assign, holds_pieces, value
 
 __all__ = [
     "GROUPS",
@@ -87,15 +87,18 @@ def describe(model: keras.Model) -> dict[str, list[list[Any]]]:
 
 
 def capture(model: keras.Model) -> dict[str, Iterator[np.ndarray]]:
-    """Returns the values by group, each read when it is asked for: a model may be on many devices.
+    """Returns the values by group, each read when it is asked for: no host need hold a model.
 
-    Every worker must call it: accumulators are summed over them.
+    Every worker must ask for them, in this order: accumulators are summed over them, and shares
+    are joined.
     """
-    values = summed_values(model)
+    pieces = _in_pieces(model)
+    for optimizer in filter(holds_pieces, _optimizers(model)):
+        optimizer.wait_to_save()
 
     def read(variable):
-        if id(variable) in values:
-            return values[id(variable)]
+        if id(variable) in pieces:
+            return value(*pieces[id(variable)])
         return tf.convert_to_tensor(variable.value).numpy()
 
     found = {group: map(read, variables) for group, variables in _variables(model).items()}
@@ -106,47 +109,38 @@ def capture(model: keras.Model) -> dict[str, Iterator[np.ndarray]]:
 
 
 def summed_values(model: keras.Model) -> dict[int, np.ndarray]:
-    """Returns the values that no copy of a variable holds alone: accumulators, summed over copies.
+    """Returns the values that no copy of a variable holds alone, by the `id` of the variable.
 
-    Every worker must call it: accumulators are summed over them.
-
-    Returns:
-        Values of the optimizers' variables by the `id` of the variable; those that one copy holds
-        may be left out.
+    Every worker must call it: accumulators are summed over them, and shares are joined.
     """
-    values = {}
-    for optimizer in _optimizers(model):
-        if not holds_pieces(optimizer):
-            continue
-        store: dict[str, np.ndarray] = {}
-        optimizer.save_own_variables(store)
-        for index, variable in enumerate(optimizer.variables):
-            values[id(variable)] = np.asarray(store[str(index)])
-    return values
+    return {key: value(*pieces) for key, pieces in _in_pieces(model).items()}
+
+
+def _in_pieces(model) -> dict[int, tuple]:
+    """Of the optimizers that hold shares or terms, by `id`, what reads and writes a variable."""
+    found: dict[int, tuple] = {}
+    for optimizer in filter(holds_pieces, _optimizers(model)):
+        found |= optimizer.in_pieces()
+    return found
 
 
 def restore_training(
-    model: keras.Model, training: Iterable[np.ndarray], seeds: Iterable[np.ndarray]
+    model: keras.Model, training: Iterable[np.ndarray], seeds: Sequence[np.ndarray]
 ) -> None:
     """Gives a built model, its optimizers and Keras's generator the values of `capture`."""
-    by_id: dict[int, np.ndarray] = {}
-    with_own_way = list(filter(holds_pieces, _optimizers(model)))
-    kept = {id(variable) for optimizer in with_own_way for variable in optimizer.variables}
+    pieces = _in_pieces(model)
     with model.distribute_strategy.scope():
         for variable, array in zip(_training_variables(model), training, strict=True):
-            if id(variable) in kept:
-                by_id[id(variable)] = array
+            if id(variable) in pieces:
+                group, places = pieces[id(variable)]
+                assign(group, array, places)
             else:
                 variable.assign(array)
-        for optimizer in with_own_way:
-            optimizer.load_own_variables(
-                {str(index): by_id[id(v)] for index, v in enumerate(optimizer.variables)}
-            )
         if seeds and not _seed_variables():
             with without_draws():  # A new generator takes its seed from Python's.
                 make_global_seed_generator()
-    for value in seeds:  # Outside the scope: an earlier model's strategy may have made it.
-        _seed_variables()[0].assign(value)
+    for seed in seeds:  # Outside the scope: an earlier model's strategy may have made it.
+        _seed_variables()[0].assign(seed)
 
 
 def restore_unsent(model: keras.Model, names: Sequence[str], arrays: Iterable[np.ndarray]) -> None:
@@ -191,8 +185,8 @@ def restore_metrics(model: keras.Model, arrays: Sequence[np.ndarray], batch: Any
     # Outside a program, which the step is, a sum would be shared out to the replicas.
     strategy = model.distribute_strategy
     with strategy.program() if hasattr(strategy, "program") else strategy.scope():
-        for variable, value in zip(_metric_variables(model), arrays, strict=True):
-            variable.assign(value)
+        for variable, array in zip(_metric_variables(model), arrays, strict=True):
+            variable.assign(array)
     return True
 
 

@@ -23,6 +23,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives.custom_gradient import is_differentiable
+from tfparallel.compute_context import within
 from tfparallel.data import provenance
 from tfparallel.tracing.apart import traced_apart
 
@@ -103,24 +104,26 @@ def merged(reading: Reading) -> Reading:
 
 
 def kinds_of(
-    call: Callable, arguments, weights: Sequence[tf.Variable]
-) -> list[tuple[str, ...] | None]:
+    call: Callable, arguments, weights: Sequence[tf.Variable | keras.Variable]
+) -> list:
     """Traces a call, forward and backward, and looks at the gradients; none of it is run.
 
     Args:
         call: Takes `arguments`, returns tensors.
         arguments: A nested structure; tensors and arrays in it have the batch axis 0.
-        weights: What is trained.
+        weights: What is trained. In place of Keras's variables, of which replicas have shares, the
+            trace reads zeros.
 
     Returns:
-        For each weight the kinds of its readings; None where its gradient is dense, or none.
+        For each weight the kinds of its readings; None where its gradient is dense, or none. For a
+        variable of Keras's such an answer for each time that it is read.
 
     Raises:
         ValueError: If the call cannot be traced.
     """
     leaves = [_as_tensor(leaf) for leaf in keras.tree.flatten(arguments)]
     places = [i for i, leaf in enumerate(leaves) if tf.is_tensor(leaf) and leaf.shape.rank != 0]
-    found: list[tuple[str, ...] | None] = []
+    found: list = []
 
     @tf.function(autograph=False)
     def trace(*tensors):
@@ -128,12 +131,14 @@ def kinds_of(
         for place, tensor in zip(places, tensors, strict=True):
             own[place] = tensor
         with traced_apart(), tf.GradientTape() as tape:
-            outputs = keras.tree.flatten(call(keras.tree.pack_sequence_as(arguments, own)))
+            zeros = _Zeros(tape)
+            with within(gathers=zeros):
+                outputs = keras.tree.flatten(call(keras.tree.pack_sequence_as(arguments, own)))
             targets = [each for each in outputs if is_differentiable(each)]
-        for gradient in tape.gradient(targets, weights):
-            is_sparse = isinstance(gradient, tf.IndexedSlices)
-            kinds = [each.kind for each in readings(gradient)] if is_sparse else None
-            found.append(None if kinds is None else tuple(kinds))
+        read = [zeros.given(w) if isinstance(w, keras.Variable) else w for w in weights]
+        for gradient in tape.gradient(targets, read):
+            is_of_shares = isinstance(gradient, list)
+            found.append(list(map(_kinds, gradient)) if is_of_shares else _kinds(gradient))
 
     try:
         trace.get_concrete_function(*[_of_any_batch(leaves[place]) for place in places])
@@ -144,6 +149,30 @@ def kinds_of(
             "Make the layers traceable, or train on one device."
         ) from error
     return found
+
+
+class _Zeros:
+    """Stands for gathers in a trace that is not run: `tfparallel.replication.gathers.Gathers`."""
+
+    def __init__(self, tape: tf.GradientTape):
+        self._tape = tape
+        self._given: dict[int, list[tf.Tensor]] = {}
+
+    def read(self, variable: keras.Variable) -> tf.Tensor:
+        zeros = tf.zeros(variable.shape, keras.backend.standardize_dtype(variable.dtype))
+        self._tape.watch(zeros)
+        self._given.setdefault(id(variable), []).append(zeros)
+        return zeros
+
+    def given(self, variable: keras.Variable) -> list[tf.Tensor]:
+        """What stood for a variable, each time that it was read."""
+        return self._given.get(id(variable), [])
+
+
+def _kinds(gradient) -> tuple[str, ...] | None:
+    if not isinstance(gradient, tf.IndexedSlices):
+        return None
+    return tuple(each.kind for each in readings(gradient))
 
 
 def _joined(same: Sequence[Reading]) -> Reading:

@@ -12,13 +12,15 @@ This is stage 3 of ZeRO (Rajbhandari et al., SC 2020, arXiv:1910.02054), as in Z
 FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023, arXiv:2304.11277.
 """
 
+import collections
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
 
 from tfparallel.collectives.custom_gradient import is_differentiable
+from tfparallel.collectives.reducer import Reducer
 from tfparallel.problems import PlacementError
 from tfparallel.seams.distribute import PerReplica, regroup
 from tfparallel.seams.keras import storage_of
@@ -29,11 +31,21 @@ from tfparallel.seams.tensorflow import (
     waiting_for,
 )
 from tfparallel.tracing.graphs import is_in_function
-from tfparallel.variables.sharded import ShardedVariable, joined_rows
+from tfparallel.variables.sharded import (
+    ShardedVariable,
+    joined_rows,
+    rows_of_share,
+    shape_shared_out,
+)
 
 __all__ = ["Gathers"]
 
 _AT_ONCE = 2  # How many whole weights there may be.
+
+# By which operations a tape adds gradients, and which of their inputs are terms.
+_ALL = slice(None)
+_TERMS_OF = {"AddN": _ALL, "AddV2": _ALL, "Identity": _ALL}
+_TERMS_OF |= {"ConcatV2": slice(-1), "UnsortedSegmentSum": slice(1)}  # Those of rows.
 
 
 class _Whole:
@@ -71,15 +83,24 @@ class Gathers:
         self._summed_variables: set[int] = set()  # and of which variables.
         self._met: set[str] = set()  # The names of what comes of a gather, or of a sum.
         self._is_backward = False
+        self._kinds_of: Callable[[ShardedVariable, int], Sequence | None] = lambda *_: None
+        self._num_read: collections.Counter[tuple[str, int]] = collections.Counter()
         self._graph: tf.Graph | None = None  # Where replicas meet.
 
     def begin(self) -> None:
         """Tells that a replica's call begins here."""
         self._graph = tf.compat.v1.get_default_graph()
 
-    def begin_backward(self) -> None:
-        """Tells the readers of the forward pass, that are there by now, from those to come."""
-        self._is_backward = True
+    def begin_backward(
+        self, kinds_of: Callable[[ShardedVariable, int], Sequence | None]
+    ) -> None:
+        """Tells the readers of the forward pass, that are there by now, from those to come.
+
+        Args:
+            kinds_of: Says how the rows are joined that were read the n-th time that a variable was
+                read, as `Reducer.slices` asks.
+        """
+        self._is_backward, self._kinds_of = True, kinds_of
         for whole in self._made:
             whole.readers = [{op.name for op in t.consumers()} for t in whole.tensors]
 
@@ -118,12 +139,15 @@ class Gathers:
             whole = kept["whole"] if tf.is_symbolic_tensor(result) else None
             if whole is not None:
                 whole.tensors[0] = result
+        key = own.device, id(variable)
+        reading = self._num_read[key]
+        self._num_read[key] += 1
         if is_differentiable(result):
             record_operation(
                 f"gather of {variable.path}",
                 [result],
                 [own],
-                lambda upstream: [self._scattered(variable, whole, upstream)],
+                lambda upstream: [self._scattered(variable, whole, upstream, reading)],
             )
         return result
 
@@ -159,29 +183,39 @@ class Gathers:
             self._met.add(tensors[0].op.name)
         return whole
 
-    def _scattered(self, variable, whole: _Whole | None, upstream):
+    def _scattered(self, variable, whole: _Whole | None, upstream, reading: int):
         """Sums a gradient over all replicas; each gets its share."""
-        if isinstance(upstream, tf.IndexedSlices):
-            raise ValueError(
-                "Under shard='parameters' weights have dense gradients, but for those of Embedding "
-                f"layers, which stay whole. Received: '{variable.path}', of which a batch reads "
-                "single rows (a sparse input, `tf.gather`). Take shard='optimizer'."
-            )
+        is_sparse = isinstance(upstream, tf.IndexedSlices)
+        if is_sparse:
+            given = [upstream.values, upstream.indices]
+        else:
+            upstream.set_shape(variable.shape)  # TensorFlow does not know that of every gradient.
+            given = [upstream]
 
-        def scatter(_, own, upstream):
+        def scatter(_, own, *given):
             if whole is not None and self._is_backward:
                 self._gather_again(variable, whole, own)
-            return _by_replica(self._summed(variable, upstream, whole))
+            if is_sparse:
+                sums = self._summed_rows(variable, *given, self._kinds_of(variable, reading))
+            else:
+                sums = self._summed(variable, *given)
+            if whole is not None:
+                (whole.again or whole).sums = [own[0].op for own in sums]
+                self._met.add(sums[0][0].op.name)
+            return tuple(map(_by_replica, zip(*sums, strict=True)))
 
-        upstream.set_shape(variable.shape)  # TensorFlow does not know that of every gradient.
         own = tf.convert_to_tensor(storage_of(variable.share))
         with not_recording():
-            own_sum = _merge(scatter, tf.identity(own), tf.identity(upstream))
-        self._sums[id(own_sum)] = own_sum
+            first, *rest = _merge(scatter, tf.identity(own), *map(tf.identity, given))
+        self._sums[id(first)] = first
         self._summed_variables.add(id(variable))
-        return own_sum
+        if not is_sparse:
+            return first
+        return tf.IndexedSlices(first, rest[0], tf.constant(list(own.shape), rest[0].dtype))
 
-    def check(self, variable: ShardedVariable, gradient: tf.Tensor | None) -> None:
+    def check(
+        self, variable: ShardedVariable, gradient: tf.Tensor | tf.IndexedSlices | None
+    ) -> None:
         """Raises unless the gradient of a share is made of sums over all replicas alone."""
         if gradient is not None and not self._is_of_sums(variable, gradient):
             raise PlacementError(
@@ -195,14 +229,14 @@ class Gathers:
     def _is_of_sums(self, variable, gradient) -> bool:
         if tf.executing_eagerly():  # What it is made of is not known; but whether there is any.
             return id(variable) in self._summed_variables
-        left = [gradient]
+        left = [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient]
         while left:
             term = left.pop()
             if id(term) in self._sums:
                 continue
-            if term.op.type not in ("AddN", "AddV2", "Identity"):
+            if term.op.type not in _TERMS_OF:
                 return False
-            left += term.op.inputs
+            left += list(term.op.inputs)[_TERMS_OF[term.op.type]]
         return True
 
     def _gather_again(self, variable, whole: _Whole, shares) -> None:
@@ -246,7 +280,7 @@ class Gathers:
                     to_look_at.append(other)
         return False
 
-    def _summed(self, variable, upstream, whole: _Whole | None) -> list[tf.Tensor]:
+    def _summed(self, variable, upstream) -> list[tuple[tf.Tensor]]:
         """The share of each replica here of the sum over all."""
         strategy, places = self._strategy, variable.places
         size, *rest = variable.share.shape
@@ -265,15 +299,31 @@ class Gathers:
             sums = []
             for device, own in zip(strategy.devices, zip(*cut, strict=True), strict=True):
                 with tf.device(device):
-                    sums.append(tf.add_n(own))
-        else:
-            with tf.device(terms[0].device):
-                total = tf.add_n(terms) if terms[1:] else terms[0]
-                (own,) = strategy.workers.reduce_scatter([total])
-                sums = tf.split(own, len(terms))
-        if whole is not None:
-            (whole.again or whole).sums = [own.op for own in sums]
-            self._met.add(sums[0].op.name)
+                    sums.append((tf.add_n(own),))
+            return sums
+        with tf.device(terms[0].device):
+            total = tf.add_n(terms) if terms[1:] else terms[0]
+            (own,) = strategy.workers.reduce_scatter([total])
+            return [(each,) for each in tf.split(own, len(terms))]
+
+    def _summed_rows(self, variable, values, indices, kinds) -> list[tuple[tf.Tensor, tf.Tensor]]:
+        """Of a table of which a batch reads rows: what each replica here has of all readings."""
+        strategy, places, terms = self._strategy, variable.places, []
+        shape = shape_shared_out(variable.shape, places.number)
+        of_replicas = map(strategy.experimental_local_results, (values, indices))
+        for own, rows in zip(*of_replicas, strict=True):
+            with tf.device(own.device):
+                own = tf.cast(own, variable.share.value.dtype)
+                terms.append(tf.IndexedSlices(own, rows, tf.constant(shape, rows.dtype)))
+        reducer = Reducer(strategy.all_reduce_ops, strategy.workers)
+        total = reducer.slices([terms], kinds)
+        sums = []
+        for device, bounds in zip(
+            strategy.devices, places.bounds(variable.share.shape[0]), strict=True
+        ):
+            with tf.device(device):
+                own = rows_of_share(total, shape, *bounds)
+                sums.append((own.values, own.indices))
         return sums
 
 

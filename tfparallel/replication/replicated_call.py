@@ -298,7 +298,7 @@ class ReplicatedCall:
             self._gradients.check(found[len(replica.inputs) :])
             return found
 
-        self._gradients.gathers.begin_backward()
+        self._gradients.begin_backward(inputs.structure)
         gradients = trace.run(on_replica, range(len(replicas)), own_upstream)
         by_source = list(zip(*gradients, strict=True))
         num_inputs = len(replicas[0].inputs)

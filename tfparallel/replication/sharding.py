@@ -76,12 +76,11 @@ def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
 
 
 def large_weights(model: keras.Model) -> Iterator[keras.Variable]:
-    """The weights that are worth it: of which no single rows are read, and which no call writes."""
+    """The weights that are worth it, and which no call writes."""
     layers, writing = layers_in(model), keras.layers.SpectralNormalization
     wrapped = [layer.layer for layer in layers if isinstance(layer, writing)]
     written = {id(weight) for layer in wrapped for weight in weights_held_by(layer)}
     for layer in layers:
-        if not isinstance(layer, keras.layers.Embedding):
-            for weight in weights_held_by(layer):
-                if math.prod(weight.shape) >= _FEWEST and id(weight) not in written:
-                    yield weight
+        for weight in weights_held_by(layer):
+            if math.prod(weight.shape) >= _FEWEST and id(weight) not in written:
+                yield weight

@@ -102,9 +102,14 @@ class WeightGradients:
         pending = self._pending
         left = [pending is not None and pending.takes(terms) for terms in by_weight]
         pairs = zip(by_weight, left, strict=True)
+
+        def kinds_of_whole():
+            kinds = zip(self._trained, self._kinds_of_readings(arguments), strict=True)
+            return [kind for v, kind in kinds if not isinstance(v, ShardedVariable)]
+
         totals, beside = Reducer(self._strategy.all_reduce_ops, self._strategy.workers).totals(
             [[None] if is_left else terms for terms, is_left in pairs],
-            lambda: self._kinds_of_readings(arguments),
+            kinds_of_whole,
             beside,
             self._whole,
         )
@@ -114,19 +119,36 @@ class WeightGradients:
                 totals[i] = tf.zeros_like(variable.value)
         return totals, beside
 
+    def begin_backward(self, arguments: Any) -> None:
+        """Tells that the replicas' tapes look for gradients from here on.
+
+        Args:
+            arguments: Of the call.
+        """
+
+        def kinds_of(variable, reading):
+            index = next(i for i, v in enumerate(self._trained) if v is variable)
+            kinds = self._kinds_of_readings(arguments)[index]
+            return None if kinds is None else kinds[reading]
+
+        self.gathers.begin_backward(kinds_of)
+
     def _kinds_of_readings(self, arguments) -> list:
         """By weight, where no graph is traced; else a gradient itself tells."""
         if not tf.executing_eagerly():
-            return [None] * len(self._whole)
+            return [None] * len(self._trained)
         kinds = getattr(self._layer, "_kinds_of_readings", None)
-        if kinds is None or len(kinds) != len(self._whole):
+        if kinds is None or len(kinds) != len(self._trained):
 
             def call(arguments):
                 with state.ReplicaScope(0):
                     found = self._call(*arguments[0], **arguments[1])
                 return found.tensors if isinstance(found, Sums) else found
 
-            weights = [variables.copies(variable)[0] for variable in self._whole]
+            weights = [
+                v if isinstance(v, ShardedVariable) else variables.copies(v)[0]
+                for v in self._trained
+            ]
             kinds = indexed_slices.kinds_of(call, arguments, weights)
             attach(self._layer, _kinds_of_readings=kinds)
         return kinds

@@ -77,6 +77,7 @@ def clip_shares(
         most = tf.constant(optimizer.global_clipnorm, dtype)
         norm = tf.sqrt(tf.add_n(squares))
         factors = [most * tf.minimum(1 / norm, 1 / most) + (norm - norm)] * len(squares)
+        shares = [list(map(tf.convert_to_tensor, own)) for own in shares]
         others = [tf.convert_to_tensor(each) for each in others]
     pairs = zip(shares, factors, strict=False)
     clipped = [[_times(each, factor) for each in own] for own, factor in pairs]

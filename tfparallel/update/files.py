@@ -33,7 +33,7 @@ __all__ = [
     "mark_sum",
     "shown",
     "trackable_lists",
-    "values",
+    "value",
     "wait_to_save",
 ]
 
@@ -139,52 +139,44 @@ def grouped(variables: Iterable[keras.Variable]) -> list[list[keras.Variable]]:
     return list(groups.values())
 
 
-def values(variables: Sequence[keras.Variable], places: Places) -> list[np.ndarray]:
-    """The values of variables; all workers must ask for them if there are sums or shares."""
-    groups = grouped(variables)
-    shares = [variable for group in groups for variable in group if hasattr(group[0], "_sharded")]
-    wholes = iter(joined(shares, places))
-    sums = iter(_summed([group[0] for group in groups if _is_sum(group[0])], places))
-    found = []
-    for group in groups:
-        first = group[0]
-        if hasattr(first, "_sharded"):
-            parts = [next(wholes).numpy() for _ in group]
-            found.append(np.concatenate(parts, first._shown.axis) if parts[1:] else parts[0])
-        elif _is_sum(first):
-            found.append(next(sums).numpy())
-        else:
-            found.append(tf.convert_to_tensor(shown(group)[0].value).numpy())
-    return found
+def value(group: Sequence[keras.Variable], places: Places) -> np.ndarray:
+    """The value of a variable, of all its units (`grouped`).
+
+    All workers must ask for it, in the same order, if it is a sum or in shares.
+    """
+    first = group[0]
+    if hasattr(first, "_sharded"):
+        parts = [whole.numpy() for whole in joined(group, places)]
+        return np.concatenate(parts, first._shown.axis) if parts[1:] else parts[0]
+    if _is_sum(first):
+        return _summed([first], places)[0].numpy()
+    return tf.convert_to_tensor(shown(group)[0].value).numpy()
 
 
-def assign(
-    variables: Sequence[keras.Variable], given: Sequence[np.ndarray], places: Places
-) -> None:
-    """Gives variables their values.
+def assign(group: Sequence[keras.Variable], value: np.ndarray, places: Places) -> None:
+    """Gives a variable, or its units, a value.
 
     Raises:
         ValueError: If one in shares has another shape.
     """
-    for group, value in zip(grouped(variables), given, strict=True):
-        first = group[0]
-        if not hasattr(first, "_sharded"):
-            shown(group)[0].assign(value)
-            if _is_sum(first):
-                _hold_in_first_copy(first, places)
-            continue
-        whole = first._shown
-        if np.shape(value) != tuple(whole.shape):
-            raise ValueError(
-                f"'{first.path}' is of a weight of shape {tuple(whole.shape)}. Received: a "
-                f"value of shape {np.shape(value)}. Is it the file of this model?"
-            )
-        parts = [np.asarray(value)]
-        if group[1:]:
-            ends = itertools.accumulate(slot._sharded.shape[whole.axis] for slot in group)
-            parts = np.split(parts[0], list(ends)[:-1], whole.axis)
-        for slot, part in zip(group, parts, strict=True):
-            _share_out(slot, part, places)
+    first = group[0]
+    if not hasattr(first, "_sharded"):
+        shown(group)[0].assign(value)
+        if _is_sum(first):
+            _hold_in_first_copy(first, places)
+        return
+    whole = first._shown
+    if np.shape(value) != tuple(whole.shape):
+        raise ValueError(
+            f"'{first.path}' is of a weight of shape {tuple(whole.shape)}. Received: a "
+            f"value of shape {np.shape(value)}. Is it the file of this model?"
+        )
+    parts = [np.asarray(value)]
+    if group[1:]:
+        ends = itertools.accumulate(slot._sharded.shape[whole.axis] for slot in group)
+        parts = np.split(parts[0], list(ends)[:-1], whole.axis)
+    for slot, part in zip(group, parts, strict=True):
+        _share_out(slot, part, places)
 
 
 def wait_to_save(places: Places) -> None:

@@ -329,10 +329,19 @@ class UnitOptimizer:
         Raises:
             RuntimeError: If with shares not all workers have within two minutes.
         """
+        self.wait_to_save()
+        for index, group in enumerate(files.grouped(self._held_variables)):
+            store[str(index)] = files.value(group, self._places)
+
+    def wait_to_save(self) -> None:
+        """Waits for the other workers, where each has some of the optimizer."""
         if any(hasattr(variable, "_sharded") for variable in self._held_variables):
             files.wait_to_save(self._places)
-        for index, value in enumerate(files.values(self._held_variables, self._places)):
-            store[str(index)] = value
+
+    def in_pieces(self) -> dict[int, tuple[list[keras.Variable], Places]]:
+        """By the `id` of each of `variables` what `files.value` and `files.assign` take."""
+        groups = files.grouped(self._held_variables)
+        return {id(files.shown(group)[0]): (group, self._places) for group in groups}
 
     def load_own_variables(self, store):
         """Loads the optimizer; each place takes its share.
@@ -345,7 +354,11 @@ class UnitOptimizer:
         given = [np.asarray(store[str(index)]) for index in range(len(store.keys()))]
         if self._places.workers is not None and files.holds_pieces(self):
             attach(self, _loaded=given)
-        files.assign(self._held_variables, given, self._places)
+        self._assign(given)
+
+    def _assign(self, given) -> None:
+        for group, value in zip(files.grouped(self._held_variables), given, strict=True):
+            files.assign(group, value, self._places)
 
     def loaded_values(self) -> list[np.ndarray] | None:
         """Returns what was loaded last, and forgets it; None if nothing was since."""
@@ -369,7 +382,7 @@ class UnitOptimizer:
                 f"Optimizer '{self.name}' has {len(own)} variables of shapes {shapes[0]}. A value "
                 f"for each is required. Received: {len(weights)} values of shapes {shapes[1]}."
             )
-        files.assign(self._held_variables, list(map(np.asarray, weights)), self._places)
+        self._assign(map(np.asarray, weights))
 
     def _trackable_children(self, save_type="checkpoint", **kwargs):
         """What `tf.train.Checkpoint` writes: wholes, as on one device and on any other number."""

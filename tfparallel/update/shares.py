@@ -35,6 +35,7 @@ from tfparallel.variables.sharded import (
     apart,
     cut_out,
     joined,
+    rows_of_share,
     shape_shared_out,
     shard_variable,
 )
@@ -82,7 +83,7 @@ class Shares:
         shape = shape_shared_out(share._sharded.shape, self._places.number)
         bounds = self._places.bounds(share.shape[0])[index]
         if isinstance(gradient, tf.IndexedSlices):
-            return _rows_read(gradient, shape, *bounds)
+            return rows_of_share(gradient, shape, *bounds)
         return cut_out(gradient, shape, *bounds)
 
     def fill(self, parts: Sequence[keras.Variable]) -> None:
@@ -207,18 +208,3 @@ class Shared:
 def mark(variable: keras.Variable, weight: keras.Variable) -> None:
     """Has a share, or a slot of it, know the weight, and what the weight may be a part of."""
     extend(variable, Shared, _sharded=weight, _shown=getattr(weight, "_whole", weight))
-
-
-def _rows_read(gradient: tf.IndexedSlices, shape: list[int], start: int, end: int):
-    """The rows of a sparse gradient that a share has; others stand in its first row, as zeros."""
-    if len(shape) < 2:  # Flat.
-        raise ValueError(
-            "Under `shard` an embedding is shared out by rows. A matrix of at least "
-            f"as many rows as there are replicas is required. Received: shape {gradient.shape}. "
-            "Leave `shard` out."
-        )
-    indices = gradient.indices
-    inside = (indices >= start) & (indices < end)
-    values = tf.where(inside[:, None], gradient.values, tf.zeros_like(gradient.values))
-    own = tf.where(inside, indices - start, tf.zeros_like(indices))
-    return tf.IndexedSlices(values, own, tf.constant([end - start, shape[1]], indices.dtype))

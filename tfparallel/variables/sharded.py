@@ -19,6 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.collectives.traffic import SLICES
 from tfparallel.compute_context import context
 from tfparallel.extend import extend
 from tfparallel.problems import PlacementError
@@ -34,6 +35,7 @@ __all__ = [
     "cut_out",
     "joined",
     "joined_rows",
+    "rows_of_share",
     "shape_shared_out",
     "shard_variable",
 ]
@@ -47,7 +49,7 @@ class ShardedGradient:
         terms: At each place here the gradient of the place's share.
     """
 
-    terms: Sequence[tf.Tensor]
+    terms: Sequence[tf.Tensor | tf.IndexedSlices]
 
 
 class ShardedVariable(ComposedVariable):
@@ -72,13 +74,16 @@ class ShardedVariable(ComposedVariable):
 
         Keras's own step, which hands them straight to the optimizer, takes a `ShardedGradient`.
         """
-        terms = []
-        for gradient, share in zip(gradients, self.pieces, strict=True):
-            with tf.device(share.device):
-                found = tf.zeros(share.shape, share.dtype) if gradient is None else gradient
-                terms.append(tf.convert_to_tensor(found))
+        terms = list(gradients)
+        for k, share in enumerate(self.pieces):
+            if not isinstance(terms[k], tf.IndexedSlices):
+                with tf.device(share.device):
+                    none = tf.zeros(share.shape, share.dtype) if terms[k] is None else terms[k]
+                    terms[k] = tf.convert_to_tensor(none)
         if context().takes_shares:
             return ShardedGradient(terms)
+        if isinstance(terms[0], tf.IndexedSlices):
+            return self._joined_slices(terms)
         return joined_rows([terms], [self], self.places)[0]
 
     @property
@@ -102,6 +107,20 @@ class ShardedVariable(ComposedVariable):
             else:
                 value = self._joined()
         return self._as_variable(autocast(self, value))
+
+    def _joined_slices(self, terms: Sequence[tf.IndexedSlices]) -> tf.IndexedSlices:
+        """The slices of all shares, end to end; those of other shares' rows are zeros."""
+        places, size = self.places, self.share.shape[0]
+        with places.beside(self):
+            values = tf.concat([each.values for each in terms], 0)
+            pairs = zip(terms, places.bounds(size), strict=True)
+            indices = [t.indices + tf.cast(start, t.indices.dtype) for t, (start, _) in pairs]
+            # A share may begin behind the last row.
+            last = tf.cast(self.shape[0] - 1, indices[0].dtype)
+            indices = tf.minimum(tf.concat(indices, 0), last)
+            if places.workers is not None:
+                values, indices = places.workers.all_gather_uneven([values, indices], SLICES)
+        return tf.IndexedSlices(values, indices, tf.constant(list(self.shape), indices.dtype))
 
     def _joined(self) -> tf.Tensor:
         shares = [tf.convert_to_tensor(copy) for copy in self.pieces]
@@ -199,3 +218,20 @@ def cut_out(tensor: tf.Tensor, shape: list[int], start: int, end: int) -> tf.Ten
     found = tf.reshape(tensor, shape)[min(start, number) : min(end, number)]
     missing = (end - start) - max(min(end, number) - start, 0)
     return tf.pad(found, [[0, missing]] + [[0, 0]] * len(shape[1:])) if missing else found
+
+
+def rows_of_share(
+    gradient: tf.IndexedSlices, shape: list[int], start: int, end: int
+) -> tf.IndexedSlices:
+    """The rows of a sparse gradient that a share has; others stand in its first row, as zeros."""
+    if len(shape) < 2:  # Flat.
+        raise ValueError(
+            "Under `shard` an embedding is shared out by rows. A matrix of at least "
+            f"as many rows as there are replicas is required. Received: shape {gradient.shape}. "
+            "Leave `shard` out."
+        )
+    indices = gradient.indices
+    inside = (indices >= start) & (indices < end)
+    values = tf.where(inside[:, None], gradient.values, tf.zeros_like(gradient.values))
+    own = tf.where(inside, indices - start, tf.zeros_like(indices))
+    return tf.IndexedSlices(values, own, tf.constant([end - start, shape[1]], indices.dtype))
