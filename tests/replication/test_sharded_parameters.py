@@ -229,23 +229,61 @@ def test_a_replica_holds_its_share():
     assert len(slots) == 2 * len(model.trainable_variables)
 
 
+WIDTH, NUMBER, MIB = 512, 12, 2**20
+
+
+def build_deep():
+    """Twelve weights of 1 MiB."""
+    hidden = [layers.Dense(WIDTH, "relu") for _ in range(NUMBER)]
+    return keras.Sequential([keras.Input((WIDTH,)), *hidden, layers.Dense(3)])
+
+
+def memory(kind):
+    return tf.config.experimental.get_memory_info("CPU:0")[kind]
+
+
 def test_few_weights_are_whole_at_a_time():
-    """Twelve of 1 MiB on each of two replicas; of gradients and gathered weights some are whole."""
-    width, number = 512, 12
-
-    def deep():
-        hidden = [layers.Dense(width, "relu") for _ in range(number)]
-        return keras.Sequential([keras.Input((width,)), *hidden, layers.Dense(3)])
-
-    model, mib = on_replicas(2, deep), 2**20
+    """On each of two replicas; of gradients and gathered weights some are whole."""
+    model = on_replicas(2, build_deep)
     model.compile(optimizers.SGD(0.01), "mse", jit_compile=False)
-    x, y = np.ones((4, width), "float32"), np.ones((4, 3), "float32")
+    x, y = np.ones((4, WIDTH), "float32"), np.ones((4, 3), "float32")
     model.train_on_batch(x, y)
-    before = tf.config.experimental.get_memory_info("CPU:0")["current"]
+    before = memory("current")
     tf.config.experimental.reset_memory_stats("CPU:0")
     model.train_on_batch(x, y)
-    peak = tf.config.experimental.get_memory_info("CPU:0")["peak"]
-    assert (peak - before) / mib < number  # Kept until the backward pass, it would be 24.
+    assert (memory("peak") - before) / MIB < NUMBER  # Kept until the backward pass, it would be 24.
+
+
+class CountsMemory(keras.callbacks.Callback):
+    """Counts what is held at once while callbacks behind it are called, where one begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.at_once = []
+
+    def begin(self, *_):
+        self.before = memory("current")
+        tf.config.experimental.reset_memory_stats("CPU:0")
+
+    def end(self, *_):
+        self.at_once.append((memory("peak") - self.before) / MIB)
+
+    on_train_begin = on_epoch_end = begin
+
+
+def test_a_checkpoint_is_written_and_read_weight_by_weight(tmp_path):
+    """Weights and two slots, of 36 MiB, are joined; as arrays they are TensorFlow's memory."""
+    x, y = np.ones((4, WIDTH), "float32"), np.ones((4, 3), "float32")
+    for _ in range(2):
+        counts, model = CountsMemory(), on_replicas(2, build_deep)
+        model.compile(optimizers.Adam(0.01), "mse", jit_compile=False)
+        model.train_on_batch(x, y)  # Slots of zeros are held once by all that are equal.
+        ends = keras.callbacks.LambdaCallback(on_train_begin=counts.end, on_epoch_end=counts.end)
+        checkpoint = tfparallel.callbacks.Checkpoint(tmp_path)
+        model.fit(x, y, epochs=2, initial_epoch=1, verbose=0, callbacks=[counts, checkpoint, ends])
+        assert len(counts.at_once) == 2 - (checkpoint.resumed is not None)
+        assert max(counts.at_once) < 6
+    assert checkpoint.resumed
 
 
 def test_values_are_those_of_the_plain_model(in_float64):
