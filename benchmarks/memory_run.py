@@ -37,6 +37,7 @@ def main(limit, width, num_layers, num_steps, output, mode):
     import keras
     from sklearn.datasets import load_digits
 
+    from tfparallel.callbacks.chief_only import path_of_chief
     from tfparallel.placement.report import held_by_device
 
     keras.utils.set_random_seed(SEED)
@@ -64,12 +65,14 @@ def main(limit, width, num_layers, num_steps, output, mode):
         report["data_bytes"] = data_bytes()
     elif mode == "placed":
         model.save(output)
-        report["held"] = held_by_device(model)
+        report["peak"] = max(held["peak_memory_bytes"] for held in held_by_device(model))
     elif mode == "shared":
+        with path_of_chief(output, workers.worker_index == 0) as path:
+            model.save(path)
+        own = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        report["peak"] = max(workers.exchange(own, "the memory"))
         if workers.worker_index:
-            output = f"{output}.of_worker_{workers.worker_index}"  # The chief's is the whole one.
-        model.save(f"{output}.keras")
-        report["peak"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return
     else:
         model.save_weights(output)
     pathlib.Path(f"{output}.json").write_text(json.dumps(report))

@@ -21,6 +21,8 @@ SAMPLE = {
         "mask and sample weights a token",
         "random Dropout",
     ],
+    # Whose third worker once looked for a copy of a weight that it does not have.
+    "3": ["three steps an update"],
 }
 
 

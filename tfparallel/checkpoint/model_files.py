@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import keras
 
-__all__ = ["moved_into_place", "save_streamed"]
+__all__ = ["can_be_streamed", "moved_into_place", "save_streamed"]
 
 
 @contextlib.contextmanager
@@ -37,6 +37,13 @@ def moved_into_place(path: str) -> Iterator[str]:
             os.makedirs(target, exist_ok=True)
             for name in names:
                 os.replace(os.path.join(written, name), os.path.join(target, name))
+
+
+def can_be_streamed(path: str, overwrite: bool, zipped: bool | None) -> bool:
+    """Whether `save_streamed` writes what Keras's `save` writes, given the same arguments."""
+    is_new = overwrite or not os.path.exists(path)
+    folder = os.path.dirname(os.path.abspath(path))
+    return path.endswith(".keras") and is_new and zipped is not False and os.path.isdir(folder)
 
 
 def save_streamed(model: keras.Model, path: str) -> None:

@@ -2,13 +2,12 @@
 
 import contextlib
 import dataclasses
-import os
 from collections.abc import Callable
 
 import keras
 import tensorflow as tf
 
-from tfparallel.checkpoint.model_files import save_streamed
+from tfparallel.checkpoint.model_files import can_be_streamed, save_streamed
 from tfparallel.data.rows_of_replica import count_rows
 from tfparallel.extend import original_class
 from tfparallel.flight.marks import mark
@@ -122,11 +121,8 @@ class PlacedModel(OneStep):
 
     def save(self, filepath, overwrite=True, zipped=None, **kwargs):
         """Writes plain Keras, as `keras.Model.save`; a `.keras` file variable by variable."""
-        path = str(filepath)
-        is_new = overwrite or not os.path.exists(path)
-        folder = os.path.dirname(os.path.abspath(path))
-        if path.endswith(".keras") and is_new and zipped is not False and os.path.isdir(folder):
-            save_streamed(self, path)
+        if can_be_streamed(str(filepath), overwrite, zipped):
+            save_streamed(self, str(filepath))
         else:
             super().save(filepath, overwrite=overwrite, zipped=zipped, **kwargs)
 

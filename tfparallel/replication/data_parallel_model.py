@@ -182,13 +182,15 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
         with contextlib.nullcontext() if self.strategy is None else self.strategy.scope():
             return super().quantize(*args, **kwargs)
 
-    def save(self, filepath, overwrite=True, **kwargs):
+    def save(self, filepath, overwrite=True, zipped=None, **kwargs):
         """Saves the model, as `keras.Model.save`; any worker may, alone or with all others.
 
         With `gradient_accumulation_steps` or `shard` all workers must.
         """
         with self._session.path_to_write(filepath, overwrite) as path:
-            return super().save(path, overwrite, **kwargs)
+            if self._shards_parameters and can_be_streamed(str(path), overwrite, zipped):
+                return save_streamed(self, str(path))
+            return super().save(path, overwrite, zipped, **kwargs)
 
     def save_weights(self, filepath, overwrite=True, **kwargs):
         """Saves the weights, as `keras.Model.save_weights`; who must, `save` says."""

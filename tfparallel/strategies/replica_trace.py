@@ -96,7 +96,7 @@ class _FirstReplica(tf.distribute.ReplicaContext):
     graph: tf.Graph
 
     def __init__(self, strategy, trace, others):
-        super().__init__(strategy, strategy.first_replica)
+        super().__init__(strategy, strategy.first_in_job)  # By which TensorFlow finds its copies.
         self._trace, self._others = trace, others
         self._outside = context()
         with tf.device(None):
