@@ -1,7 +1,8 @@
-"""A model that no process may hold, trained by many, each under a limit of the operating system.
+r"""A model that no process may hold, trained by many, each under a limit of the operating system.
 
     .venv/bin/python benchmarks/memory.py
-    .venv/bin/python benchmarks/memory.py --parallel=data --limit=1.5GB --num_processes=8 --width=1024
+    .venv/bin/python benchmarks/memory.py --parallel=data --limit=1.5GB --num_processes=8 \
+        --width=2048
 
 The first takes Linux, 22 GiB of memory, 25 GiB of disk and half an hour. Under RLIMIT_DATA a
 process may hold the limit less what it takes to train next to nothing. The model's parameters alone

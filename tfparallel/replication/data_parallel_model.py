@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel import devices as device_lib
+from tfparallel.checkpoint.model_files import can_be_streamed, save_streamed
 from tfparallel.compute_context import within
 from tfparallel.extend import attach, extend, is_own
 from tfparallel.flight.marks import mark
