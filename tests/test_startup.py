@@ -263,7 +263,7 @@ def test_another_keras_backend_is_refused():
 def test_the_garbage_collector_is_as_it_was_even_behind_an_import_that_fails(was_enabled):
     (gc.enable if was_enabled else gc.disable)()
     try:
-        with pytest.raises(ImportError), startup._without_collections():
+        with pytest.raises(ImportError), startup.without_collections():
             assert not gc.isenabled()
             raise ImportError
         assert gc.isenabled() == was_enabled

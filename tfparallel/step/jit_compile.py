@@ -14,24 +14,31 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.seams.keras import model_supports_jit
+from tfparallel.startup import without_collections
 from tfparallel.xla.compiled_step import in_programs
 
 __all__ = ["CompiledByDevice", "compiled_by_device"]
 
 
 def compiled_by_device(step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Has XLA compile a method that takes a step of a `CompiledByDevice`, if it asks for it."""
+    """Has XLA compile a method that takes a step of a `CompiledByDevice`, if it asks for it.
+
+    While the step is traced nothing is collected: nearly all that a trace makes lives on.
+    """
 
     @functools.wraps(step)
     def called(self, data):
-        if tf.executing_eagerly() or not self._compiles:
+        if tf.executing_eagerly():
             return step(self, data)
-        return in_programs(
-            functools.partial(step, self),
-            self._devices_of_programs,
-            data,
-            exchanges_inside=self._sums_in_programs,
-        )
+        with without_collections():
+            if not self._compiles:
+                return step(self, data)
+            return in_programs(
+                functools.partial(step, self),
+                self._devices_of_programs,
+                data,
+                exchanges_inside=self._sums_in_programs,
+            )
 
     return called
 
