@@ -265,12 +265,3 @@ def test_what_would_fit_is_told():
     assert least <= memory.value <= 1.1 * least
     assert plan.as_json()["would_fit"][-1]["device_memory"] == memory.value
     assert not planned(num_devices=1).would_fit
-
-
-def test_a_sparse_input_has_no_shares_of_weights():
-    def build():
-        rows = keras.Input((8,), sparse=True)
-        return keras.Model(rows, layers.Dense(4)(rows))
-
-    found = reasons_of_shares(planned(build, num_devices=2))
-    assert found["optimizer"] is None and found["parameters"].startswith("a sparse input")

@@ -172,6 +172,24 @@ def test_tables_of_which_a_batch_reads_rows_are_shared_out(in_float64):
     assert apart(model, trained(seeded(build_tables))) < 1e-9
 
 
+def test_a_sparse_input_reads_rows_of_a_share(in_float64):
+    def function():
+        x = keras.Input((SIZE,), sparse=True)
+        return keras.Model(x, layers.Dense(3)(layers.Dense(9, "tanh")(x)))
+
+    def fitted(model):
+        model.compile(optimizers.Adam(0.05), "mse")
+        model.fit(rows, epochs=2, verbose=0)
+        return model
+
+    x, y = data()
+    x[np.abs(x) < 1] = 0
+    rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    rows = rows.map(lambda x, y: (tf.sparse.from_dense(x), y))
+    model = fitted(on_replicas(3, function))
+    assert len(sharded(model)) == 2 and apart(model, fitted(seeded(function))) < 1e-9
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("function", [build, build_tables])
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -322,8 +322,6 @@ def _shares_refused(model, shard: str) -> str | None:
         check_elementwise(model.optimizer, shares=True)
     except ValueError as error:
         return str(error).partition(". ")[0]
-    if shard == "parameters" and any(getattr(tensor, "sparse", False) for tensor in model.inputs):
-        return "a sparse input, of which single rows of a weight are read"
     return None
 
 

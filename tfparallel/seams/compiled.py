@@ -99,9 +99,9 @@ def compile_arguments(model: keras.Model) -> dict[str, Any] | None:
     return None if model._compile_config is None else model._compile_config.config
 
 
-def loss_of_batch(model: keras.Model, x, y, y_pred, sample_weight) -> Any:
+def loss_of_batch(model: keras.Model, x, y, y_pred, sample_weight, training: bool = True) -> Any:
     """The loss of a batch by the model's `compute_loss`, whose signature may be an older one."""
-    return model._compute_loss(x, y, y_pred, sample_weight, training=True)
+    return model._compute_loss(x, y, y_pred, sample_weight, training=training)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.collectives.traffic import SLICES
 from tfparallel.compute_context import context
 from tfparallel.extend import extend
 from tfparallel.problems import PlacementError
@@ -119,7 +118,7 @@ class ShardedVariable(ComposedVariable):
             last = tf.cast(self.shape[0] - 1, indices[0].dtype)
             indices = tf.minimum(tf.concat(indices, 0), last)
             if places.workers is not None:
-                values, indices = places.workers.all_gather_uneven([values, indices], SLICES)
+                values, indices = places.workers.all_gather_uneven([values, indices])
         return tf.IndexedSlices(values, indices, tf.constant(list(self.shape), indices.dtype))
 
     def _joined(self) -> tf.Tensor:
