@@ -238,7 +238,7 @@ def test_more_at_once_do_as_much_as_one_at_least():
 
 
 def test_weights_that_are_worth_it_are_shared_out():
-    """Of 4,096 elements and more, but for tables of which single rows are read."""
+    """Of 4,096 elements and more."""
 
     def build():
         words = keras.Input((4,), dtype="int32")
@@ -249,10 +249,10 @@ def test_weights_that_are_worth_it_are_shared_out():
     plan = planned(build, num_devices=2)
     held = {c.shard: c.held_bytes for c in plan.ranked if c.mesh == Mesh(data=2)}
     trained = 4 * (100 * 64 + 256 * 128 + 128 + 128 * 8 + 8)
-    large = 4 * 256 * 128
+    large = 4 * (100 * 64 + 256 * 128)
     # Half of two slots, and half of what they update, which is whole in place of it.
     assert held[None] - held["optimizer"] == pytest.approx(trained * (2 / 2 - 1 / 2), abs=8)
-    # Weight, gradient and the share of it that is updated; halves of two, and both for a moment.
+    # Weights, gradients and the shares that are updated; halves of two, and both for a moment.
     saved = (1 + 1 + 1 / 2) * large - (1 / 2 + 1 / 2 + 2) * large
     assert held["optimizer"] - held["parameters"] == pytest.approx(saved, abs=8)
 
