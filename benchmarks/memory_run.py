@@ -1,10 +1,10 @@
 """One run of memory.py, in each of its processes: sets the limit, then trains.
 
-    memory_run.py LIMIT WIDTH NUM_LAYERS NUM_STEPS OUTPUT {plain|single|placed|shared|start}
+    memory_run.py LIMIT NUM_LAYERS NUM_STEPS OUTPUT {plain|single|placed|start}
 
 `plain` is Keras in one process, `placed` is `model_parallel` on all processes of the job, `single`
-the same on one device, `shared` is `data_parallel(shard="parameters")` on all processes, `start`
-tells what training next to nothing takes. LIMIT is in bytes, 0 for none.
+the same on one device, `start` tells what training next to nothing takes. LIMIT is in bytes, 0 for
+none.
 """
 
 import json
@@ -13,7 +13,7 @@ import pathlib
 import resource
 import sys
 
-BATCH, SEED = 16, 7
+WIDTH, BATCH, SEED = 4096, 16, 7
 # RLIMIT_DATA counts what is reserved. TensorFlow's hundred threads would reserve 8 MiB each;
 # malloc, once it has seen a large array, would keep what is freed; and oneDNN's allocator takes
 # regions each twice the last.
@@ -25,7 +25,7 @@ ENVIRONMENT = {
 }
 
 
-def main(limit, width, num_layers, num_steps, output, mode):
+def main(limit, num_layers, num_steps, output, mode):
     reserve_little()
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))  # Before TensorFlow takes any.
@@ -33,24 +33,18 @@ def main(limit, width, num_layers, num_steps, output, mode):
 
     devices = {"placed": tfparallel.connect_to_cluster, "single": lambda: ["CPU:0"]}.get(mode)
     devices = devices and devices()
-    workers = tfparallel.MultiWorkerMirroredStrategy().workers if mode == "shared" else None
     import keras
     from sklearn.datasets import load_digits
 
-    from tfparallel.callbacks.chief_only import path_of_chief
     from tfparallel.placement.report import held_by_device
 
     keras.utils.set_random_seed(SEED)
-
-    def function():
-        return build(width, num_layers)
-
-    if workers is not None:
-        model = tfparallel.data_parallel(function, shard="parameters")
-    elif devices is not None:
-        model = tfparallel.model_parallel(function, devices=devices, batch_size=BATCH)
+    if devices is None:
+        model = build(num_layers)
     else:
-        model = function()
+        model = tfparallel.model_parallel(
+            lambda: build(num_layers), devices=devices, batch_size=BATCH
+        )
     model.compile(
         # A gradient near zero, whose sign is rounding, is not to move its weight by a full step.
         keras.optimizers.Adam(1e-4, epsilon=1e-2),
@@ -65,20 +59,13 @@ def main(limit, width, num_layers, num_steps, output, mode):
         report["data_bytes"] = data_bytes()
     elif mode == "placed":
         model.save(output)
-        report["peak"] = max(held["peak_memory_bytes"] for held in held_by_device(model))
-    elif mode == "shared":
-        with path_of_chief(output, workers.worker_index == 0) as path:
-            model.save(path)
-        own = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        report["peak"] = max(workers.exchange(own, "the memory"))
-        if workers.worker_index:
-            return
+        report["held"] = held_by_device(model)
     else:
         model.save_weights(output)
     pathlib.Path(f"{output}.json").write_text(json.dumps(report))
 
 
-def build(width, num_layers):
+def build(num_layers):
     """Dense layers with a way past each, so that the depth does not matter to the training.
 
     The activation has a smooth slope: that of ReLU jumps where rounding moves a unit past zero, of
@@ -88,10 +75,10 @@ def build(width, num_layers):
     from keras import layers
 
     inputs = keras.Input((64,), name="pixels")
-    x = layers.Dense(width, name="first")(inputs)
+    x = layers.Dense(WIDTH, name="first")(inputs)
     for index in range(num_layers):
         y = layers.LayerNormalization(name=f"norm{index}")(x)
-        y = layers.Dense(width, activation="gelu", name=f"dense{index}")(y)
+        y = layers.Dense(WIDTH, activation="gelu", name=f"dense{index}")(y)
         x = layers.Add(name=f"add{index}")([x, y])
     x = layers.LayerNormalization(name="last_norm")(x)
     return keras.Model(inputs, layers.Dense(10, name="logits")(x), name="wide")

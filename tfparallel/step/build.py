@@ -10,19 +10,12 @@ import contextlib
 import keras
 import tensorflow as tf
 
-from tfparallel.extend import is_own, original_class
+from tfparallel.extend import is_own
 from tfparallel.seams.compiled import compiled_loss, compiled_metrics, loss_of_batch
-from tfparallel.seams.functional import Functional, as_outputs, functional_of, has_graph
-from tfparallel.seams.keras import batches_of, compute_output_spec, end_build, layers_in
+from tfparallel.seams.keras import batches_of, compute_output_spec, end_build
 from tfparallel.tracing.apart import traced_apart
 
-__all__ = [
-    "build_ahead",
-    "build_compiled",
-    "outputs_of_graph",
-    "symbolic_build",
-    "types_of_batches",
-]
+__all__ = ["build_ahead", "symbolic_build", "types_of_batches"]
 
 
 def types_of_batches(dataset: tf.data.Dataset):
@@ -70,36 +63,17 @@ def symbolic_build(model: keras.Model, data_batch) -> None:
     types = keras.tree.map_structure(_type_of, x)
     with keras.StatelessScope():  # Whose end makes the variables, outside of the function.
         found = outputs.get_concrete_function(types).structured_outputs
+    y_pred, y, sample_weight = keras.tree.map_structure(_symbolic, (found, y, sample_weight))
+    metrics, loss = compiled_metrics(model), compiled_loss(model)
     with traced_apart():
-        build_compiled(model, found, y, sample_weight)
+        if metrics is not None and not metrics.built:
+            compute_output_spec(model.compute_metrics, None, y, y_pred, sample_weight=sample_weight)
+        if loss is not None and not loss.built:
+            given = (None, y, y_pred, sample_weight)
+            compute_output_spec(loss_of_batch, model, *given, training=False)
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     end_build(model)
-
-
-def build_compiled(model: keras.Model, y_pred, y, sample_weight) -> None:
-    """Makes the states of compiled losses and metrics, of tensors or their types."""
-    y_pred, y, sample_weight = keras.tree.map_structure(_symbolic, (y_pred, y, sample_weight))
-    metrics, loss = compiled_metrics(model), compiled_loss(model)
-    if metrics is not None and not metrics.built:
-        compute_output_spec(model.compute_metrics, None, y, y_pred, sample_weight=sample_weight)
-    if loss is not None and not loss.built:
-        given = (None, y, y_pred, sample_weight)
-        compute_output_spec(loss_of_batch, model, *given, training=False)
-
-
-def outputs_of_graph(model: keras.Model):
-    """The types of a model's outputs, where its graph knows them and no layer makes variables.
-
-    Keras calls the model to learn them, which takes as long as a forward pass takes to trace. None
-    where only a call tells: of a class of the user's own, or of pictures of any size.
-    """
-    if original_class(model) not in (keras.Sequential, Functional) or not has_graph(model):
-        return None
-    flat = functional_of(model).outputs
-    if any(size is None for output in flat for size in output.shape[1:]):
-        return None
-    return as_outputs(model, flat) if all(each.built for each in layers_in(model)) else None
 
 
 def _is_ragged(leaf) -> bool:

@@ -19,8 +19,6 @@ import tensorflow as tf
 from tfparallel.extend import attach, attached
 from tfparallel.layout.layout import Layout
 from tfparallel.seams.compiled import compiled_metrics, loss_tracker
-from tfparallel.seams.keras import end_build
-from tfparallel.step.build import build_compiled, outputs_of_graph
 from tfparallel.step.call import Call
 from tfparallel.step.jit_compile import CompiledByDevice
 from tfparallel.step.logs import LogsWhereTheyAre
@@ -77,15 +75,9 @@ class OneStep(CompiledByDevice):
         metrics = compiled_metrics(self)
         is_new = metrics is not None and not metrics.built
         optimizer, vars(self)["optimizer"] = self.optimizer, None
-        outputs = None if data_batch is None else outputs_of_graph(self)
         try:
             with traced_apart():
-                if outputs is None:
-                    super()._symbolic_build(iterator, data_batch)
-                else:
-                    _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data_batch)
-                    build_compiled(self, outputs, y, sample_weight)
-                    end_build(self)
+                super()._symbolic_build(iterator, data_batch)
         finally:
             vars(self)["optimizer"] = optimizer
         # Outside of that trace: what it begins with, as `ScheduleFreeAdamW` does, is assigned.
