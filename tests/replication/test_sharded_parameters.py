@@ -78,8 +78,9 @@ def build_tables():
     """Tables of which a batch reads rows, the same rows for all examples, and the whole."""
     x = keras.Input((SIZE,))
     words = keras.ops.cast(keras.ops.abs(x) * 3, "int32")
-    table = layers.ReversibleEmbedding(21, 8)
-    hidden = layers.Add()([table(words), Positions(SIZE, 8)(x), layers.Embedding(20, 8)(words)])
+    table, kinds = layers.ReversibleEmbedding(21, 8), layers.Embedding(3, 8)(words % 3)
+    hidden = [table(words), Positions(SIZE, 8)(x), layers.Embedding(20, 8)(words), kinds]
+    hidden = layers.Add()(hidden)
     logits = table(layers.Dense(8)(layers.GlobalAveragePooling1D()(hidden)), reverse=True)
     return keras.Model(x, layers.Dense(3)(logits))
 

@@ -131,6 +131,7 @@ def test_shares_of_weights_are_told_from_one_workers_own(job):
         assert elements / 4 <= held < 0.5 * elements  # The first kernel has five rows.
         assert "The workers hold different weights" in seen["parameters"]["loaded by one"]
         assert "Take Checkpoint" in seen["parameters"]["backup"]
+        assert "could not be written" in seen["parameters"]["disk"]
 
 
 @pytest.mark.part("clipped shares")

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import shutil
 
 import keras
 import numpy as np
@@ -344,6 +345,16 @@ def parameters(workers, folder):
     checkpoint = tfparallel.callbacks.Checkpoint(folder + "/shared_out")
     trained(resumed, ROWS, optimizer=optimizer(), callbacks=[checkpoint])
     found["resumed"] = apart(resumed, one)
+    # A disk that is gone where the chief is to write: the others read shares until it has failed.
+    lost, failing = folder + "/lost", parallel(build, "every_step", shard="parameters")
+    is_chief = workers.worker_index == 0
+    removes = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: shutil.rmtree(lost) if is_chief else None
+    )
+    try:
+        trained(failing, ROWS, callbacks=[removes, tfparallel.callbacks.Checkpoint(lost)])
+    except RuntimeError as error:
+        found["disk"] = str(error)
     whole = resumed.get_weights()
     if workers.worker_index == 0:
         resumed.set_weights([weight * 2 for weight in whole])

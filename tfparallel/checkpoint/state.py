@@ -31,7 +31,7 @@ from tfparallel.seams.keras import (
     make_global_seed_generator,
 )
 from tfparallel.tracing.apart import traced_apart
-from tfparallel.update.files import assign, holds_pieces, value
+from tfparallel.update.files import assign, holds_pieces, value, wait_to_save
 
 __all__ = [
     "GROUPS",
@@ -93,8 +93,9 @@ def capture(model: keras.Model) -> dict[str, Iterator[np.ndarray]]:
     are joined.
     """
     pieces = _in_pieces(model)
-    for optimizer in filter(holds_pieces, _optimizers(model)):
-        optimizer.wait_to_save()
+    if pieces:
+        groups, places = zip(*pieces.values(), strict=True)
+        wait_to_save(itertools.chain(*groups), places[0])  # Of one model they are the same.
 
     def read(variable):
         if id(variable) in pieces:

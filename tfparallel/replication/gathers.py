@@ -309,7 +309,7 @@ class Gathers:
     def _summed_rows(self, variable, values, indices, kinds) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """Of a table of which a batch reads rows: what each replica here has of all readings."""
         strategy, places, terms = self._strategy, variable.places, []
-        shape = shape_shared_out(variable.shape, places.number)
+        shape = shape_shared_out(variable.shape)
         of_replicas = map(strategy.experimental_local_results, (values, indices))
         for own, rows in zip(*of_replicas, strict=True):
             with tf.device(own.device):

@@ -25,6 +25,7 @@ from tfparallel.variables.split import split_variable, whole_of
 
 __all__ = [
     "assign",
+    "assign_all",
     "change_sum",
     "grouped",
     "holds_pieces",
@@ -179,13 +180,21 @@ def assign(group: Sequence[keras.Variable], value: np.ndarray, places: Places) -
         _share_out(slot, part, places)
 
 
-def wait_to_save(places: Places) -> None:
-    """Waits for the other workers, each of which has some of the optimizer.
+def assign_all(
+    variables: Sequence[keras.Variable], given: Iterable[np.ndarray], places: Places
+) -> None:
+    """Gives variables their values, as `assign` does each."""
+    for group, value in zip(grouped(variables), given, strict=True):
+        assign(group, value, places)
+
+
+def wait_to_save(variables: Iterable[keras.Variable], places: Places) -> None:
+    """Waits for the other workers, if each has some of the optimizer's variables.
 
     Raises:
         RuntimeError: If not all have come within two minutes.
     """
-    if places.workers is None:
+    if places.workers is None or not any(hasattr(v, "_sharded") for v in variables):
         return
     try:
         wait_for_all(places.workers, _SAVE_SECONDS)
@@ -257,7 +266,7 @@ def _hold_in_first_copy(variable, places) -> None:
 
 def _share_out(slot, value, places) -> None:
     """Gives each place here its share of a slot."""
-    shape = shape_shared_out(value.shape, places.number)
+    shape = shape_shared_out(value.shape)
     bounds = places.bounds(slot.shape[0])
     for index, (copy, own) in enumerate(zip(places.copies(slot), bounds, strict=True)):
         with places.at(index):

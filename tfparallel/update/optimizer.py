@@ -329,14 +329,9 @@ class UnitOptimizer:
         Raises:
             RuntimeError: If with shares not all workers have within two minutes.
         """
-        self.wait_to_save()
+        files.wait_to_save(self._held_variables, self._places)
         for index, group in enumerate(files.grouped(self._held_variables)):
             store[str(index)] = files.value(group, self._places)
-
-    def wait_to_save(self) -> None:
-        """Waits for the other workers, where each has some of the optimizer."""
-        if any(hasattr(variable, "_sharded") for variable in self._held_variables):
-            files.wait_to_save(self._places)
 
     def in_pieces(self) -> dict[int, tuple[list[keras.Variable], Places]]:
         """By the `id` of each of `variables` what `files.value` and `files.assign` take."""
@@ -354,11 +349,7 @@ class UnitOptimizer:
         given = [np.asarray(store[str(index)]) for index in range(len(store.keys()))]
         if self._places.workers is not None and files.holds_pieces(self):
             attach(self, _loaded=given)
-        self._assign(given)
-
-    def _assign(self, given) -> None:
-        for group, value in zip(files.grouped(self._held_variables), given, strict=True):
-            files.assign(group, value, self._places)
+        files.assign_all(self._held_variables, given, self._places)
 
     def loaded_values(self) -> list[np.ndarray] | None:
         """Returns what was loaded last, and forgets it; None if nothing was since."""
@@ -382,7 +373,7 @@ class UnitOptimizer:
                 f"Optimizer '{self.name}' has {len(own)} variables of shapes {shapes[0]}. A value "
                 f"for each is required. Received: {len(weights)} values of shapes {shapes[1]}."
             )
-        self._assign(map(np.asarray, weights))
+        files.assign_all(self._held_variables, map(np.asarray, weights), self._places)
 
     def _trackable_children(self, save_type="checkpoint", **kwargs):
         """What `tf.train.Checkpoint` writes: wholes, as on one device and on any other number."""

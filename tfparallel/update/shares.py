@@ -80,7 +80,7 @@ class Shares:
         """What the share of a place here has of a gradient, dense, sparse or cut."""
         if isinstance(gradient, ShardedGradient):
             return gradient.terms[index]
-        shape = shape_shared_out(share._sharded.shape, self._places.number)
+        shape = shape_shared_out(share._sharded.shape)
         bounds = self._places.bounds(share.shape[0])[index]
         if isinstance(gradient, tf.IndexedSlices):
             return rows_of_share(gradient, shape, *bounds)
@@ -138,7 +138,7 @@ class Shares:
                 continue
             terms = pending.take(part, None)
             if terms is not None:
-                size, shape = self.of(part).shape[0], shape_shared_out(part.shape, number)
+                size, shape = self.of(part).shape[0], shape_shared_out(part.shape)
                 wholes[i] = [cut_out(term, shape, 0, number * size) for term in terms]
                 rows = places.first * size, (places.first + len(places)) * size
                 rest[i] = cut_out(tf.convert_to_tensor(gradient), shape, *rows)
@@ -180,7 +180,7 @@ def _share_of(part: keras.Variable, places: Places) -> keras.Variable:
     """The variable of which each place has a share of a weight, or of a part of one."""
     if isinstance(part, ShardedVariable):
         return part.share
-    number, *rest = shape_shared_out(part.shape, places.number)
+    number, *rest = shape_shared_out(part.shape)
     shape = (-(-number // places.number), *rest)
     with places.make(), places.beside(part):
         share = keras.Variable("zeros", shape, part.dtype, trainable=True, name=part.name)

@@ -133,7 +133,7 @@ class ShardedVariable(ComposedVariable):
 
     def _cut(self, whole) -> list[tf.Tensor]:
         """What each place here has of a whole tensor."""
-        found, shape = [], shape_shared_out(self.shape, self.places.number)
+        found, shape = [], shape_shared_out(self.shape)
         bounds = self.places.bounds(self.share.shape[0])
         for copy, own in zip(self.pieces, bounds, strict=True):
             with tf.device(copy.device):
@@ -144,7 +144,7 @@ class ShardedVariable(ComposedVariable):
         """What has the whole's shape, for a trace that is only looked at: nobody is asked."""
         rows = tf.concat([tf.convert_to_tensor(copy) for copy in self.pieces], 0)
         rows = tf.concat([rows] * self.places.workers.num_workers, 0)
-        return _of_shape(rows, self.shape, self.places.number)
+        return _of_shape(rows, self.shape)
 
     def _direct_assign(self, value):
         value = tf.cast(value, self.share.dtype)
@@ -190,20 +190,20 @@ def joined_rows(
     for row, weight in zip(rows, weights, strict=True):
         with places.beside(weight):
             flat = tf.reshape(row, [-1, *row.shape[2:]])
-            wholes.append(_of_shape(flat, weight.shape, places.number))
+            wholes.append(_of_shape(flat, weight.shape))
     return wholes
 
 
-def _of_shape(rows: tf.Tensor, shape: Sequence[int], number: int) -> tf.Tensor:
+def _of_shape(rows: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
     """The rows of all shares as the weight is; without what stands behind its end."""
-    size = shape_shared_out(shape, number)[0]
+    size = shape_shared_out(shape)[0]
     return tf.reshape(rows if rows.shape[0] == size else rows[:size], shape)
 
 
-def shape_shared_out(shape: Sequence[int], num_shares: int) -> list[int]:
+def shape_shared_out(shape: Sequence[int]) -> list[int]:
     """In which shape a weight is cut along axis 0: a matrix as it is, all else flat."""
     shape = [int(size) for size in shape]
-    return shape if len(shape) == 2 and shape[0] >= num_shares else [int(np.prod(shape))]
+    return shape if len(shape) == 2 else [int(np.prod(shape))]
 
 
 def apart(rows: tf.Tensor) -> tf.Tensor:
@@ -225,9 +225,8 @@ def rows_of_share(
     """The rows of a sparse gradient that a share has; others stand in its first row, as zeros."""
     if len(shape) < 2:  # Flat.
         raise ValueError(
-            "Under `shard` an embedding is shared out by rows. A matrix of at least "
-            f"as many rows as there are replicas is required. Received: shape {gradient.shape}. "
-            "Leave `shard` out."
+            "Under `shard` what a batch reads single rows of is shared out by rows. A matrix is "
+            f"required. Received: shape {gradient.shape}. Leave `shard` out."
         )
     indices = gradient.indices
     inside = (indices >= start) & (indices < end)
