@@ -1,6 +1,7 @@
 """Private names of TensorFlow."""
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -8,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework.function_pb2 import FunctionDef
+from tensorflow.core.protobuf.config_pb2 import ConfigProto
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context, record
 from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
@@ -34,6 +36,7 @@ __all__ = [
     "copy_handle_data",
     "extend_operation",
     "function_again",
+    "functions_prepared_as",
     "functions_traced_anew",
     "global_seed",
     "gradient_function_of",
@@ -373,3 +376,23 @@ def coordination_service() -> Any:
 def wait_for_other_processes() -> None:
     """Waits until other processes have done all that was asked of them eagerly."""
     context.async_wait()
+
+
+@contextlib.contextmanager
+def functions_prepared_as(change: Callable[[ConfigProto], None]) -> Iterator[None]:
+    """Has TensorFlow prepare what is called here by its settings as `change` leaves them."""
+    known = context.context().function_call_options
+    context.context().function_call_options = _changed(
+        known.executor_type, known.config_proto_serialized, change
+    )
+    try:
+        yield
+    finally:
+        context.context().function_call_options = known
+
+
+@functools.lru_cache
+def _changed(executor_type, config_proto, change):
+    proto = ConfigProto.FromString(config_proto)
+    change(proto)
+    return context.FunctionCallOptions(executor_type, proto)

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfparallel.seams.keras import model_supports_jit
 from tfparallel.startup import without_collections
+from tfparallel.step.graph_preparation import prepared_for_cpus
 from tfparallel.xla.compiled_step import in_programs
 
 __all__ = ["CompiledByDevice", "compiled_by_device"]
@@ -73,32 +74,35 @@ class CompiledByDevice:
         return has_gpu and model_supports_jit(self)
 
     @contextlib.contextmanager
-    def _not_as_one_program(self):
-        """Has Keras make its functions without compiling them."""
+    def _made_for_devices(self, name):
+        """Has Keras make a function for several devices, and not as one program."""
         if not self._has_several_devices:
             yield
             return
-        asked = self.jit_compile
+        known, asked = getattr(self, name), self.jit_compile
         self.jit_compile = False
         try:
             yield
         finally:
             self.jit_compile = asked
+        made = getattr(self, name)
+        if made is not known and not any("GPU:" in device for device in self.layout.devices):
+            setattr(self, name, prepared_for_cpus(made))
 
     def make_train_function(self, force=False):
         """Makes the function of a step of `fit`, of which each device's part may be compiled."""
-        with self._not_as_one_program():
+        with self._made_for_devices("train_function"):
             super().make_train_function(force)
         return self.train_function
 
     def make_test_function(self, force=False):
         """Makes the function of a step of `evaluate`, likewise."""
-        with self._not_as_one_program():
+        with self._made_for_devices("test_function"):
             super().make_test_function(force)
         return self.test_function
 
     def make_predict_function(self, force=False):
         """Makes the function of a step of `predict`, likewise."""
-        with self._not_as_one_program():
+        with self._made_for_devices("predict_function"):
             super().make_predict_function(force)
         return self.predict_function
