@@ -15,7 +15,7 @@ TORCH_VENV := .venv-torch
 TORCH ?= $(TORCH_VENV)/bin/python
 WITH_TORCH := $(if $(TORCH),--torch=$(TORCH))
 # Empty where none of the benchmarks that are asked for has PyTorch beside it.
-BESIDE_TORCH := $(if $(BENCHMARKS),$(filter all_reduce scaling pipeline slow_link,$(BENCHMARKS)),all)
+BESIDE_TORCH := $(if $(BENCHMARKS),$(filter all_reduce scaling pipeline sharded slow_link,$(BENCHMARKS)),all)
 DOCS_VENV := .venv-docs
 # Two devices on any machine; with two GPUs: make demo DEMO_DEVICES=--device_type=gpu
 # With one: make demo DEMO_DEVICES=--split_gpu

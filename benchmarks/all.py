@@ -26,6 +26,7 @@ BENCHMARKS = {
     "model_parallel": ["model_parallel.py"],
     "meshes": ["meshes.py"],
     "pipeline": ["pipeline.py"],
+    "sharded": ["sharded.py"],
     "restarts": ["restarts.py"],
     "restarts_standby": ["restarts.py", "--standby", "--num_kills=5"],
     "elastic": ["elastic.py"],
@@ -39,7 +40,7 @@ BENCHMARKS = {
     "choice": ["choice.py"],
     "long_sequences": ["long_sequences.py"],
 }
-BESIDE_TORCH = {"all_reduce", "scaling", "pipeline", "slow_link"}
+BESIDE_TORCH = {"all_reduce", "scaling", "pipeline", "sharded", "slow_link"}
 SUMMARY = ["summary.py"]
 SECONDS_TO_END = 60
 

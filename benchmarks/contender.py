@@ -9,7 +9,6 @@ logical devices are a process's, and because stock Keras breaks with two strateg
 """
 
 import os
-import resource
 import sys
 import time
 
@@ -161,7 +160,7 @@ def serve(reply, model, dataset):
             **fit(model, dataset, clock, **request),
             num_traces=num_traces(model.train_function),
             rss_mib=process.memory_info().rss / 2**20,
-            peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,
+            peak_mib=dialog.peak_mib(),
         )
 
 

@@ -8,6 +8,7 @@ made of.
 import ctypes
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -56,7 +57,16 @@ def serve_steps(reply, step):
         for index in range(request["steps"]):
             total += step(index)
             ends.append(time.perf_counter())
-        reply(step_seconds=step_seconds(ends, request["skip"]), loss=total / request["steps"])
+        reply(
+            step_seconds=step_seconds(ends, request["skip"]),
+            loss=total / request["steps"],
+            peak_mib=peak_mib(),
+        )
+
+
+def peak_mib():
+    """The most memory that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 def end_with_parent(parent):

@@ -1,7 +1,6 @@
 """One contender of `first_epoch.py`: a process that trains a model's first epoch, and ends."""
 
 import functools
-import resource
 import statistics
 import time
 
@@ -90,7 +89,7 @@ def main():
             tracing_seconds=first - statistics.median(later),
             epoch_seconds=ended - began,
             cpu_seconds=cpu_seconds,
-            peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,
+            peak_mib=dialog.peak_mib(),
         )
 
 

@@ -1,6 +1,7 @@
-"""TensorFlow's contenders of `pipeline.py`: plain Keras, or one process of two of a pipeline.
+"""TensorFlow's contenders of `pipeline.py` and `sharded.py`, on a transformer.
 
-Process 1 of a pipeline serves process 0, and answers nothing.
+Plain Keras, one process of two of a pipeline, or one of two workers, by `SHARDS`. Process 1 of a
+pipeline serves process 0, and answers nothing.
 """
 
 import dialog
@@ -12,6 +13,8 @@ NUM_BYTES, SEQUENCE_LENGTH, NUM_SEQUENCES = 256, 64, 64
 WIDTH, NUM_HEADS, NUM_BLOCKS = 384, 6, 6
 NUM_BATCHES = 8
 NUM_TIMELINES = 5
+# Of the workers of `data_parallel`: what each holds a share of.
+SHARDS = {"replicated": None, "optimizer": "optimizer", "parameters": "parameters"}
 BLOCK = ("norm1", "attention", "add1", "norm2", "wide", "narrow", "add2")
 
 
@@ -86,15 +89,18 @@ def main():
     order, reply = dialog.begin()
     num_micro_batches = int(order["workload"])
     devices = None
-    if order["kind"] == "ours":
+    if order["kind"] == "ours" or order["kind"] in SHARDS:
         import tfparallel
 
-        devices = tfparallel.connect_to_cluster()
+        if order["kind"] == "ours":
+            devices = tfparallel.connect_to_cluster()
     import keras
     import tensorflow as tf
 
     keras.utils.set_random_seed(SEED)
-    if devices is None:
+    if order["kind"] in SHARDS:
+        model = tfparallel.data_parallel(build_transformer, shard=SHARDS[order["kind"]])
+    elif devices is None:
         model = build_transformer()
     else:
         model = tfparallel.pipeline_parallel(
@@ -115,7 +121,7 @@ def main():
         if request["steps"] == 0:
             reply(**stage_times(model, (x[0], y[0])))
         else:
-            reply(**fit(model, dataset, clock, **request))
+            reply(**fit(model, dataset, clock, **request), peak_mib=dialog.peak_mib())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""PyTorch's contenders of `pipeline.py`: the same transformer, alone or in two stages.
+"""PyTorch's contenders of `pipeline.py` and `sharded.py`: the same transformer.
 
-Runs in a Python that has PyTorch and NumPy. The stages are those of `torch.distributed.pipelining`,
-between processes joined by gloo.
+Alone, in the two stages of `torch.distributed.pipelining`, or on two workers: under
+DistributedDataParallel (`ddp`) or FSDP2 (`fsdp`), a unit for each block. Processes are joined by
+gloo. Runs in a Python that has PyTorch and NumPy.
 """
 
 import dialog
@@ -42,6 +43,21 @@ def parts():
     return [first, last]
 
 
+def on_workers(kind):
+    """The model, on all processes that were started together."""
+    torch.distributed.init_process_group("gloo")
+    model = nn.Sequential(*parts())
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for module in model.modules():
+        if isinstance(module, Block):
+            fully_shard(module, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
 def loss_of(logits, y):
     return functional.cross_entropy(logits.flatten(0, 1), y.flatten())
 
@@ -60,12 +76,17 @@ def main():
         model = parts()[rank]
         stage = PipelineStage(model, rank, 2, torch.device("cpu"))
         schedule = Schedule1F1B(stage, int(order["workload"]), loss_fn=loss_of)
+    elif order["kind"] in ("ddp", "fsdp"):
+        model = on_workers(order["kind"])
     else:
         model = nn.Sequential(*parts())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     generator = np.random.default_rng(SEED)
     size = (NUM_BATCHES, NUM_SEQUENCES, SEQUENCE_LENGTH)
     x, y = (torch.tensor(generator.integers(NUM_BYTES, size=size)) for _ in range(2))
+    if order["kind"] in ("ddp", "fsdp"):  # A worker's rows.
+        rank, number = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        x, y = (each.chunk(number, dim=1)[rank] for each in (x, y))
     reply(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         torch=torch.__version__,

@@ -1,0 +1,119 @@
+"""Times a step of 2 workers, a core each, that hold the model in shares, and what they hold.
+
+    .venv/bin/python benchmarks/sharded.py
+    .venv/bin/python benchmarks/sharded.py --torch=OTHER_VENV/bin/python
+
+The transformer of `pipeline.py`, 10.8 M parameters, 32 sequences of 64 bytes a worker and step.
+Beside it, if a Python with PyTorch is named, DistributedDataParallel and FSDP2 with gloo on the
+same network, batch and cores. Contenders take turns, a round each, now forwards, now backwards;
+only the one whose turn it is runs.
+"""
+
+import contextlib
+import sys
+
+import contest
+import environment
+from pipeline import PROGRAMS
+
+NUM_WORKERS = 2
+NUM_SKIPPED, NUM_WARM_UP_ROUNDS = 2, 1
+# Shares of parameters over whole ones, at most; and no more than FSDP's step over DDP's.
+TARGET = 1.15
+TITLES = {
+    "replicated": "`data_parallel`",
+    "optimizer": '`data_parallel(shard="optimizer")`',
+    "parameters": '`data_parallel(shard="parameters")`',
+    "ddp": "PyTorch DDP with gloo",
+    "fsdp": "PyTorch FSDP2 (`fully_shard`) with gloo",
+}
+RATIOS = {"optimizer": "replicated", "parameters": "replicated", "fsdp": "ddp"}
+OF_TORCH = ("ddp", "fsdp")
+
+
+def main(arguments):
+    options = parse(arguments)
+    cores = environment.cores_to_pin(NUM_WORKERS)
+    described = environment.describe()
+    found = measure(options, cores)
+    figures = {"date": described["Date"]} | found["ratios"]
+    contest.publish("sharded", page(found, described, options), found, options, figures)
+
+
+def parse(arguments):
+    parser = contest.make_parser(__doc__, num_rounds=7, torch=True)
+    parser.add_argument("--num_steps", type=int, default=8, help="of a round; 2 not timed (8)")
+    options = contest.parse(parser, arguments)
+    if options.num_steps <= NUM_SKIPPED:
+        parser.error(f"more than {NUM_SKIPPED} steps a round are required")
+    return options
+
+
+def start(kind, stack, cores, torch):
+    is_torch = kind in OF_TORCH
+    return contest.Group(
+        stack,
+        "1",  # Micro-batches.
+        kind,
+        contest.job_environments(NUM_WORKERS),
+        cores=cores,
+        program=(torch if is_torch else sys.executable, PROGRAMS[is_torch]),
+    )
+
+
+def measure(options, cores):
+    kinds = [kind for kind in TITLES if options.torch or kind not in OF_TORCH]
+    with contextlib.ExitStack() as stack:
+        contenders, versions = {}, {}
+        for kind in kinds:  # One after the other: each traces for a while.
+            contenders[kind] = start(kind, stack, cores, options.torch)
+            told = contenders[kind].wait_until_ready()[0]
+            versions |= {k: v for k, v in told.items() if k in ("tensorflow", "keras", "torch")}
+            contenders[kind].train(NUM_SKIPPED + 2, NUM_SKIPPED)
+        rounds = []
+        for index in range(-NUM_WARM_UP_ROUNDS, options.num_rounds):
+            medians = {
+                kind: contenders[kind].train(options.num_steps, NUM_SKIPPED)
+                for kind in contest.in_turn(kinds, index)
+            }
+            rounds.append(medians)
+            print(f"round {index + 1}: {medians}", file=sys.stderr)
+    rounds = rounds[NUM_WARM_UP_ROUNDS:]
+    return {
+        "versions": versions,
+        "step_ms": {kind: contest.percentiles([r[kind] for r in rounds]) for kind in kinds},
+        "peak_mib": {kind: group.peak_mib for kind, group in contenders.items()},
+        "ratios": {
+            f"{kind}_over_{whole}": contest.percentiles([r[kind] / r[whole] for r in rounds])
+            for kind, whole in RATIOS.items()
+            if kind in kinds
+        },
+    }
+
+
+def page(found, described, options):
+    """The lines of RESULTS.md about shares."""
+    lines = [
+        "## Shares: 2 workers, a core each",
+        "",
+        "A step of a transformer of 10.8 M parameters, 32 sequences of 64 a worker, in ms: the "
+        "median of the rounds' medians, with the 10th and 90th percentile; of the workers, the "
+        "slowest at each step. Ratios by round. Memory is the most that a process has held, "
+        "tracing included.",
+        "",
+        "| | step, ms | over whole parameters | to reach | peak memory, MiB |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for kind, value in found["step_ms"].items():
+        ratio = found["ratios"].get(f"{kind}_over_{RATIOS.get(kind)}")
+        ratio = contest.spread(ratio, 2) if ratio else ""
+        target = f"{TARGET}" if kind == "parameters" else ""
+        peak = f"{found['peak_mib'][kind]:.0f}"
+        step = contest.spread(value, 0)
+        lines.append(f"| {TITLES[kind]} | {step} | {ratio} | {target} | {peak} |")
+    described = described | found["versions"]
+    return lines + contest.footer("sharded", described, options, "num_rounds", "num_steps")
+
+
+if __name__ == "__main__":
+    contest.run(main)
