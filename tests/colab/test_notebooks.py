@@ -22,6 +22,7 @@ def test_there_is_a_notebook():
         "all_reduce",
         "data_parallel",
         "hybrid",
+        "large_models",
         "model_parallel",
         "multi_worker",
         "pipeline",
@@ -68,7 +69,7 @@ def test_it_uses_whatever_devices_there_are(path):
     if path.stem in ("multi_worker", "synchronization"):  # Processes cannot share a GPU.
         calls = ["set_memory_growth()", "hide_gpus()"]
     else:
-        number = 4 if path.stem in ("all_reduce", "hybrid") else 2
+        number = 4 if path.stem in ("all_reduce", "hybrid", "large_models") else 2
         calls = [f"split_gpu({number})", f"split_cpu({number})"]
     for call in calls:
         assert f"tfparallel.devices.{call}" in source
