@@ -93,9 +93,9 @@ def capture(model: keras.Model) -> dict[str, Iterator[np.ndarray]]:
     are joined.
     """
     pieces = _in_pieces(model)
-    if pieces:
-        groups, places = zip(*pieces.values(), strict=True)
-        wait_to_save(itertools.chain(*groups), places[0])  # Of one model they are the same.
+    for _, places in itertools.islice(pieces.values(), 1):  # Of one model they are the same.
+        if places.workers is not None:
+            wait_to_save(places.workers, "optimizer")
 
     def read(variable):
         if id(variable) in pieces:
