@@ -125,6 +125,12 @@ def test_each_replica_may_keep_its_share_of_the_weights(job, case):
 
 
 @pytest.mark.part("parameters")
+def test_what_is_logged_of_an_epoch_that_was_resumed_is_the_same_on_all_workers(job):
+    """Story: all but the chief forgot what the metrics had seen before the checkpoint."""
+    assert all(seen["parameters"]["history"] < 1e-5 for seen in job)  # Metrics are float32.
+
+
+@pytest.mark.part("parameters")
 def test_shares_of_weights_are_told_from_one_workers_own(job):
     for seen in job:
         held, elements = seen["parameters"]["held"]
