@@ -309,14 +309,23 @@ def test_a_checkpoint_is_written_and_read_weight_by_weight(tmp_path):
 
 
 def test_values_are_those_of_the_plain_model(in_float64):
-    """Weights that wait for their replicas, and one that its function assigns."""
+    """Weights that wait for their replicas, one that its function assigns, and such as it draws."""
 
     def loaded():
         model = build()
         model.layers[-1].set_weights([np.ones((7, 3)), np.zeros(3)])
         return model
 
-    for function in (build, loaded):
+    def drawn():
+        # From one generator, small weights between large ones.
+        x = keras.Input((9,))
+        hidden = layers.Dense(2, kernel_initializer=draw)(x)
+        return keras.Model(x, layers.Dense(30, kernel_initializer=draw)(hidden))
+
+    def draw(shape, dtype=None):
+        return np.random.normal(size=shape)
+
+    for function in (build, loaded, drawn):
         model, one = on_replicas(3, function), seeded(function)
         assert sharded(model) and apart(model, one) == 0
 
