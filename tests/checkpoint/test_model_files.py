@@ -1,8 +1,9 @@
 """Files that take their place whole."""
 
+import keras
 import pytest
 
-from tfparallel.checkpoint.model_files import moved_into_place
+from tfparallel.checkpoint.model_files import can_be_streamed, moved_into_place
 
 
 def test_what_is_written_replaces_what_was_there(tmp_path):
@@ -42,3 +43,16 @@ def test_a_folder_and_the_files_beside_it(tmp_path, monkeypatch):
 def test_what_the_writer_must_judge_itself(path):
     with moved_into_place(path) as own:
         assert own == path
+
+
+def test_a_save_of_the_users_own_writes_the_file(tmp_path):
+    """Story: it was passed over, and so was an argument that Keras refuses."""
+
+    class Notes(keras.Sequential):
+        def save(self, filepath, *args, **kwargs):
+            super().save(filepath, *args, **kwargs)
+
+    path = str(tmp_path / "model.keras")
+    assert can_be_streamed(keras.Sequential(), path, True, None, {})
+    assert not can_be_streamed(keras.Sequential(), path, True, None, {"save_format": "tf"})
+    assert not can_be_streamed(Notes(), path, True, None, {})

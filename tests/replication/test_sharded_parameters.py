@@ -261,9 +261,12 @@ def memory(kind):
     return tf.config.experimental.get_memory_info("CPU:0")[kind]
 
 
-def test_few_weights_are_whole_at_a_time():
+@pytest.mark.parametrize("frozen", [[], range(1, NUMBER)], ids=["none frozen", "most frozen"])
+def test_few_weights_are_whole_at_a_time(frozen):
     """On each of two replicas; of gradients and gathered weights some are whole."""
     model = on_replicas(2, build_deep)
+    for index in frozen:
+        model.layers[index].trainable = False
     model.compile(optimizers.SGD(0.01), "mse", jit_compile=False)
     x, y = np.ones((4, WIDTH), "float32"), np.ones((4, 3), "float32")
     model.train_on_batch(x, y)
@@ -306,14 +309,23 @@ def test_a_checkpoint_is_written_and_read_weight_by_weight(tmp_path):
 
 
 def test_values_are_those_of_the_plain_model(in_float64):
-    """Weights that wait for their replicas, and one that its function assigns."""
+    """Weights that wait for their replicas, one that its function assigns, and such as it draws."""
 
     def loaded():
         model = build()
         model.layers[-1].set_weights([np.ones((7, 3)), np.zeros(3)])
         return model
 
-    for function in (build, loaded):
+    def drawn():
+        # From one generator, small weights between large ones.
+        x = keras.Input((9,))
+        hidden = layers.Dense(2, kernel_initializer=draw)(x)
+        return keras.Model(x, layers.Dense(30, kernel_initializer=draw)(hidden))
+
+    def draw(shape, dtype=None):
+        return np.random.normal(size=shape)
+
+    for function in (build, loaded, drawn):
         model, one = on_replicas(3, function), seeded(function)
         assert sharded(model) and apart(model, one) == 0
 
@@ -370,6 +382,29 @@ def test_what_its_function_froze_is_trained_once_it_may(in_float64, frozen):
         return trained(model, optimizers.SGD(0.1), epochs=1)
 
     assert apart(unfrozen(on_replicas(2, function)), unfrozen(seeded(function))) < 1e-9
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_tables_are_frozen_in_turn(in_float64, run_eagerly):
+    """Story: a step looked for the slices of a frozen table, and ended as if the data had.
+
+    Nothing was trained. And an eager step joined the slices of one table as those of the other.
+    """
+
+    def function():
+        x = keras.Input((SIZE,))
+        words = keras.ops.cast(keras.ops.abs(x) * 3, "int32")
+        hidden = layers.Add()([layers.Embedding(20, 8)(words), Positions(SIZE, 8)(x)])
+        return keras.Model(x, layers.Dense(3)(layers.GlobalAveragePooling1D()(hidden)))
+
+    def in_turn(model):
+        tables = [each for each in model.layers if isinstance(each, layers.Embedding | Positions)]
+        for frozen, other in (tables, tables[::-1]):
+            frozen.trainable, other.trainable = False, True
+            trained(model, epochs=1, run_eagerly=run_eagerly)
+        return model
+
+    assert apart(in_turn(on_replicas(2, function)), in_turn(seeded(function))) < 1e-9
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])

@@ -125,6 +125,12 @@ def test_each_replica_may_keep_its_share_of_the_weights(job, case):
 
 
 @pytest.mark.part("parameters")
+def test_what_is_logged_of_an_epoch_that_was_resumed_is_the_same_on_all_workers(job):
+    """Story: all but the chief forgot what the metrics had seen before the checkpoint."""
+    assert all(seen["parameters"]["history"] < 1e-5 for seen in job)  # Metrics are float32.
+
+
+@pytest.mark.part("parameters")
 def test_shares_of_weights_are_told_from_one_workers_own(job):
     for seen in job:
         held, elements = seen["parameters"]["held"]
@@ -132,6 +138,13 @@ def test_shares_of_weights_are_told_from_one_workers_own(job):
         assert "The workers hold different weights" in seen["parameters"]["loaded by one"]
         assert "Take Checkpoint" in seen["parameters"]["backup"]
         assert "could not be written" in seen["parameters"]["disk"]
+
+
+@pytest.mark.part("parameters")
+def test_a_save_by_one_worker_does_not_wait_for_ever(job):
+    said = [seen["parameters"]["saved by one"] for seen in job]
+    assert all("all workers must save it together" in each for each in said)
+    assert "worker 0 came, worker 1 did not" in said[0] and "came too late" in said[1]
 
 
 @pytest.mark.part("clipped shares")

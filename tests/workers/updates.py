@@ -15,6 +15,7 @@ from tfparallel.callbacks.chief_only import path_of_chief
 from tfparallel.collectives.compression import compression_of
 from tfparallel.replication import sharding
 from tfparallel.strategies.variables import copies
+from tfparallel.update import files
 
 ROWS, STEPS, WORDS = 8, 3, 6
 
@@ -178,14 +179,16 @@ def sums(workers, folder):
     return found
 
 
+class Interrupts(keras.callbacks.Callback):
+    """In the middle of an epoch."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 5:
+            raise KeyboardInterrupt
+
+
 def resumed(workers, folder):
     checkpoint = tfparallel.callbacks.Checkpoint(folder, every_steps=2)
-
-    class Interrupts(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            if batch == 5:
-                raise KeyboardInterrupt
-
     whole, expected = undisturbed()
     try:
         trained(parallel(build), ROWS, callbacks=[checkpoint, Interrupts()])
@@ -328,7 +331,7 @@ def parameters(workers, folder):
     sharding._FEWEST = 20
     found = {}
     for name, optimizer in PARAMETERS.items():
-        trained(one := alone(build), ROWS, optimizer=optimizer())
+        expected = trained(one := alone(build), ROWS, optimizer=optimizer())
         model = parallel(build, "every_step", shard="parameters")
         trained(model, ROWS, optimizer=optimizer())
         found[name] = apart(model, one)
@@ -338,13 +341,14 @@ def parameters(workers, folder):
     with path_of_chief(folder + "/shared_out.keras", workers.worker_index == 0) as path:
         model.save(path)
         found["file"] = apart(keras.models.load_model(path), one)
-    checkpoint = tfparallel.callbacks.Checkpoint(folder + "/shared_out")
-    written = parallel(build, "every_step", shard="parameters")
-    trained(written, ROWS, optimizer=optimizer(), epochs=1, callbacks=[checkpoint])
-    resumed = parallel(build, "every_step", shard="parameters")
-    checkpoint = tfparallel.callbacks.Checkpoint(folder + "/shared_out")
-    trained(resumed, ROWS, optimizer=optimizer(), callbacks=[checkpoint])
+    for interrupts in ([Interrupts()], []):
+        checkpoint = tfparallel.callbacks.Checkpoint(folder + "/shared_out", every_steps=2)
+        resumed = parallel(build, "every_step", shard="parameters")
+        with contextlib.suppress(KeyboardInterrupt):
+            callbacks = [checkpoint, *interrupts]
+            history = trained(resumed, ROWS, optimizer=optimizer(), callbacks=callbacks)
     found["resumed"] = apart(resumed, one)
+    found["history"] = largest(history, expected)
     # A disk that is gone where the chief is to write: the others read shares until it has failed.
     lost, failing = folder + "/lost", parallel(build, "every_step", shard="parameters")
     is_chief = workers.worker_index == 0
@@ -366,6 +370,22 @@ def parameters(workers, folder):
             resumed.fit(*data(16), batch_size=ROWS, verbose=0, callbacks=callbacks)
         except (RuntimeError, ValueError) as error:
             found[name] = str(error)
+    found |= saved_by_one(workers, resumed, folder + "/alone.weights.h5")
+    return found
+
+
+def saved_by_one(workers, model, path):
+    """The chief alone saves; when it has waited long enough, the others come too late."""
+    waited, files._SAVE_SECONDS = files._SAVE_SECONDS, 5.0
+    found = {}
+    for worker in range(workers.num_workers):
+        if workers.worker_index == worker:
+            try:
+                model.save_weights(path)
+            except RuntimeError as error:
+                found["saved by one"] = str(error)
+        workers.exchange(None, "what each has done")
+    files._SAVE_SECONDS = waited
     return found
 
 

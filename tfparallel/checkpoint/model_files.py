@@ -10,9 +10,12 @@ import contextlib
 import os
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import keras
+
+from tfparallel.extend import is_own
 
 __all__ = ["can_be_streamed", "moved_into_place", "save_streamed"]
 
@@ -39,8 +42,16 @@ def moved_into_place(path: str) -> Iterator[str]:
                 os.replace(os.path.join(written, name), os.path.join(target, name))
 
 
-def can_be_streamed(path: str, overwrite: bool, zipped: bool | None) -> bool:
-    """Whether `save_streamed` writes what Keras's `save` writes, given the same arguments."""
+def can_be_streamed(
+    model: keras.Model,
+    path: str,
+    overwrite: bool,
+    zipped: bool | None,
+    others: Mapping[str, Any],
+) -> bool:
+    """Whether `save_streamed` writes what `model.save` writes, given the same arguments."""
+    if others or is_own(model, "save"):
+        return False
     is_new = overwrite or not os.path.exists(path)
     folder = os.path.dirname(os.path.abspath(path))
     return path.endswith(".keras") and is_new and zipped is not False and os.path.isdir(folder)

@@ -31,6 +31,7 @@ from tfparallel.seams.keras import (
     make_global_seed_generator,
 )
 from tfparallel.tracing.apart import traced_apart
+from tfparallel.update.built import optimizers_of, wrapped_by
 from tfparallel.update.files import assign, holds_pieces, value, wait_to_save
 
 __all__ = [
@@ -93,9 +94,9 @@ def capture(model: keras.Model) -> dict[str, Iterator[np.ndarray]]:
     are joined.
     """
     pieces = _in_pieces(model)
-    if pieces:
-        groups, places = zip(*pieces.values(), strict=True)
-        wait_to_save(itertools.chain(*groups), places[0])  # Of one model they are the same.
+    for _, places in itertools.islice(pieces.values(), 1):  # Of one model they are the same.
+        if places.workers is not None:
+            wait_to_save(places.workers, "optimizer")
 
     def read(variable):
         if id(variable) in pieces:
@@ -263,16 +264,10 @@ def _seed_variables():
 
 def _optimizers(model) -> list[keras.Optimizer]:
     """The optimizers that a model holds, and behind each those that do its work."""
-    waiting: list[Any] = [v for v in vars(model).values() if not isinstance(v, keras.Layer)]
-    found: dict[int, keras.Optimizer] = {}
+    waiting, found = optimizers_of(model), {}
     while waiting:
-        held = waiting.pop(0)
-        if isinstance(held, keras.Optimizer) and id(held) not in found:
-            found[id(held)] = held
-            inner = [getattr(held, "inner_optimizer", None), *getattr(held, "optimizers", ())]
-            waiting = inner + waiting
-        elif isinstance(held, list | tuple):
-            waiting += [v for v in held if isinstance(v, keras.Optimizer)]
-        elif isinstance(held, dict):
-            waiting += [v for v in held.values() if isinstance(v, keras.Optimizer)]
+        optimizer = waiting.pop(0)
+        if id(optimizer) not in found:
+            found[id(optimizer)] = optimizer
+            waiting = wrapped_by(optimizer) + waiting
     return list(found.values())

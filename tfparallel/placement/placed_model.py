@@ -121,7 +121,7 @@ class PlacedModel(OneStep):
 
     def save(self, filepath, overwrite=True, zipped=None, **kwargs):
         """Writes plain Keras, as `keras.Model.save`; a `.keras` file variable by variable."""
-        if can_be_streamed(str(filepath), overwrite, zipped):
+        if can_be_streamed(self, str(filepath), overwrite, zipped, kwargs):
             save_streamed(self, str(filepath))
         else:
             super().save(filepath, overwrite=overwrite, zipped=zipped, **kwargs)

@@ -188,14 +188,17 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
 
         With `gradient_accumulation_steps` or `shard` all workers must.
         """
-        with self._session.path_to_write(filepath, overwrite) as path:
-            if self._shards_parameters and can_be_streamed(str(path), overwrite, zipped):
+        by_all = self._shards_parameters
+        with self._session.path_to_write(filepath, overwrite, by_all=by_all) as path:
+            given = self, str(path), overwrite, zipped, kwargs
+            if self._shards_parameters and can_be_streamed(*given):
                 return save_streamed(self, str(path))
             return super().save(path, overwrite, zipped, **kwargs)
 
     def save_weights(self, filepath, overwrite=True, **kwargs):
         """Saves the weights, as `keras.Model.save_weights`; who must, `save` says."""
-        with self._session.path_to_write(filepath, overwrite) as path:
+        by_all = self._shards_parameters
+        with self._session.path_to_write(filepath, overwrite, by_all=by_all) as path:
             return super().save_weights(path, overwrite, **kwargs)
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):

@@ -9,8 +9,9 @@ from tfparallel.judge.check_rows import exchange_moments
 from tfparallel.replication import batch_norm, random
 from tfparallel.replication.places import ReplicaPlaces
 from tfparallel.replication.replicated_layer import ReplicatedLayer
-from tfparallel.replication.sharding import optimizers_of, shard_weights
+from tfparallel.replication.sharding import shard_weights
 from tfparallel.seams.keras import layers_in, seed_generators_of
+from tfparallel.update.built import optimizers_of
 from tfparallel.update.place_optimizer import prepare
 
 __all__ = ["extend_parts"]

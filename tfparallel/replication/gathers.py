@@ -184,8 +184,11 @@ class Gathers:
         return whole
 
     def _scattered(self, variable, whole: _Whole | None, upstream, reading: int):
-        """Sums a gradient over all replicas; each gets its share."""
-        is_sparse = isinstance(upstream, tf.IndexedSlices)
+        """Sums a gradient over all replicas; each gets its share.
+
+        A frozen weight has none: who reads it in the backward pass is given a gather all the same.
+        """
+        is_frozen, is_sparse = not variable.trainable, isinstance(upstream, tf.IndexedSlices)
         if is_sparse:
             given = [upstream.values, upstream.indices]
         else:
@@ -195,6 +198,8 @@ class Gathers:
         def scatter(_, own, *given):
             if whole is not None and self._is_backward:
                 self._gather_again(variable, whole, own)
+            if is_frozen:
+                return (own,)
             if is_sparse:
                 sums = self._summed_rows(variable, *given, self._kinds_of(variable, reading))
             else:
@@ -207,6 +212,8 @@ class Gathers:
         own = tf.convert_to_tensor(storage_of(variable.share))
         with not_recording():
             first, *rest = _merge(scatter, tf.identity(own), *map(tf.identity, given))
+        if is_frozen:
+            return None
         self._sums[id(first)] = first
         self._summed_variables.add(id(variable))
         if not is_sparse:

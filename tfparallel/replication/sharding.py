@@ -9,13 +9,13 @@ import tensorflow as tf
 
 from tfparallel.replication.places import ReplicaPlaces
 from tfparallel.seams.keras import layers_in, weights_held_by
-from tfparallel.update.built import trained_by
+from tfparallel.update.built import optimizers_of, trained_by
 from tfparallel.update.optimizer import UnitOptimizer
 from tfparallel.update.shares import shard
 from tfparallel.variables.sharded import ShardedVariable
 from tfparallel.variables.storageless import NeedsStorage, StoragelessModel
 
-__all__ = ["build_in_shares", "large_weights", "optimizers_of", "shard_weights"]
+__all__ = ["build_in_shares", "large_weights", "shard_weights"]
 
 # A weight of fewer elements is not worth a collective, as DeepSpeed's
 # `stage3_param_persistence_threshold`; what an optimizer holds of it is shared out all the same.
@@ -38,12 +38,14 @@ def build_in_shares(function: Callable[[], Any], strategy) -> Any:
     except NeedsStorage:
         with strategy.scope():
             return function()
-    if isinstance(built.model, keras.Model):
-        places = ReplicaPlaces(strategy)
-        for weight in filter(built.waits_for, large_weights(built.model)):
-            shard(weight, places, built.value_of(weight))
-    with strategy.scope():
-        built.initialize_rest()
+    is_model, places = isinstance(built.model, keras.Model), ReplicaPlaces(strategy)
+    large = {id(weight) for weight in large_weights(built.model)} if is_model else set()
+    for variable in built.waiting():  # In turn: an initializer of the user's may draw.
+        if id(variable) in large:
+            shard(variable, places, built.value_of(variable))
+        else:
+            with strategy.scope():
+                built.initialize([variable])
     return built.model
 
 
@@ -64,15 +66,6 @@ def shard_weights(model: keras.Model) -> None:
     for weight in large_weights(model):
         if not isinstance(weight, ShardedVariable) and id(weight) not in known:
             shard(weight, places, tf.convert_to_tensor(weight.value))
-
-
-def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
-    """The optimizers that a model holds: as `model.optimizer`, attributes, or in containers."""
-    held = [vars(model).values()]
-    held += [value for value in vars(model).values() if isinstance(value, list | tuple)]
-    held += [value.values() for value in vars(model).values() if isinstance(value, dict)]
-    found = {id(v): v for values in held for v in values if isinstance(v, keras.Optimizer)}
-    return list(found.values())
 
 
 def large_weights(model: keras.Model) -> Iterator[keras.Variable]:

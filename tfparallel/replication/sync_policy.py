@@ -73,8 +73,7 @@ class EveryStep:
     def begin_epoch(self) -> None:
         """What metrics sum up from now on may be this worker's own."""
         self._is_in_epoch = self.is_silent
-        if self._is_in_epoch:  # What a metric begins with counts once, too.
-            self.metrics_were_restored()
+        self.metrics_were_restored()  # What a metric begins with counts once, too.
 
     def before_step(self) -> None:
         """Called before each step of `fit`."""
@@ -130,8 +129,7 @@ class EveryStep:
         try:
             yield
         finally:
-            if self._is_in_epoch:
-                self.metrics_were_restored()
+            self.metrics_were_restored()
 
     def sum_metrics(self) -> None:
         """Gives all workers the sums of what their metrics have seen. All must call it."""
@@ -140,8 +138,8 @@ class EveryStep:
             self._assign_metrics(self.model._workers.all_reduce(values))
 
     def metrics_were_restored(self) -> None:
-        """All workers hold the total: the chief alone keeps it, so that the next sum is right."""
-        if self.workers_are_apart and not self.model._is_chief:
+        """All workers hold the total: the chief alone keeps it, if they are to be summed again."""
+        if self._is_in_epoch and self.workers_are_apart and not self.model._is_chief:
             # Nothing is read, which the workers would have to do together.
             zeros = [tf.zeros(v.shape, v.dtype) for v in self.model.metrics_variables]
             self._assign_metrics(zeros)
@@ -159,9 +157,8 @@ class EveryStep:
         try:
             yield
         finally:
-            if was_in_epoch:  # Keras has reset the metrics, and all workers have the same now.
-                self.metrics_were_restored()
             self._is_in_epoch = was_in_epoch
+            self.metrics_were_restored()  # Keras has reset them, and all workers have the same now.
 
     @contextlib.contextmanager
     def training_silently(self) -> Iterator[None]:
@@ -276,7 +273,7 @@ class HasPolicy:
         return self._policy.settled()
 
     def metrics_were_restored(self) -> None:
-        """All workers hold the total: the chief alone keeps it, so that the next sum is right."""
+        """All workers hold the total: the chief alone keeps it, if they are to be summed again."""
         self._policy.metrics_were_restored()
 
 

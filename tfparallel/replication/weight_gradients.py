@@ -127,8 +127,8 @@ class WeightGradients:
         """
 
         def kinds_of(variable, reading):
-            index = next(i for i, v in enumerate(self._trained) if v is variable)
-            kinds = self._kinds_of_readings(arguments)[index]
+            of_all = zip(self._trained, self._kinds_of_readings(arguments), strict=True)
+            (kinds,) = [found for trained, found in of_all if trained is variable]
             return None if kinds is None else kinds[reading]
 
         self.gathers.begin_backward(kinds_of)
@@ -137,8 +137,9 @@ class WeightGradients:
         """By weight, where no graph is traced; else a gradient itself tells."""
         if not tf.executing_eagerly():
             return [None] * len(self._trained)
-        kinds = getattr(self._layer, "_kinds_of_readings", None)
-        if kinds is None or len(kinds) != len(self._trained):
+        trained = list(map(id, self._trained))  # Others, once a layer is frozen.
+        known, kinds = getattr(self._layer, "_kinds_of_readings", (None, None))
+        if known != trained:
 
             def call(arguments):
                 with state.ReplicaScope(0):
@@ -150,5 +151,5 @@ class WeightGradients:
                 for v in self._trained
             ]
             kinds = indexed_slices.kinds_of(call, arguments, weights)
-            attach(self._layer, _kinds_of_readings=kinds)
+            attach(self._layer, _kinds_of_readings=(trained, kinds))
         return kinds

@@ -34,6 +34,7 @@ from tfparallel.seams.compiled import class_weighting
 from tfparallel.step.build import types_of_batches
 from tfparallel.step.call import Call
 from tfparallel.strategies.distributed_data import whole_batches
+from tfparallel.update.files import wait_to_save
 
 __all__ = ["WorkerSession"]
 
@@ -81,11 +82,28 @@ class WorkerSession:
                 by_worker = is_of_worker and self.workers is not None
                 call.asked[name] = sample_partition.by_sample(data) if by_worker else data
 
-    def path_to_write(self, path: str | os.PathLike, overwrite: bool) -> AbstractContextManager:
-        """Where to write a file that other workers may write too, at the same time."""
-        if self.workers is None or not overwrite:
-            return contextlib.nullcontext(path)
-        return moved_into_place(os.fspath(path))
+    @contextlib.contextmanager
+    def path_to_write(
+        self, path: str | os.PathLike, overwrite: bool, *, by_all: bool = False
+    ) -> Iterator[str | os.PathLike]:
+        """Where to write a file that other workers may write too, at the same time.
+
+        Args:
+            path: Where the user wants it.
+            overwrite: Whether what is there is replaced.
+            by_all: Whether each worker has a part of it, so that all must write it together.
+
+        Raises:
+            RuntimeError: If not all have come within two minutes, where all must.
+        """
+        if self.workers is None:
+            yield path
+            return
+        with contextlib.ExitStack() as stack:
+            if by_all:
+                stack.enter_context(self.together())
+                wait_to_save(self.workers, "weights")
+            yield stack.enter_context(moved_into_place(os.fspath(path))) if overwrite else path
 
     def begin(self, call: Call) -> None:
         """Enters what is around a call, and reads this worker's own rows."""

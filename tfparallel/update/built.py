@@ -16,11 +16,21 @@ from tfparallel.seams.optimizers import count_of, forget_places, rate_of, weight
 
 __all__ = [
     "check_known",
+    "optimizers_of",
     "own_variables",
     "prepare_built",
     "trained_by",
     "wrapped_by",
 ]
+
+
+def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
+    """The optimizers that a model holds: as `model.optimizer`, attributes, or in containers."""
+    held = [vars(model).values()]
+    held += [value for value in vars(model).values() if isinstance(value, list | tuple)]
+    held += [value.values() for value in vars(model).values() if isinstance(value, dict)]
+    found = {id(v): v for values in held for v in values if isinstance(v, keras.Optimizer)}
+    return list(found.values())
 
 
 def wrapped_by(optimizer: keras.Optimizer) -> list[keras.Optimizer]:

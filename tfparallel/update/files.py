@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.collectives.coordination import wait_for_all
+from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.extend import attach, extend
 from tfparallel.seams.keras import set_storage
 from tfparallel.update.places import Places
@@ -188,20 +189,22 @@ def assign_all(
         assign(group, value, places)
 
 
-def wait_to_save(variables: Iterable[keras.Variable], places: Places) -> None:
-    """Waits for the other workers, if each has some of the optimizer's variables.
+def wait_to_save(workers: ProcessGroup, what: str) -> None:
+    """Waits for the other workers, of which each has a part of what is saved.
+
+    Args:
+        workers: All of them.
+        what: Of what they have parts, in words.
 
     Raises:
         RuntimeError: If not all have come within two minutes.
     """
-    if places.workers is None or not any(hasattr(v, "_sharded") for v in variables):
-        return
     try:
-        wait_for_all(places.workers, _SAVE_SECONDS)
+        wait_for_all(workers, _SAVE_SECONDS)
     except RuntimeError as error:
         raise RuntimeError(
-            "Under `shard` each worker has a part of the optimizer, and all "
-            f"workers must save it together. {error}"
+            f"Each worker has a part of the {what}, as `shard` and `gradient_accumulation_steps` "
+            f"have it, and all workers must save it together. {error}"
         ) from error
 
 

@@ -327,9 +327,10 @@ class UnitOptimizer:
         """Saves the optimizer as on one device; with shares or sums every worker must call it.
 
         Raises:
-            RuntimeError: If with shares not all workers have within two minutes.
+            RuntimeError: If not all workers have within two minutes, where all must.
         """
-        files.wait_to_save(self._held_variables, self._places)
+        if self._places.workers is not None and files.holds_pieces(self):
+            files.wait_to_save(self._places.workers, "optimizer")
         for index, group in enumerate(files.grouped(self._held_variables)):
             store[str(index)] = files.value(group, self._places)
 

@@ -148,8 +148,9 @@ class ShardedVariable(ComposedVariable):
 
     def _direct_assign(self, value):
         value = tf.cast(value, self.share.dtype)
-        is_known = tf.executing_eagerly()
-        self.checksum = zlib.crc32(np.asarray(value).tobytes()) if is_known else None
+        self.checksum = None
+        if tf.executing_eagerly():
+            self.checksum = zlib.crc32(np.asarray(value).reshape(-1).view("uint8"))
         for copy, own in zip(self.pieces, self._cut(value), strict=True):
             with tf.device(copy.device):
                 copy.assign(apart(own))

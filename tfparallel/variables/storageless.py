@@ -109,6 +109,10 @@ class StoragelessModel:
         """Whether a variable was made by the function and has no memory yet."""
         return id(variable) in self._waiting
 
+    def waiting(self) -> list[keras.Variable]:
+        """The variables that have no memory yet, in the order in which they were made."""
+        return list(self._waiting.values())
+
     def initialize(self, variables: Iterable[keras.Variable], device: str | None = None) -> None:
         """Gives variables memory and their values on a device; those that have it are left alone.
 
@@ -137,7 +141,7 @@ class StoragelessModel:
 
     def initialize_rest(self) -> None:
         """Initializes what waits still: variables of metrics and optimizers."""
-        self.initialize(list(self._waiting.values()))
+        self.initialize(self.waiting())
 
 
 def move_variables(variables: Iterable[keras.Variable], device: str) -> None:
