@@ -289,6 +289,31 @@ def clipped_shares(workers, folder):
     return found
 
 
+def accumulated_shares(workers, folder):
+    """Each of four replicas adds up its share of the gradients of several steps."""
+    sharding._FEWEST = 10
+    momentum = lambda: keras.optimizers.SGD(0.1, momentum=0.9)  # noqa: E731
+    trained(one := alone(build_read), ROWS * STEPS, optimizer=momentum())
+    found = {}
+    for shard in ("gradients", "parameters"):
+        model = parallel(build_read, shard=shard)
+        trained(model, ROWS, optimizer=momentum())
+        found[f"{shard}, by the step"] = apart(model, one)
+    held = [own[0].shape.num_elements() for _, own in model._policy._held.values()]
+    found["held"] = [sum(held), sum(int(np.prod(w.shape)) for w in model.weights)]
+    scaled = lambda: keras.optimizers.LossScaleOptimizer(momentum())  # noqa: E731
+    trained(model := parallel(build_read, shard="parameters"), ROWS, optimizer=scaled())
+    found["loss scaling"] = apart(model, one)
+    for name, options in (CLIPPED | {"loss scale": {"loss_scale_factor": 8.0}}).items():
+        options = options | {"gradient_accumulation_steps": STEPS}
+        trained(one := alone(build_read), ROWS, optimizer=keras.optimizers.SGD(0.1, **options))
+        for shard in ("optimizer", "parameters"):
+            other = parallel(build_read, "every_step", shard=shard)
+            trained(other, ROWS, optimizer=keras.optimizers.SGD(0.1, **options))
+            found[f"{shard}, {name}"] = apart(other, one)
+    return found
+
+
 def shares_that_go_on(workers, folder):
     """Beside accumulated gradients, from checkpoints and backups, under a loss of two calls."""
     found = {}
@@ -385,6 +410,7 @@ PARTS = {
     "loss scaling": loss_scaling,
     "shares": shares,
     "clipped shares": clipped_shares,
+    "accumulated shares": accumulated_shares,
     "shares that go on": shares_that_go_on,
     "compressed": compressed,
     "refused": refusals,
