@@ -150,9 +150,10 @@ def test_gradients_are_added_up_in_shares(
 
 
 def test_a_replica_adds_up_its_share(all_weights_are_large):
+    """Beside its share: what a regularizer adds is found on the first device."""
     for shard in ("gradients", "parameters"):
-        model = on_replicas("SGD", 3, shard=shard)
-        trained(model, "SGD", ROWS, epochs=1)
+        model = on_replicas("regularizer", 3, shard=shard)
+        trained(model, "regularizer", ROWS, epochs=1)
         for weight, held in model._policy._held.values():
             assert [own.device[-5:] for own in held] == ["CPU:0", "CPU:1", "CPU:2"]
             rows = weight.shape[0] if len(weight.shape) == 2 else weight.shape.num_elements()

@@ -262,20 +262,22 @@ class Accumulate(EveryStep):
         found = []
         for variable, own in zip(variables, terms, strict=True):
             _, held = known.get(id(variable), (None, []))
-            held = held or [self._made_for(variable, term) for term in own]
+            held = held or self._made_for(variable, own)
             self._held[id(variable)] = (variable, held)
             found.append(held if own else [])
         return found
 
-    def _made_for(self, variable, term) -> tf.Variable:
-        """Where terms of a gradient are added up, beside its share, if it is of one."""
-        is_whole = not self._in_shares
-        # Of 16 bits, small terms would be lost in a large sum.
-        dtype = tf.float32 if term.dtype.size == 2 else term.dtype
-        device = self.device_of_sum(variable) if is_whole else term.device
-        with tf.init_scope(), tf.device(device):
-            zeros = tf.zeros(variable.shape if is_whole else term.shape, dtype)
-            return ResourceVariable(zeros, trainable=False)
+    def _made_for(self, variable, terms) -> list[tf.Variable]:
+        """Where terms of a gradient are added up: that of a share on the device that has it."""
+        is_whole, held = not self._in_shares, []
+        devices = [self.device_of_sum(variable)] if is_whole else self.model.strategy.devices
+        for term, device in zip(terms, devices, strict=False):
+            # Of 16 bits, small terms would be lost in a large sum.
+            dtype = tf.float32 if term.dtype.size == 2 else term.dtype
+            with tf.init_scope(), tf.device(device):
+                zeros = tf.zeros(variable.shape if is_whole else term.shape, dtype)
+                held.append(ResourceVariable(zeros, trainable=False))
+        return held
 
     def device_of_sum(self, variable: keras.Variable) -> str:
         """Where the gradients of a weight are added up, if they are whole."""
