@@ -148,6 +148,8 @@ def test_gradients_of_several_steps_are_added_up_in_shares(job):
         found = dict(seen["accumulated shares"])
         held, elements = found.pop("held")
         assert elements / 4 <= held < 0.5 * elements  # Small weights are filled up.
+        assert found.pop("history") < 1e-5  # Metrics are float32.
+        assert found.pop("rows") == [57]
         assert len(found) == 11 and max(found.values()) < 1e-9
 
 

@@ -293,12 +293,15 @@ def accumulated_shares(workers, folder):
     """Each of four replicas adds up its share of the gradients of several steps."""
     sharding._FEWEST = 10
     momentum = lambda: keras.optimizers.SGD(0.1, momentum=0.9)  # noqa: E731
-    trained(one := alone(build_read), ROWS * STEPS, optimizer=momentum())
-    found = {}
+    expected = trained(one := alone(build_read), ROWS * STEPS, optimizer=momentum())
+    found, rows = {}, set()
     for shard in ("gradients", "parameters"):
         model = parallel(build_read, shard=shard)
-        trained(model, ROWS, optimizer=momentum())
+        history = trained(model, ROWS, optimizer=momentum())
+        rows.add(float(model.metrics[0].count))  # Of which a mean says nothing.
         found[f"{shard}, by the step"] = apart(model, one)
+        found["history"] = max(found.get("history", 0), largest(history, expected))
+    found["rows"] = list(rows)
     held = [own[0].shape.num_elements() for _, own in model._policy._held.values()]
     found["held"] = [sum(held), sum(int(np.prod(w.shape)) for w in model.weights)]
     scaled = lambda: keras.optimizers.LossScaleOptimizer(momentum())  # noqa: E731
