@@ -139,9 +139,7 @@ def all_weights_are_large(monkeypatch):
 @pytest.mark.parametrize(
     ("case", "number"), [*((case, 3) for case in CASES), ("mask", 2), ("mask", 4)]
 )
-def test_gradients_are_added_up_in_shares(
-    in_float64, all_weights_are_large, case, number, shard
-):
+def test_gradients_are_added_up_in_shares(in_float64, all_weights_are_large, case, number, shard):
     one, model = seeded(CASES[case][0]), on_replicas(case, number, shard=shard)
     expected, history = trained(one, case, ROWS * STEPS), trained(model, case, ROWS)
     assert weights_apart(model, one) < 1e-9
@@ -176,9 +174,7 @@ def test_options_of_keras(in_float64, all_weights_are_large, options, shard):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", [None, "gradients", "parameters"])
-def test_rows_of_embeddings_are_added_up_as_keras_does(
-    in_float64, all_weights_are_large, shard
-):
+def test_rows_of_embeddings_are_added_up_as_keras_does(in_float64, all_weights_are_large, shard):
     """Of a row that several examples read, Adam squares the sum, and not each term."""
     def build():
         x = keras.Input((4,), dtype="int32")

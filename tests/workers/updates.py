@@ -289,6 +289,16 @@ def clipped_shares(workers, folder):
     return found
 
 
+def noise_of(shard):
+    """What the gradient noise scale has seen of four updates."""
+    model = parallel(build_read, "accumulate:auto", shard=shard)
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    for _ in range(4):
+        model.train_on_batch(*data(ROWS))
+    seen = model.kept_between_updates()
+    return np.array([float(seen[name]) for name in ("noise", "signal", "pairs")])
+
+
 def accumulated_shares(workers, folder):
     """Each of four replicas adds up its share of the gradients of several steps."""
     sharding._FEWEST = 10
@@ -298,7 +308,7 @@ def accumulated_shares(workers, folder):
     for shard in ("gradients", "parameters"):
         model = parallel(build_read, shard=shard)
         history = trained(model, ROWS, optimizer=momentum())
-        rows.add(float(model.metrics[0].count))  # Of which a mean says nothing.
+        rows.add(float(model.metrics[0].count.numpy()))  # Of which a mean says nothing.
         found[f"{shard}, by the step"] = apart(model, one)
         found["history"] = max(found.get("history", 0), largest(history, expected))
     found["rows"] = list(rows)
@@ -307,6 +317,14 @@ def accumulated_shares(workers, folder):
     scaled = lambda: keras.optimizers.LossScaleOptimizer(momentum())  # noqa: E731
     trained(model := parallel(build_read, shard="parameters"), ROWS, optimizer=scaled())
     found["loss scaling"] = apart(model, one)
+    found["noise"] = float(np.abs(noise_of("parameters") / noise_of(None) - 1).max())
+    sent = []
+    for steps in (None, STEPS):
+        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=steps)
+        before = workers.traffic.read()["sums"]
+        trained(parallel(build_read, "every_step", shard="optimizer"), ROWS, optimizer=optimizer)
+        sent.append(workers.traffic.read()["sums"] - before)
+    found["sent"] = sent[1] / sent[0]
     for name, options in (CLIPPED | {"loss scale": {"loss_scale_factor": 8.0}}).items():
         options = options | {"gradient_accumulation_steps": STEPS}
         trained(one := alone(build_read), ROWS, optimizer=keras.optimizers.SGD(0.1, **options))

@@ -22,15 +22,7 @@ __all__ = ["AccumulateBatches"]
 class AccumulateBatches(Accumulate):
     """An update is of N batches, of a model of placed layers; metrics are of all rows."""
 
-    _in_shares = False
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether each worker sends what it has added up with the update alone."""
-        return True
-
-    def check_way(self, way):
-        """What outputs meet for is known once they have."""
+    _in_shares = False  # Replicas of a mesh each add up whole gradients.
 
     def step(self, data, usual):
         """As every step; its gradients are kept, and in every N-th there is an update."""

@@ -61,10 +61,10 @@ def norm_factors(
     Returns:
         Of each gradient a factor; None if the optimizer does not clip by a norm.
     """
-    if not (optimizer.clipnorm or optimizer.global_clipnorm):
+    known = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    if not (known and (optimizer.clipnorm or optimizer.global_clipnorm)):
         return None
     terms = [g.terms if isinstance(g, ShardedGradient) else [g] for g in gradients]
-    known = [i for i, gradient in enumerate(gradients) if gradient is not None]
     is_double = any(each.dtype == tf.float64 for i in known for each in terms[i])
     dtype = tf.float64 if is_double else tf.float32
     squares = {i: tf.add_n([_square_of(each, dtype) for each in terms[i]]) for i in known}
