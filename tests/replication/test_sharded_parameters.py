@@ -197,6 +197,8 @@ def test_a_sparse_input_reads_rows_of_a_share(in_float64):
 def test_optimizers(in_float64, name, function):
     if (name, function) == ("RMSprop", build_tables):
         pytest.skip("Keras's own reads rows that are not there (centered=True)")
+    if (name, function) == ("a loss scale, clipped", build_tables):
+        pytest.skip("Keras's own cannot divide the gradient of a table by a scale")
     one = trained(seeded(function), OPTIMIZERS[name]())
     assert apart(trained(on_replicas(3, function), OPTIMIZERS[name]()), one) < 1e-9
 
@@ -207,6 +209,8 @@ def test_optimizers(in_float64, name, function):
 @pytest.mark.parametrize("name", ACCUMULATING)
 def test_gradients_are_accumulated_in_shares(in_float64, name, function, number):
     """Those of tables to dense ones, as Keras does."""
+    if (name, function) == ("a loss scale", build_tables):
+        pytest.skip("Keras's own cannot divide the gradient of a table by a scale")
     one, model = seeded(function), on_replicas(number, function)
     trained(one, ACCUMULATING[name]())
     assert apart(trained(model, ACCUMULATING[name]()), one) < 1e-9
