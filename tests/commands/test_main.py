@@ -255,6 +255,11 @@ def test_mistakes_of_both_commands(capsys, command, arguments, message):
         (["--parallel=none", "--num_devices=4"], "one device. Received: --num_devices=4. Use"),
         (["--parallel=none", "--devices=CPU:0,CPU:1"], "one device. Received: --devices=CPU:0"),
         (["--devices=CPU:0,CPU:90"], "In a command: --num_devices=2 --device_type=cpu."),
+        (["--shard=gradients"], "--shard=gradients with --sync=every_step. Add --sync=accumulate"),
+        (
+            ["--parallel=hybrid", "--mesh=data=2", "--shard=gradients", "--sync=accumulate:2"],
+            "Received: --shard=gradients with --parallel=hybrid. Take --shard=optimizer",
+        ),
         (["--epochs=0"], "Received: --epochs=0"),
         (["--steps_per_epoch=0"], "Received: --steps_per_epoch=0"),
         (["--save=model.h5"], "must end in .keras. Received: --save=model.h5"),

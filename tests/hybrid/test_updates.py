@@ -131,6 +131,10 @@ CASES = {name: (sharded.build, sharded.OPTIMIZERS[name]) for name in SHARED} | {
     "embedding": (sharded.build_embedding, sharded.OPTIMIZERS["Adam"]),
     "constraint": (with_constraint, sharded.OPTIMIZERS["AdamW"]),
 }
+CASES |= {
+    f"{name}, of several steps": (sharded.build, sharded.ACCUMULATING[name])
+    for name in ("Adam", "clipnorm", "global_clipnorm")
+}
 
 
 @pytest.mark.parametrize("mesh", [Mesh(data=2, pipeline=2), Mesh(data=2, tensor=2)], ids=str)

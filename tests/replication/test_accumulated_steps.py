@@ -8,6 +8,8 @@ from keras import layers
 
 import tfparallel
 from tests.comparison import assert_equal, seeded, state_of
+from tests.replication.test_sharded_optimizer import apart as weights_apart
+from tfparallel.replication import sharding
 from tfparallel.replication.noise_scale import NoiseScale
 
 ROWS, STEPS, NUM_EXAMPLES, WORDS = 4, 3, 37, 7  # Steps of 4 rows, the tenth of one.
@@ -127,21 +129,52 @@ def test_it_is_one_step_on_a_larger_batch(in_float64, case, number):
             np.testing.assert_allclose(history[name], expected[name], rtol=1e-5)
 
 
+@pytest.fixture
+def all_weights_are_large(monkeypatch):
+    monkeypatch.setattr(sharding, "_FEWEST", 10)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("shard", ["gradients", "parameters"])
+@pytest.mark.parametrize(
+    ("case", "number"), [*((case, 3) for case in CASES), ("mask", 2), ("mask", 4)]
+)
+def test_gradients_are_added_up_in_shares(in_float64, all_weights_are_large, case, number, shard):
+    one, model = seeded(CASES[case][0]), on_replicas(case, number, shard=shard)
+    expected, history = trained(one, case, ROWS * STEPS), trained(model, case, ROWS)
+    assert weights_apart(model, one) < 1e-9
+    if case not in ("mask", "mean by weights", "sum"):
+        np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-5)
+
+
+def test_a_replica_adds_up_its_share(all_weights_are_large):
+    """Beside its share: what a regularizer adds is found on the first device."""
+    for shard in ("gradients", "parameters"):
+        model = on_replicas("regularizer", 3, shard=shard)
+        trained(model, "regularizer", ROWS, epochs=1)
+        for weight, held in model._policy._held.values():
+            assert [own.device[-5:] for own in held] == ["CPU:0", "CPU:1", "CPU:2"]
+            rows = weight.shape[0] if len(weight.shape) == 2 else weight.shape.num_elements()
+            assert {own.shape[0] for own in held} == {-(-rows // 3)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", [None, "gradients", "parameters"])
 @pytest.mark.parametrize(
     "options",
     [{"run_eagerly": True}, {"jit_compile": True}, {"steps_per_execution": 2}],
     ids=lambda options: next(iter(options)),
 )
-def test_options_of_keras(in_float64, options):
-    one, model = seeded(build), on_replicas("SGD", 2)
+def test_options_of_keras(in_float64, all_weights_are_large, options, shard):
+    one, model = seeded(build), on_replicas("SGD", 2, shard=shard)
     trained(one, "SGD", ROWS * STEPS)
     trained(model, "SGD", ROWS, **options)
-    assert apart(model, one) < 1e-9
+    assert weights_apart(model, one) < 1e-9
 
 
 @pytest.mark.slow
-def test_rows_of_embeddings_are_added_up_as_keras_does(in_float64):
+@pytest.mark.parametrize("shard", [None, "gradients", "parameters"])
+def test_rows_of_embeddings_are_added_up_as_keras_does(in_float64, all_weights_are_large, shard):
     """Of a row that several examples read, Adam squares the sum, and not each term."""
     def build():
         x = keras.Input((4,), dtype="int32")
@@ -154,7 +187,10 @@ def test_rows_of_embeddings_are_added_up_as_keras_does(in_float64):
     one.compile(keras.optimizers.Adam(0.05, gradient_accumulation_steps=3), "mse")
     one.fit(x, y, **options)
     model = tfparallel.data_parallel(
-        lambda: seeded(build), devices=["CPU:0", "CPU:1", "CPU:2"], sync="accumulate:3"
+        lambda: seeded(build),
+        devices=["CPU:0", "CPU:1", "CPU:2"],
+        sync="accumulate:3",
+        shard=shard,
     )
     model.compile(keras.optimizers.Adam(0.05), "mse")
     model.fit(x, y, **options)
@@ -196,19 +232,22 @@ def test_dropout_draws_the_masks_of_each_batch(in_float64):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(in_float64, tmp_path):
+@pytest.mark.parametrize("shard", [None, "parameters"])
+def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(
+    in_float64, all_weights_are_large, tmp_path, shard
+):
     class Interrupts(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             if batch == 8:
                 raise KeyboardInterrupt
 
     def run(*callbacks):
-        model = on_replicas("Adam, clipped", 2)
+        model = on_replicas("Adam, clipped", 2, shard=shard)
         model.compile(keras.optimizers.Adam(0.05), "mse", metrics=["mae"])
         x, y = data()
         options = {"batch_size": ROWS, "epochs": 2, "shuffle": False, "verbose": 0}
         history = model.fit(x, y, callbacks=list(callbacks), **options).history
-        return history, state_of(model)
+        return history, model.get_weights()
 
     whole = run()
     with pytest.raises(KeyboardInterrupt):
@@ -229,11 +268,12 @@ def clear(number=256):
     return np.ones((number, 5)), np.ones((number, 3))
 
 
-def grown(number, rows, epochs=3, callbacks=()):
+def grown(number, rows, epochs=3, callbacks=(), shard=None):
     model = tfparallel.data_parallel(
         lambda: seeded(build),
         devices=[f"CPU:{index}" for index in range(number)],
         sync="accumulate:auto",
+        shard=shard,
     )
     model.compile(keras.optimizers.SGD(0.01), "mse")
     x, y = rows()
@@ -250,6 +290,8 @@ def test_auto_grows_where_a_larger_batch_pays(in_float64, capsys):
     assert int(model.optimizer.iterations) == 32 + 16 + 8
     # Nothing of that depends on how the rows are spread.
     assert apart(model, grown(1, noisy)) < 1e-9
+    in_shares = grown(3, noisy, shard="gradients")
+    assert in_shares.num_accumulated_steps == 8 and weights_apart(in_shares, model) < 1e-9
     assert grown(2, clear).num_accumulated_steps == 1
 
 
@@ -265,11 +307,11 @@ def test_the_noise_scale_is_that_of_the_examples(in_float64):
     """Of gradients of B examples with a known mean and variance."""
     random, size, rows = np.random.default_rng(0), 400, 16
     mean, deviation = np.full(size, 0.2), 2.0
-    weight = keras.Variable(np.zeros(size))
-    noise = NoiseScale("CPU:0")
+    sums = tf.Variable(np.zeros(size))
+    noise = NoiseScale()
     for _ in range(400):
         gradient = mean + random.normal(size=size) * deviation / np.sqrt(rows)
-        noise.see([weight], [tf.constant(gradient)])
+        noise.see([sums], [tf.constant(gradient)])
     expected = size * deviation**2 / np.square(mean).sum() / rows
     assert noise.num_pairs == 200 and noise.ratio == pytest.approx(expected, rel=0.1)
     noise.restart()

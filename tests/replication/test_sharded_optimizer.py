@@ -32,6 +32,31 @@ OPTIMIZERS = {
     "several": lambda: optimizers.MultiOptimizer(
         optimizers.OptimizerMap(optimizers.Adam(0.05), {".*kernel": optimizers.SGD(0.1, 0.9)})
     ),
+    "a loss scale, clipped": lambda: optimizers.SGD(0.1, loss_scale_factor=64.0, clipnorm=0.05),
+}
+ACCUMULATING = {
+    "Adam": lambda: optimizers.Adam(0.05, gradient_accumulation_steps=3),
+    "a rest": lambda: optimizers.AdamW(0.05, weight_decay=0.1, gradient_accumulation_steps=5),
+    "clipnorm": lambda: optimizers.SGD(0.1, clipnorm=0.05, gradient_accumulation_steps=2),
+    "clipvalue": lambda: optimizers.SGD(0.1, clipvalue=0.02, gradient_accumulation_steps=2),
+    "global_clipnorm": lambda: optimizers.Adam(
+        0.05, global_clipnorm=0.1, gradient_accumulation_steps=3
+    ),
+    "a loss scale": lambda: optimizers.SGD(
+        0.1, loss_scale_factor=64.0, global_clipnorm=0.1, gradient_accumulation_steps=3
+    ),
+    "moving average": lambda: optimizers.SGD(
+        0.1, use_ema=True, ema_overwrite_frequency=2, gradient_accumulation_steps=3
+    ),
+    "loss scaling": lambda: optimizers.LossScaleOptimizer(
+        optimizers.SGD(0.1, clipnorm=0.05, gradient_accumulation_steps=2)
+    ),
+    "several": lambda: optimizers.MultiOptimizer(
+        optimizers.OptimizerMap(
+            optimizers.Adam(0.05, gradient_accumulation_steps=2),
+            {".*kernel": optimizers.SGD(0.1, 0.9, gradient_accumulation_steps=3)},
+        )
+    ),
 }
 
 
@@ -78,10 +103,13 @@ def apart(model, other):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_it_trains_as_one_device_does(in_float64, name):
-    one = trained(seeded(build), OPTIMIZERS[name]())
-    model = trained(on_replicas(3), OPTIMIZERS[name]())
+@pytest.mark.parametrize(
+    "make",
+    [*OPTIMIZERS.values(), *ACCUMULATING.values()],
+    ids=[*OPTIMIZERS, *(f"{name}, of several steps" for name in ACCUMULATING)],
+)
+def test_it_trains_as_one_device_does(in_float64, make):
+    one, model = trained(seeded(build), make()), trained(on_replicas(3), make())
     assert apart(model, one) < 1e-9
     for weight in model.trainable_variables:  # Every copy of it.
         copies = [np.asarray(copy) for copy in variables.copies(weight)]
@@ -200,9 +228,9 @@ def test_a_replica_holds_its_share_of_the_slots():
     def larger():
         return keras.Sequential([keras.Input((5,)), layers.Dense(400), layers.Dense(3)])
 
-    model = trained(on_replicas(4, larger), optimizers.Adam(0.05))
+    model = trained(on_replicas(4, larger), optimizers.Adam(0.05, gradient_accumulation_steps=2))
     slots = [v for v in model.optimizer.variables if hasattr(v, "_sharded")]
-    whole = 2 * sum(int(np.prod(v.shape)) for v in model.trainable_variables)
+    whole = 3 * sum(int(np.prod(v.shape)) for v in model.trainable_variables)
     for device in range(4):
         held = sum(variables.copies(slot)[device].shape.num_elements() for slot in slots)
         assert 0.25 <= held / whole < 0.35  # The kernel of the first layer has five rows.
@@ -241,6 +269,22 @@ def test_a_file_holds_whole_slots_and_is_read_anywhere(in_float64, tmp_path):
 
 
 @pytest.mark.slow
+def test_what_was_accumulated_goes_on(in_float64, tmp_path):
+    """Three epochs of four steps, in updates of five: files are written between two of them."""
+    make = ACCUMULATING["a rest"]
+    whole = trained(seeded(build), make())
+    checkpoint = tfparallel.callbacks.Checkpoint(tmp_path / "checkpoint")
+    first = trained(on_replicas(3), make(), epochs=1, callbacks=[checkpoint])
+    first.save(tmp_path / "first.keras")
+    plain = keras.saving.load_model(tmp_path / "first.keras")
+    plain.fit(*data(), batch_size=8, epochs=2, shuffle=False, verbose=0)
+    assert apart(plain, whole) < 1e-9
+    resumed = tfparallel.callbacks.Checkpoint(tmp_path / "checkpoint")
+    assert apart(trained(on_replicas(4), make(), callbacks=[resumed]), whole) < 1e-9
+    assert resumed.resumed["epoch"] == 1
+
+
+@pytest.mark.slow
 def test_a_model_that_was_trained_goes_on(in_float64):
     whole = trained(seeded(build), optimizers.Adam(0.05), epochs=2)
     first = trained(seeded(build), optimizers.Adam(0.05), epochs=1)
@@ -255,9 +299,8 @@ def test_a_model_that_was_trained_goes_on(in_float64):
     [
         (lambda: optimizers.Lamb(0.1), "Received: Lamb, which looks at whole weights"),
         (lambda: optimizers.Muon(0.1), "Received: Muon"),
-        (lambda: optimizers.SGD(gradient_accumulation_steps=3), "Take sync='accumulate:3'"),
     ],
-    ids=["Lamb", "Muon", "accumulates"],
+    ids=["Lamb", "Muon"],
 )
 def test_what_needs_whole_weights_is_refused(optimizer, message):
     with pytest.raises(ValueError, match=message):
@@ -267,6 +310,11 @@ def test_what_needs_whole_weights_is_refused(optimizer, message):
 def test_local_steps_need_the_whole_optimizer():
     with pytest.raises(ValueError, match="Received: shard='optimizer', sync='local_sgd:8'"):
         on_replicas(2, sync="local_sgd:8")
+
+
+def test_gradients_are_shared_out_where_they_are_added_up():
+    with pytest.raises(ValueError, match="Received: shard='gradients', sync='every_step'"):
+        tfparallel.data_parallel(build, devices=["CPU:0", "CPU:1"], shard="gradients")
 
 
 def test_on_one_device_there_is_nothing_to_share():

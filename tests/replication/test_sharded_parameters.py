@@ -8,7 +8,7 @@ from keras import layers, optimizers
 
 import tfparallel
 from tests.comparison import seeded
-from tests.replication.test_sharded_optimizer import OPTIMIZERS, apart
+from tests.replication.test_sharded_optimizer import ACCUMULATING, OPTIMIZERS, apart
 from tfparallel.problems import PlacementError
 from tfparallel.replication import sharding
 from tfparallel.variables.sharded import ShardedVariable
@@ -197,8 +197,24 @@ def test_a_sparse_input_reads_rows_of_a_share(in_float64):
 def test_optimizers(in_float64, name, function):
     if (name, function) == ("RMSprop", build_tables):
         pytest.skip("Keras's own reads rows that are not there (centered=True)")
+    if (name, function) == ("a loss scale, clipped", build_tables):
+        pytest.skip("Keras's own cannot divide the gradient of a table by a scale")
     one = trained(seeded(function), OPTIMIZERS[name]())
     assert apart(trained(on_replicas(3, function), OPTIMIZERS[name]()), one) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [2, 3, 4])
+@pytest.mark.parametrize("function", [build, build_tables])
+@pytest.mark.parametrize("name", ACCUMULATING)
+def test_gradients_are_accumulated_in_shares(in_float64, name, function, number):
+    """Those of tables to dense ones, as Keras does."""
+    if (name, function) == ("a loss scale", build_tables):
+        pytest.skip("Keras's own cannot divide the gradient of a table by a scale")
+    one, model = seeded(function), on_replicas(number, function)
+    trained(one, ACCUMULATING[name]())
+    assert apart(trained(model, ACCUMULATING[name]()), one) < 1e-9
+    assert sharded(model)
 
 
 @pytest.mark.slow
@@ -458,7 +474,6 @@ def test_a_loop_of_ones_own_is_told():
 @pytest.mark.parametrize(
     ("options", "received"),
     [
-        ({"sync": "accumulate:2"}, "shard='parameters', sync='accumulate:2'"),
         ({"sync": "local_sgd:2"}, "shard='parameters', sync='local_sgd:2'"),
         ({"shard": "gradient"}, "shard='gradient'"),
     ],

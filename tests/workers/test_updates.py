@@ -155,6 +155,19 @@ def test_gradients_are_clipped_in_shares_too(job, clipping, shard):
     assert all(seen["clipped shares"][f"{shard}, {clipping}"] < 1e-12 for seen in job)
 
 
+@pytest.mark.part("accumulated shares")
+def test_gradients_of_several_steps_are_added_up_in_shares(job):
+    for seen in job:
+        found = dict(seen["accumulated shares"])
+        held, elements = found.pop("held")
+        assert elements / 4 <= held < 0.5 * elements  # Small weights are filled up.
+        assert found.pop("history") < 1e-5  # Metrics are float32.
+        assert found.pop("rows") == [57]
+        # Gradients are sent in each step, weights with an update alone: (1 + 1/3) / 2.
+        assert found.pop("sent") < 0.8
+        assert len(found) == 12 and max(found.values()) < 1e-9
+
+
 @pytest.mark.part("shares that go on")
 @pytest.mark.parametrize(
     "case", ["accumulated", "resumed", "backed up", "restored", "called twice"]

@@ -292,6 +292,52 @@ def clipped_shares(workers, folder):
     return found
 
 
+def noise_of(shard):
+    """What the gradient noise scale has seen of four updates."""
+    model = parallel(build_read, "accumulate:auto", shard=shard)
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    for _ in range(4):
+        model.train_on_batch(*data(ROWS))
+    seen = model.kept_between_updates()
+    return np.array([float(seen[name]) for name in ("noise", "signal", "pairs")])
+
+
+def accumulated_shares(workers, folder):
+    """Each of four replicas adds up its share of the gradients of several steps."""
+    sharding._FEWEST = 10
+    momentum = lambda: keras.optimizers.SGD(0.1, momentum=0.9)  # noqa: E731
+    expected = trained(one := alone(build_read), ROWS * STEPS, optimizer=momentum())
+    found, rows = {}, set()
+    for shard in ("gradients", "parameters"):
+        model = parallel(build_read, shard=shard)
+        history = trained(model, ROWS, optimizer=momentum())
+        rows.add(float(model.metrics[0].count.numpy()))  # Of which a mean says nothing.
+        found[f"{shard}, by the step"] = apart(model, one)
+        found["history"] = max(found.get("history", 0), largest(history, expected))
+    found["rows"] = list(rows)
+    held = [own[0].shape.num_elements() for _, own in model._policy._held.values()]
+    found["held"] = [sum(held), sum(int(np.prod(w.shape)) for w in model.weights)]
+    scaled = lambda: keras.optimizers.LossScaleOptimizer(momentum())  # noqa: E731
+    trained(model := parallel(build_read, shard="parameters"), ROWS, optimizer=scaled())
+    found["loss scaling"] = apart(model, one)
+    found["noise"] = float(np.abs(noise_of("parameters") / noise_of(None) - 1).max())
+    sent = []
+    for steps in (None, STEPS):
+        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=steps)
+        before = workers.traffic.read()["sums"]
+        trained(parallel(build_read, "every_step", shard="optimizer"), ROWS, optimizer=optimizer)
+        sent.append(workers.traffic.read()["sums"] - before)
+    found["sent"] = sent[1] / sent[0]
+    for name, options in (CLIPPED | {"loss scale": {"loss_scale_factor": 8.0}}).items():
+        options = options | {"gradient_accumulation_steps": STEPS}
+        trained(one := alone(build_read), ROWS, optimizer=keras.optimizers.SGD(0.1, **options))
+        for shard in ("optimizer", "parameters"):
+            other = parallel(build_read, "every_step", shard=shard)
+            trained(other, ROWS, optimizer=keras.optimizers.SGD(0.1, **options))
+            found[f"{shard}, {name}"] = apart(other, one)
+    return found
+
+
 def shares_that_go_on(workers, folder):
     """Beside accumulated gradients, from checkpoints and backups, under a loss of two calls."""
     found = {}
@@ -405,6 +451,7 @@ PARTS = {
     "loss scaling": loss_scaling,
     "shares": shares,
     "clipped shares": clipped_shares,
+    "accumulated shares": accumulated_shares,
     "shares that go on": shares_that_go_on,
     "compressed": compressed,
     "refused": refusals,

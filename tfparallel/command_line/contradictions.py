@@ -64,19 +64,20 @@ def _sync_problems(options: TrainOptions) -> list[str]:
 
 
 def _shard_problems(options: TrainOptions) -> list[str]:
-    """Shares of the weights are for replicas that update them in each step."""
-    if options.shard != "parameters":
+    """Which shares go with which parallelism, and gradients with steps that are added up."""
+    if options.shard not in ("gradients", "parameters"):
         return []
     if options.parallel != "data":
         return [
             "Of --shard, a mesh takes optimizer alone: stages and parts divide the weights. "
-            f"Received: --shard=parameters with --parallel={options.parallel}. Take "
+            f"Received: --shard={options.shard} with --parallel={options.parallel}. Take "
             "--shard=optimizer, or --parallel=data."
         ]
-    if options.policy.accumulates:
+    if options.shard == "gradients" and not options.policy.accumulates:
         return [
-            "--shard=parameters updates the weights in each step. Received: --shard=parameters "
-            f"with --sync={options.sync}. Drop one of them."
+            "--shard=gradients is of gradients that several steps add up. Received: "
+            f"--shard=gradients with --sync={options.sync}. Add --sync=accumulate:4, or take "
+            "--shard=optimizer."
         ]
     return []
 

@@ -31,7 +31,7 @@ _PARALLELISMS = {
     "tp": "tensor", "3d": "hybrid", "mesh": "hybrid", "single": "none",
     **dict.fromkeys(("sequence", "sp", "context", "cp"), "hybrid --mesh=sequence=2"),
     **dict.fromkeys(("fsdp", "zero3"), "data --shard=parameters"),
-    **dict.fromkeys(("zero", "zero1"), "data --shard=optimizer"),
+    **dict.fromkeys(("zero", "zero1", "zero2"), "data --shard=optimizer"),
 }  # fmt: skip
 _PRECISIONS = {
     "16": "mixed_float16", "bf16": "mixed_bfloat16", "bfloat16": "mixed_bfloat16",
@@ -214,7 +214,8 @@ TABLE = {
             "pipeline and hybrid take only every_step and accumulate:N.", shown="WHEN",
             read=Synchronization.parse),
         Flag("shard", _IN_PARALLEL, "What each replica keeps a share of. For data and hybrid: "
-            "what the optimizer holds; for data: the weights and gradients too.",
+            "what the optimizer holds; for data: also the gradients that --sync=accumulate:N adds "
+            "up; or the weights and all gradients.",
             choices=list(SHARED_OUT), only_with="parallel=data|hybrid"),
     ),
     "Stages and micro-batches": (

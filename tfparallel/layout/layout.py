@@ -21,6 +21,7 @@ RECOMPUTES = ("never", "always", "except_last")
 # What replicas may keep a share of, and how a line says so.
 SHARED_OUT = {
     "optimizer": "the optimizer in shares",
+    "gradients": "accumulated gradients and the optimizer in shares",
     "parameters": "large weights and the optimizer in shares",
 }
 

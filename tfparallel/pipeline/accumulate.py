@@ -22,6 +22,8 @@ __all__ = ["AccumulateBatches"]
 class AccumulateBatches(Accumulate):
     """An update is of N batches, of a model of placed layers; metrics are of all rows."""
 
+    _in_shares = False  # Replicas of a mesh each add up whole gradients.
+
     def step(self, data, usual):
         """As every step; its gradients are kept, and in every N-th there is an update."""
         self._check()
@@ -41,9 +43,9 @@ class AccumulateBatches(Accumulate):
     def _looks_at_all_rows(self):
         return None
 
-    def device_of_sum(self, variable: keras.Variable | None) -> str:
-        """Where the gradients of a weight are added up, or what is not of one."""
-        return self.model._last_device if variable is None else storage_of(variable).device
+    def device_of_sum(self, variable: keras.Variable) -> str:
+        """Where the gradients of a weight are added up."""
+        return storage_of(variable).device
 
     def of_all_workers(self, variables, sums, divisor):
         """The sums over all workers; the divisor of a batch is that of all its rows, on each."""

@@ -9,6 +9,9 @@ rows' losses, and Σ a / Σ d that of the loss of N batches as one, whatever the
 had them. Between two updates nothing is sent; metrics are summed when the epoch ends, where an
 update takes what is left, as a last batch would be shorter.
 
+Where replicas share out gradients (`shard="gradients"`, `"parameters"`), a step is of all workers'
+rows, and each replica adds up its share of g, times the d of all rows: memory in place of silence.
+
 Sparse gradients are added up to dense ones, as Keras's accumulation does it: of an embedding's row
 that several examples read, Adam squares the sum, where in one batch it squares each term. Dropout
 draws the masks of each step's batch. `gradient_accumulation_steps` of Keras's optimizers
@@ -16,6 +19,7 @@ takes the mean of the steps' gradients, which is another number where batches di
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -27,13 +31,17 @@ from tfparallel.collectives.reducer import Reducer
 from tfparallel.data.rows_of_replica import Place
 from tfparallel.extend import is_own
 from tfparallel.replication.noise_scale import NoiseScale
+from tfparallel.replication.places import ReplicaPlaces
 from tfparallel.replication.refusals import check_activity
 from tfparallel.replication.sync_policy import BeginsEpochs, EveryStep
 from tfparallel.seams.compiled import compiled_loss, loss_terms
 from tfparallel.seams.keras import layers_in
 from tfparallel.seams.tensorflow import ResourceVariable
 from tfparallel.step.one_step import PassResult
+from tfparallel.update.built import wrapped_by
+from tfparallel.update.shares import in_shares, summed
 from tfparallel.user_log import notice
+from tfparallel.variables.sharded import ShardedGradient, joined_rows
 
 __all__ = ["Accumulate"]
 
@@ -65,7 +73,8 @@ class Accumulate(EveryStep):
 
     def __init__(self, model, sync):
         super().__init__(model, sync)
-        self._held: dict[int, tuple[keras.Variable, tf.Variable | None]] = {}  # By weight.
+        # By weight what its gradients are added to, whole or in shares; nothing if it has none.
+        self._held: dict[int, tuple[keras.Variable, list[tf.Variable]]] = {}
         with tf.init_scope(), tf.device("CPU:0"):
             self._counts = _Counts(
                 ResourceVariable(0.0, dtype=tf.float64),
@@ -75,9 +84,23 @@ class Accumulate(EveryStep):
         self._known_noise: NoiseScale | None = None
 
     @property
+    def _in_shares(self) -> bool:
+        """Whether each replica adds up a share of the gradients, which all sum in each step."""
+        return self.model._shards_gradients
+
+    @property
     def is_silent(self) -> bool:
         """Whether the workers say nothing in the next step."""
-        return True
+        return not self._in_shares
+
+    @property
+    def workers_are_apart(self) -> bool:
+        """Whether there are workers, of which each has seen its own rows."""
+        return self.is_silent and super().workers_are_apart
+
+    def check_way(self, way) -> None:
+        """Raises where outputs meet: what such a loss is divided by is not known."""
+        self.refuse_joined(way)
 
     def look_at(self, call):
         """Checks a `fit`, and has it tell when epochs begin."""
@@ -161,10 +184,8 @@ class Accumulate(EveryStep):
     def step(self, data, usual) -> dict[str, Any]:
         """A step's gradients of the rows here, and in every N-th the update."""
         self._check()
-        if self.model._workers is None:
-            way = self.model._way(data, "fit")
-            self.refuse_joined(way)
-            logs = self.model._train_on_own_rows(data, way.metrics)
+        if self.model._workers is None or self._in_shares:
+            logs = usual(data)
         else:
             own, place = self._placed(data)
             way = self.model._way(own, "fit")
@@ -203,13 +224,13 @@ class Accumulate(EveryStep):
         # counts where all steps of an update are such.
         least = tf.constant(_NEXT_TO_NONE, tf.float64)
         divisor = tf.where(tf.equal(divisor, 0.0), least, divisor)
-        held = self._held_gradients(found)
-        for gradient, accumulated in zip(found.gradients, held, strict=True):
-            if gradient is not None:
-                with tf.device(accumulated.device):
-                    gradient = tf.cast(tf.convert_to_tensor(gradient), accumulated.dtype)
-                    term = gradient * tf.cast(divisor, gradient.dtype)
-                    accumulated.assign_add(term, read_value=False)
+        terms = [_terms_of(gradient) for gradient in self._gradients_of(found)]
+        held = self._held_gradients(found.variables, terms)
+        for term, accumulated in zip(itertools.chain(*terms), itertools.chain(*held), strict=True):
+            with tf.device(accumulated.device):
+                term = tf.cast(tf.convert_to_tensor(term), accumulated.dtype)
+                term *= tf.cast(divisor, term.dtype)
+                accumulated.assign_add(term, read_value=False)
         self._counts.divisor.assign_add(divisor, read_value=False)
 
     def _divisor_of(self, found: PassResult):
@@ -225,24 +246,41 @@ class Accumulate(EveryStep):
             self.refuse(_ONE_DIVISOR, "a masked or weighted loss beside `add_loss`")
         return found.divisor
 
-    def _held_gradients(self, found: PassResult) -> list[tf.Variable | None]:
-        """What is added up for each weight; None where no gradient reaches it."""
-        known = self._held
-        held: dict[int, tuple[keras.Variable, tf.Variable | None]] = {}
-        for variable, gradient in zip(found.variables, found.gradients, strict=True):
-            _, accumulated = known.get(id(variable), (None, None))
-            if accumulated is None and gradient is not None:
-                with tf.init_scope(), tf.device(self.device_of_sum(variable)):
-                    # Of 16 bits, small terms would be lost in a large sum.
-                    is_half = gradient.dtype.size == 2
-                    zeros = tf.zeros(variable.shape, tf.float32 if is_half else gradient.dtype)
-                    accumulated = ResourceVariable(zeros, trainable=False)
-            held[id(variable)] = (variable, accumulated)
-        self._held = held
-        return [accumulated for _, accumulated in held.values()]
+    def _gradients_of(self, found: PassResult) -> list[Any]:
+        """The gradients of a step: whole, or in shares, summed so where they are not summed yet."""
+        gradients = list(found.gradients)
+        if not self._in_shares:
+            return gradients
+        places, pending = ReplicaPlaces(self.model.strategy), self.model._partial_gradients()
+        if pending is not None:
+            gradients = summed(pending, gradients, found.variables, places)
+        return in_shares(gradients, found.variables, places)
 
-    def device_of_sum(self, variable: keras.Variable | None) -> str:
-        """Where the gradients of a weight are added up, or what is not of one."""
+    def _held_gradients(self, variables, terms) -> list[list[tf.Variable]]:
+        """What the terms of each weight are added to."""
+        known, self._held = self._held, {}
+        found = []
+        for variable, own in zip(variables, terms, strict=True):
+            _, held = known.get(id(variable), (None, []))
+            held = held or self._made_for(variable, own)
+            self._held[id(variable)] = (variable, held)
+            found.append(held if own else [])
+        return found
+
+    def _made_for(self, variable, terms) -> list[tf.Variable]:
+        """Where terms of a gradient are added up: that of a share on the device that has it."""
+        is_whole, held = not self._in_shares, []
+        devices = [self.device_of_sum(variable)] if is_whole else self.model.strategy.devices
+        for term, device in zip(terms, devices, strict=False):
+            # Of 16 bits, small terms would be lost in a large sum.
+            dtype = tf.float32 if term.dtype.size == 2 else term.dtype
+            with tf.init_scope(), tf.device(device):
+                zeros = tf.zeros(variable.shape if is_whole else term.shape, dtype)
+                held.append(ResourceVariable(zeros, trainable=False))
+        return held
+
+    def device_of_sum(self, variable: keras.Variable) -> str:
+        """Where the gradients of a weight are added up, if they are whole."""
         return self.model.strategy.devices[0]
 
     def between_steps(self) -> AbstractContextManager:
@@ -252,7 +290,7 @@ class Accumulate(EveryStep):
     @property
     def _noise(self) -> NoiseScale:
         if self._known_noise is None:
-            self._known_noise = NoiseScale(self.device_of_sum(None))
+            self._known_noise = NoiseScale()
         return self._known_noise
 
     def _update_of_steps(self, *, is_full: bool) -> None:
@@ -262,25 +300,38 @@ class Accumulate(EveryStep):
             is_full: Whether it is of N steps.
         """
         pairs = list(self._held.values())
-        found = [(variable, held) for variable, held in pairs if held is not None]
-        sums = [held.read_value() for _, held in found]
-        total = self._counts.divisor.read_value()
-        if self.model._workers is not None:
-            sums, total = self.of_all_workers([variable for variable, _ in found], sums, total)
-        if self._are_sums:
-            total = tf.ones_like(total)
-        means = [tf.math.divide_no_nan(each, tf.cast(total, each.dtype)) for each in sums]
-        if self.sync.grows and is_full:
-            self._noise.see([variable for variable, _ in found], means)
-        by_id = {id(variable): mean for (variable, _), mean in zip(found, means, strict=True)}
-        gradients = [by_id.get(id(variable)) for variable, _ in pairs]
+        found = [(variable, held) for variable, held in pairs if held]
         if not found:
             self.forget()
             return
+        flat = [each for _, held in found for each in held]
+        sums = [each.read_value() for each in flat]
+        total = self._counts.divisor.read_value()
+        if self.model._workers is not None and self.is_silent:
+            sums, total = self.of_all_workers([variable for variable, _ in found], sums, total)
+        if self._are_sums:
+            total = tf.ones_like(total)
+        means = []
+        for each in sums:
+            with tf.device(each.device):
+                means.append(tf.math.divide_no_nan(each, tf.cast(total, each.dtype)))
+        if self.sync.grows and is_full:
+            self._noise.see(flat, means, self.model._workers if self._in_shares else None)
+        remaining = iter(means)
+        gradients = [self._gradient(variable, held, remaining) for variable, held in pairs]
         self.model.optimizer.apply_gradients(
             zip(gradients, [variable for variable, _ in pairs], strict=True)
         )
         self.forget()
+
+    def _gradient(self, variable, held, means: Iterator[tf.Tensor]) -> Any:
+        """What an optimizer takes: one that hands gradients on looks at whole ones."""
+        own = list(itertools.islice(means, len(held)))
+        if not own or not self._in_shares:
+            return own[0] if own else None
+        if not wrapped_by(self.model.optimizer):
+            return ShardedGradient(own)
+        return joined_rows([own], [variable], ReplicaPlaces(self.model.strategy))[0]
 
     def of_all_workers(self, variables, sums, divisor):
         """What the gradients of all workers' rows come to, and their divisors."""
@@ -290,9 +341,8 @@ class Accumulate(EveryStep):
 
     def forget(self) -> None:
         """Drops the gradients that are held."""
-        for _, held in self._held.values():
-            if held is not None:
-                held.assign(tf.zeros_like(held), read_value=False)
+        for held in itertools.chain(*(held for _, held in self._held.values())):
+            held.assign(tf.zeros_like(held), read_value=False)
         self._counts.divisor.assign(0.0, read_value=False)
         self._counts.steps.assign(0.0, read_value=False)
 
@@ -326,3 +376,10 @@ class Accumulate(EveryStep):
 def _with_inner(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
     inner = getattr(optimizer, "inner_optimizer", None)
     return [optimizer] if inner is None else [optimizer, inner]
+
+
+def _terms_of(gradient: Any) -> list:
+    """What of a gradient is added up apart: its shares, or all of it."""
+    if gradient is None:
+        return []
+    return list(gradient.terms) if isinstance(gradient, ShardedGradient) else [gradient]

@@ -79,9 +79,11 @@ def data_parallel(
             others, or as many as `"async:6"` says, in a job of `tfparallel launch --num_ps=1`. See
             `docs/synchronization.md`. Within a process replicas always agree.
         shard: What each of N replicas, of all workers, keeps 1/N of, for the same weights:
-            `"optimizer"`, what the optimizer holds; `"parameters"`, the weights and gradients too,
-            which are joined layer by layer while it is computed. For optimizers that update each
-            element independently, such as Adam. Files hold the whole. Default: nothing.
+            `"optimizer"`, what the optimizer holds; `"gradients"`, the gradients that
+            `sync="accumulate:4"` adds up, too, for a sum over the workers in each step;
+            `"parameters"`, the weights and all gradients too, which are joined layer by layer while
+            it is computed. For optimizers that update each element independently, such as Adam.
+            Files hold the whole. Default: nothing.
         replica_weights: Shares of unequal devices, such as `[3, 1]`: of every four rows the first
             replica computes three. One whole number for each replica of all workers; the
             weights that come out are the same. Default: equal shares.
@@ -166,7 +168,14 @@ def _check_shard(shard: str, sync: str, policy: Synchronization) -> None:
             f"`shard` must be one of {', '.join(map(repr, SHARED_OUT))}, or None. Received: "
             f"shard={shard!r}."
         )
-    if policy.is_local or (policy.accumulates and shard == "parameters"):
+    if shard == "gradients" and not policy.accumulates:
+        raise ValueError(
+            "Gradients are held in shares from step to step where several steps are one update. "
+            f"Received: shard='gradients', sync={sync!r}. Take sync='accumulate:N', or "
+            "shard='optimizer', which sums gradients in shares, and keeps those in shares that "
+            "`gradient_accumulation_steps` adds up."
+        )
+    if policy.is_local:
         raise ValueError(
             "Workers that step by themselves each need whole weights, and all that an optimizer "
             f"holds. One of the two is required. Received: shard={shard!r}, sync={sync!r}. Leave "

@@ -53,6 +53,7 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
     """
 
     _shards_optimizer = False  # Whether each replica updates its share of the weights,
+    _shards_gradients = False  # and adds up no other part of their gradients,
     _shards_parameters = False  # and keeps no other part of them.
     _made_by_function = False  # Whether the builder was given the function that makes the model.
     _session: WorkerSession  # What else is different among workers.
@@ -289,8 +290,9 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
         self._policy.check_way(way)
         data, worker_rows = self._session.whole_if_needed(way, data, worker_rows)
         # A program of the user's own, or an optimizer that hands gradients on, looks at whole ones.
-        hands_on = not is_own(self, "train_step") and not wrapped_by(self.optimizer)
-        with within(takes_shares=self._shards_parameters and hands_on):
+        adds_up = self._accumulates or not wrapped_by(self.optimizer)
+        takes_shares = self._shards_parameters and not is_own(self, "train_step") and adds_up
+        with within(takes_shares=takes_shares):
             if way.rows_stay:
                 return self._train_on_own_rows(data, way.metrics, worker_rows)
             return super().train_step(data)
@@ -333,8 +335,9 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
 
     def _partial_gradients(self):
         # A user's own step may do anything with its gradients, so they are summed at once; Keras's
-        # hands them straight to the optimizer.
-        if not self._in_train_step or is_own(self, "train_step") or self._accumulates:
+        # hands them straight to the optimizer, or to what adds up shares of them.
+        adds_up_whole = self._accumulates and not self._shards_gradients
+        if not self._in_train_step or is_own(self, "train_step") or adds_up_whole:
             return None
         return self.optimizer.pending_sums()
 
@@ -357,7 +360,7 @@ def extend_model(
         synchronize_batch_norm: Whether batch normalization takes the global batch's moments.
         check_rows: Whether a model that mixes examples is refused; None as the strategy says.
         sync: When the workers agree on their weights.
-        shard: What each replica keeps a share of: "optimizer", or "parameters" too.
+        shard: What each replica keeps a share of: "optimizer", "gradients" or "parameters" too.
         made_by_function: Whether a function that was given to `data_parallel` made the model.
 
     Returns:
@@ -373,6 +376,7 @@ def extend_model(
         _sync=sync,
         _made_by_function=made_by_function,
         _shards_optimizer=shard is not None,
+        _shards_gradients=shard in ("gradients", "parameters"),
         _shards_parameters=shard == "parameters",
         _in_train_step=False,
         _gathers=True,

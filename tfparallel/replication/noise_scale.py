@@ -9,17 +9,17 @@ Steps on batches much smaller than S/|G|² average out noise, and a larger batch
 steps as it has more rows; on much larger ones it saves none. r above 1 says that a batch twice as
 large pays.
 
-Of gradients that all workers have anyway; so nothing is sent for it, and it is the same number
-however the rows are spread. Reference: Sam McCandlish et al., "An Empirical Model of Large-Batch
-Training", arXiv:1812.06162, 2018, which compares batches of two sizes; here they are B and, of the
-mean of G₁ and G₂, 2B.
+Of gradients that all workers have anyway, so nothing is sent for it; or of shares of them, whose
+two numbers are summed. It is the same number however the rows are spread. Reference: Sam McCandlish
+et al., "An Empirical Model of Large-Batch Training", arXiv:1812.06162, 2018, which compares batches
+of two sizes; here they are B and, of the mean of G₁ and G₂, 2B.
 """
 
 from collections.abc import Sequence
 
-import keras
 import tensorflow as tf
 
+from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.seams.tensorflow import ResourceVariable
 
 __all__ = ["NoiseScale"]
@@ -28,30 +28,39 @@ __all__ = ["NoiseScale"]
 class NoiseScale:
     """Compares each two updates that follow one another.
 
-    Args:
-        device: Where the gradients are.
-
     Attributes:
         state: The variables that a run which is resumed needs, by name: sums over the pairs.
     """
 
-    def __init__(self, device: str):
-        self._device = device
+    def __init__(self):
         with tf.init_scope(), tf.device("CPU:0"):
             names = ("noise", "signal", "pairs")
             self.state = {name: ResourceVariable(0.0, dtype=tf.float64) for name in names}
             self._waits = ResourceVariable(False)  # Whether a first of two is held.
         self._first: dict[int, tf.Variable] = {}
 
-    def see(self, weights: Sequence[keras.Variable], gradients: Sequence[tf.Tensor]) -> None:
-        """Takes the gradients of an update, of as many rows as those before."""
-        held = [self._held(*pair) for pair in zip(weights, gradients, strict=True)]
+    def see(
+        self,
+        sums: Sequence[tf.Variable],
+        gradients: Sequence[tf.Tensor],
+        workers: ProcessGroup | None = None,
+    ) -> None:
+        """Takes the gradients of an update, of as many rows as those before.
+
+        Args:
+            sums: What they were added up in.
+            gradients: Of weights, or of the shares that this worker has of them.
+            workers: Who have the others; None if there are none.
+        """
+        held = [self._held(*pair) for pair in zip(sums, gradients, strict=True)]
 
         def second():
             pairs = list(zip(held, gradients, strict=True))
             noise = [_squares(first - gradient) / 2 for first, gradient in pairs]
             signal = [_products(first.read_value(), gradient) for first, gradient in pairs]
-            terms = {"noise": tf.add_n(noise), "signal": tf.add_n(signal), "pairs": 1.0}
+            of_all = [tf.stack([tf.add_n(noise), tf.add_n(signal)])]
+            noise, signal = tf.unstack((workers.all_reduce(of_all) if workers else of_all)[0])
+            terms = {"noise": noise, "signal": signal, "pairs": 1.0}
             is_finite = tf.math.is_finite(terms["noise"]) & tf.math.is_finite(terms["signal"])
             for name, term in terms.items():
                 term = tf.where(is_finite, tf.cast(term, tf.float64), 0.0)
@@ -67,12 +76,12 @@ class NoiseScale:
 
         tf.cond(self._waits.read_value(), second, first)
 
-    def _held(self, weight, gradient) -> tf.Variable:
-        if id(weight) not in self._first:
-            with tf.init_scope(), tf.device(self._device):
-                zeros = tf.zeros(weight.shape, gradient.dtype)
-                self._first[id(weight)] = ResourceVariable(zeros, trainable=False)
-        return self._first[id(weight)]
+    def _held(self, sums, gradient) -> tf.Variable:
+        if id(sums) not in self._first:
+            with tf.init_scope(), tf.device(sums.device):
+                zeros = tf.zeros(sums.shape, gradient.dtype)
+                self._first[id(sums)] = ResourceVariable(zeros, trainable=False)
+        return self._first[id(sums)]
 
     @property
     def is_between_pairs(self) -> bool:

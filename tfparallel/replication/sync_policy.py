@@ -48,7 +48,7 @@ class EveryStep:
 
     def __init__(self, model: keras.Model, sync: Synchronization = EVERY_STEP):
         self.model, self.sync = model, sync
-        self._is_in_epoch = False  # Whether metrics are this worker's own, until it ends.
+        self._is_in_epoch = False  # Whether there is something to do when it ends.
 
     @property
     def workers_are_apart(self) -> bool:
@@ -72,7 +72,7 @@ class EveryStep:
 
     def begin_epoch(self) -> None:
         """What metrics sum up from now on may be this worker's own."""
-        self._is_in_epoch = self.is_silent
+        self._is_in_epoch = self.is_silent or self.accumulates
         self.metrics_were_restored()  # What a metric begins with counts once, too.
 
     def before_step(self) -> None:

@@ -1,16 +1,17 @@
 """Clipping by the norms of whole weights, where no gradient at hand is whole."""
 
-import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.seams.optimizers import clipped_by_norm
+from tfparallel.variables.sharded import ShardedGradient
 from tfparallel.variables.split import whole_of
 
-__all__ = ["clip_parts", "clip_shares"]
+__all__ = ["clip_parts", "clip_shares", "norm_factors"]
 
 
 def clip_parts(
@@ -39,50 +40,61 @@ def clip_parts(
     return clipped
 
 
-def clip_shares(
+def norm_factors(
     optimizer: keras.Optimizer,
-    shares: Sequence[Sequence[tf.Tensor]],
-    others: Sequence[tf.Tensor | tf.IndexedSlices],
+    gradients: Sequence[Any],
+    parts: Sequence[keras.Variable],
     workers: ProcessGroup | None,
-) -> tuple[list[Sequence[tf.Tensor]], list[tf.Tensor | tf.IndexedSlices]]:
-    """Clips gradients of which each place has a share. A norm is a sum of squares over shares.
+    scale: float | None = None,
+) -> list[tf.Tensor] | None:
+    """By what clipping multiplies gradients of which each place has a share.
+
+    A norm is a sum of squares over the shares of all places, and over the parts of a weight.
 
     Args:
         optimizer: One that clips or not.
-        shares: Of gradients what each place of this worker has.
-        others: Gradients that are whole, the same on all workers.
+        gradients: Each a `ShardedGradient`, or whole and the same on all workers; or None.
+        parts: The weights, or parts of weights.
         workers: The workers; None for one.
+        scale: By what the gradients are divided before they are clipped.
 
     Returns:
-        The shares and the others.
+        Of each gradient a factor; None if the optimizer does not clip by a norm.
     """
-    if not (optimizer.clipnorm or optimizer.global_clipnorm):
-        most = optimizer.clipvalue
-        if not most:
-            return list(shares), list(others)
-        clipped = [[tf.clip_by_value(each, -most, most) for each in own] for own in shares]
-        return clipped, [tf.clip_by_value(each, -most, most) for each in others]
-    dtypes = [each.dtype for each in (*itertools.chain(*shares), *others)]
-    dtype = tf.float64 if tf.float64 in dtypes else tf.float32
-    squares = [tf.add_n([_square_of(each, dtype) for each in own]) for own in shares]
-    if workers is not None and squares:
-        squares = tf.unstack(workers.all_reduce([tf.stack(squares)])[0])
-    squares += [_square_of(each, dtype) for each in others]
+    known = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    if not (known and (optimizer.clipnorm or optimizer.global_clipnorm)):
+        return None
+    terms = [g.terms if isinstance(g, ShardedGradient) else [g] for g in gradients]
+    is_double = any(each.dtype == tf.float64 for i in known for each in terms[i])
+    dtype = tf.float64 if is_double else tf.float32
+    squares = {i: tf.add_n([_square_of(each, dtype) for each in terms[i]]) for i in known}
+    apart = [i for i in known if isinstance(gradients[i], ShardedGradient)]
+    if workers is not None and apart:
+        sums = workers.all_reduce([tf.stack([squares[i] for i in apart])])[0]
+        squares |= dict(zip(apart, tf.unstack(sums), strict=True))
+    unscaled = 1.0 if scale is None else scale
     if optimizer.clipnorm:
         most = tf.constant(optimizer.clipnorm, dtype)
-        factors = [most / tf.maximum(tf.sqrt(square), most) for square in squares]
-    else:
-        # As Keras's: a norm that is no number, or infinite, makes none of all gradients; and of an
-        # embedding's it makes dense ones.
-        most = tf.constant(optimizer.global_clipnorm, dtype)
-        norm = tf.sqrt(tf.add_n(squares))
-        factors = [most * tf.minimum(1 / norm, 1 / most) + (norm - norm)] * len(squares)
-        shares = [list(map(tf.convert_to_tensor, own)) for own in shares]
-        others = [tf.convert_to_tensor(each) for each in others]
-    pairs = zip(shares, factors, strict=False)
-    clipped = [[_times(each, factor) for each in own] for own, factor in pairs]
-    pairs = zip(others, factors[len(shares) :], strict=True)
-    return clipped, [_times(each, factor) for each, factor in pairs]
+        of_weight: dict[int, list[tf.Tensor]] = {}
+        for i, square in squares.items():
+            of_weight.setdefault(id(whole_of(parts[i])), []).append(square)
+        norms = {key: tf.sqrt(tf.add_n(own)) / unscaled for key, own in of_weight.items()}
+        return [most / tf.maximum(norms.get(id(whole_of(part)), most), most) for part in parts]
+    # As Keras's: a norm that is no number, or infinite, makes none of all gradients.
+    most = tf.constant(optimizer.global_clipnorm, dtype)
+    norm = tf.sqrt(tf.add_n(list(squares.values()))) / unscaled
+    return [most * tf.minimum(1 / norm, 1 / most) + (norm - norm)] * len(gradients)
+
+
+def clip_shares(
+    optimizer: keras.Optimizer,
+    gradients: Sequence[tf.Tensor | tf.IndexedSlices],
+    factors: Sequence[tf.Tensor],
+) -> list[tf.Tensor | tf.IndexedSlices]:
+    """Clips what one place has of gradients, by their `norm_factors`."""
+    if not optimizer.clipnorm:  # Of an embedding's, Keras makes dense ones.
+        gradients = list(map(tf.convert_to_tensor, gradients))
+    return [_times(*pair) for pair in zip(gradients, factors, strict=True)]
 
 
 def _square_of(gradient, dtype: tf.DType) -> tf.Tensor:

@@ -26,14 +26,13 @@ from tfparallel.seams.optimizers import (
 )
 from tfparallel.update import files
 from tfparallel.update.built import own_variables, trained_by, wrapped_by
-from tfparallel.update.clipping import clip_parts
+from tfparallel.update.clipping import clip_parts, clip_shares
 from tfparallel.update.constraints import apply_constraints
 from tfparallel.update.optimizer_kinds import is_keras_class, is_keras_object, updates_alike
 from tfparallel.update.pending import PendingSums
 from tfparallel.update.places import Places
 from tfparallel.update.shares import Shares
 from tfparallel.variables.replica import is_in_replica
-from tfparallel.variables.sharded import ShardedGradient
 from tfparallel.variables.split import cut_all, parts_of, whole_of
 
 __all__ = ["UnitOptimizer", "extend_for"]
@@ -48,7 +47,7 @@ class UnitOptimizer:
     _pending: PendingSums | None = None  # What a step has left to sum.
     _index = 0  # The place that is being updated.
     _updated: Sequence[keras.Variable] = ()  # The units that are updated there.
-    _is_expanded = False  # Whether gradients come clipped and cut, as sums of shares do.
+    _factors: dict[int, tf.Tensor] | None = None  # By what clipping multiplies those of shares.
     _rate: Any = None  # The learning rate of all places, where they may not compute their own.
     _loaded: list[np.ndarray] | None = None
     _units: Sequence[tuple] = ()  # Of each part of a weight, what is updated of it.
@@ -120,14 +119,12 @@ class UnitOptimizer:
                 # Moving averages are of all weights, including those that others write.
                 self._shares.fill(self._shares.parts if self.use_ema else changed)
             alike = self._in_shares or (self._updates_alike and self._agree_on(grads))
-            comes_cut = any(isinstance(gradient, ShardedGradient) for gradient in grads)
-            sums_shares = self._in_shares and (comes_cut or bool(self._pending))
-            number = len(self._places) if alike else 1
-            if sums_shares:
-                expanded = self._shares.summed(self._pending, grads, parts, self)
+            is_update, factors = self._is_update, None
+            if self._in_shares:
+                expanded, factors = self._shares.expanded(grads, parts, self._pending, self)
             else:
-                expanded = self._expanded(grads, parts, number)
-            with attached(self, _rate=self._rate_of_all(), _is_expanded=sums_shares):
+                expanded = self._expanded(grads, parts, len(self._places) if alike else 1)
+            with attached(self, _rate=self._rate_of_all(), _factors=factors):
                 self._at_each(
                     lambda own: super(UnitOptimizer, self).apply(own, units),
                     expanded,
@@ -135,7 +132,9 @@ class UnitOptimizer:
                     written=(*units, *own_variables(self)),
                 )
             if self._in_shares:
-                self._shares.join(self._shares.parts if self.ema_overwrite_frequency else changed)
+                is_averaged = self.ema_overwrite_frequency
+                joined = self._shares.parts if is_averaged else changed
+                self._shares.join(joined, True if is_averaged else is_update)
             apply_constraints(
                 changed, self._at_each, in_shares=self._in_shares, num_places=len(self._places)
             )
@@ -177,10 +176,8 @@ class UnitOptimizer:
         """At each of the first places the gradients of its units."""
         places = self._places
         if self._sums_late:
-            held = accumulators_of(self, parts)
-            is_update = (count_of(self) + 1) % self.gradient_accumulation_steps == 0
-            scale = self.loss_scale_factor
-            return self._pending.accumulated(grads, parts, held, is_update, scale, places)
+            held, scale = accumulators_of(self, parts), self.loss_scale_factor
+            return self._pending.accumulated(grads, parts, held, self._is_update, scale, places)
         if number == 1:
             return [grads]
         expanded = []
@@ -191,11 +188,17 @@ class UnitOptimizer:
         return expanded
 
     @property
+    def _is_update(self) -> tf.Tensor | bool:
+        """Whether Keras updates in this call, and does not only accumulate."""
+        steps = self.gradient_accumulation_steps
+        return (count_of(self) + 1) % steps == 0 if steps else True
+
+    @property
     def _sums_late(self) -> bool:
         """Whether each place accumulates terms of its own, and an update sums them."""
         places = self._places
         is_asked = self.gradient_accumulation_steps and places.sums_late and places.number > 1
-        return bool(is_asked and self._updates_alike)
+        return bool(is_asked and not self._in_shares and self._updates_alike)
 
     @property
     def _updates_alike(self) -> bool:
@@ -221,11 +224,11 @@ class UnitOptimizer:
         """Where a step may leave terms of gradients for this optimizer to sum; None if nowhere.
 
         An optimizer that hands gradients on takes whole ones: a loss scale looks whether they are
-        finite. So does one whose gradients are compressed, weight by weight, or scaled.
+        finite. So does one whose gradients are compressed, weight by weight.
         """
         workers = self._places.workers
         sums_shares = self._in_shares and workers is not None and workers.compression is None
-        takes = self._sums_late or (sums_shares and self.loss_scale_factor is None)
+        takes = self._sums_late or sums_shares
         return self._pending if takes and self.built and not wrapped_by(self) else None
 
     def forget_pending(self) -> None:
@@ -249,17 +252,11 @@ class UnitOptimizer:
     def _clip_gradients(self, grads):
         if is_in_replica():
             return super()._clip_gradients(grads)
-        if self._is_expanded:
-            return grads
-        parts = [getattr(unit, "_sharded", unit) for unit in self._updated]
-        if self.clipnorm and any(whole_of(part) is not part for part in parts):
-            clipped = clip_parts(self, grads, parts)
-        else:
-            clipped = super()._clip_gradients(grads)
-        if not self._in_shares:
-            return clipped
-        pairs = zip(clipped, self._updated, strict=True)
-        return [self._shares.cut(gradient, share, self._index) for gradient, share in pairs]
+        if self._factors is not None:
+            return clip_shares(self, grads, [self._factors[id(unit)] for unit in self._updated])
+        if self.clipnorm and any(whole_of(unit) is not unit for unit in self._updated):
+            return clip_parts(self, grads, self._updated)
+        return super()._clip_gradients(grads)
 
     def _all_reduce_sum_gradients(self, grads_and_vars):
         if is_in_replica():

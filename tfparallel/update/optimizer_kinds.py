@@ -48,7 +48,7 @@ def check_elementwise(optimizer: keras.Optimizer, *, shares: bool) -> None:
     Raises:
         PlacementError: Of parts, if its update looks at more than one element at a time, or is not
             known.
-        ValueError: Of shares, likewise; or if it accumulates gradients.
+        ValueError: Of shares, likewise.
     """
     cls = original_class(optimizer)
     wrapped = _known_wrapped(optimizer, cls)
@@ -65,13 +65,6 @@ def check_elementwise(optimizer: keras.Optimizer, *, shares: bool) -> None:
             f"{form} supports optimizers that update each element independently ({NAMES}). "
             f"Received: {cls.__name__}, which looks at whole weights, or is not known. Take one of "
             f"these, or {other}."
-        )
-    if shares and optimizer.gradient_accumulation_steps:
-        raise ValueError(
-            "Under `shard` gradients are accumulated by the step, and an update in "
-            "each call of the optimizer is required. Received: gradient_accumulation_steps="
-            f"{optimizer.gradient_accumulation_steps}. Take "
-            f"sync='accumulate:{optimizer.gradient_accumulation_steps}' in its place."
         )
 
 

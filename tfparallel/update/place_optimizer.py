@@ -27,7 +27,7 @@ def prepare(
 
     Raises:
         PlacementError: With parts, if the update looks at more than one element at a time.
-        ValueError: With shares, likewise; or if the optimizer accumulates gradients.
+        ValueError: With shares, likewise.
     """
     if parts or shares:
         check_elementwise(optimizer, shares=shares)

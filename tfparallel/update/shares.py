@@ -26,7 +26,8 @@ import tensorflow as tf
 
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.extend import extend
-from tfparallel.update.clipping import clip_shares
+from tfparallel.seams.optimizers import accumulators_of
+from tfparallel.update.clipping import norm_factors
 from tfparallel.update.pending import PendingSums
 from tfparallel.update.places import Places
 from tfparallel.variables.sharded import (
@@ -40,7 +41,7 @@ from tfparallel.variables.sharded import (
     shard_variable,
 )
 
-__all__ = ["Shares", "mark", "shard"]
+__all__ = ["Shares", "in_shares", "mark", "shard", "summed"]
 
 
 class Shares:
@@ -76,16 +77,6 @@ class Shares:
         """The share of a weight; itself if there is none."""
         return self._by_id.get(id(part), part)
 
-    def cut(self, gradient: Any, share: keras.Variable, index: int) -> Any:
-        """What the share of a place here has of a gradient, dense, sparse or cut."""
-        if isinstance(gradient, ShardedGradient):
-            return gradient.terms[index]
-        shape = shape_shared_out(share._sharded.shape)
-        bounds = self._places.bounds(share.shape[0])[index]
-        if isinstance(gradient, tf.IndexedSlices):
-            return rows_of_share(gradient, shape, *bounds)
-        return cut_out(gradient, shape, *bounds)
-
     def fill(self, parts: Sequence[keras.Variable]) -> None:
         """Gives each share what the copy of the weight at its place holds."""
         for index in range(len(self._places)):
@@ -94,10 +85,59 @@ class Shares:
                     share = self.of(part)
                     own, whole = (self._places.copies(each)[index] for each in (share, part))
                     with tf.device(own.device):
-                        own.assign(apart(self.cut(tf.convert_to_tensor(whole), share, index)))
+                        whole = tf.convert_to_tensor(whole)
+                        own.assign(apart(_cut(whole, part, self._places, index)))
 
-    def join(self, parts: Sequence[keras.Variable]) -> None:
-        """Gives every copy of the weights what all shares hold."""
+    def expanded(
+        self,
+        gradients: Sequence[Any],
+        parts: Sequence[keras.Variable],
+        pending: PendingSums,
+        optimizer: keras.Optimizer,
+    ) -> tuple[list[list[Any]], dict[int, tf.Tensor] | None]:
+        """The gradients of the shares.
+
+        Args:
+            gradients: As of `summed`.
+            parts: The weights.
+            pending: Terms of gradients.
+            optimizer: Which updates the shares.
+
+        Returns:
+            Those at each place here; and by the `id` of a share what clipping multiplies its
+            gradient by, where that follows from a norm. Keras clips what it has accumulated.
+        """
+        places, units = self._places, list(map(self.of, parts))
+        gradients = summed(pending, gradients, parts, places)
+        scale, steps = optimizer.loss_scale_factor, optimizer.gradient_accumulation_steps
+        if not steps:
+            factors = norm_factors(optimizer, gradients, parts, places.workers, scale)
+        gradients = in_shares(gradients, parts, places)
+        if steps:
+            gradients = list(map(_dense, gradients))
+            sums = self._accumulated(gradients, units, optimizer)
+            factors = norm_factors(optimizer, sums, parts, places.workers)
+        by_id = factors and dict(zip(map(id, units), factors, strict=True))
+        at_places = zip(*(g.terms if g else [None] * len(places) for g in gradients), strict=True)
+        return list(map(list, at_places)), by_id
+
+    def _accumulated(self, gradients, units, optimizer) -> list[ShardedGradient | None]:
+        """What Keras would update with if it did now."""
+        steps, scale = optimizer.gradient_accumulation_steps, optimizer.loss_scale_factor or 1.0
+        found: list[ShardedGradient | None] = []
+        for held, gradient in zip(accumulators_of(optimizer, units), gradients, strict=True):
+            copies, means = self._places.copies(held), []
+            for copy, term in zip(copies, gradient.terms if gradient else (), strict=False):
+                with tf.device(copy.device):
+                    means.append((term / scale + copy) / steps)
+            found.append(ShardedGradient(means) if means else None)
+        return found
+
+    def join(self, parts: Sequence[keras.Variable], is_time: tf.Tensor | bool = True) -> None:
+        """Gives every copy of the weights what all shares hold, if it is time."""
+        if tf.is_tensor(is_time):
+            tf.cond(is_time, lambda: self.join(parts), lambda: None)
+            return
         parts = list(filter(_is_whole, parts))
         wholes = joined(list(map(self.of, parts)), self._places)
         for index in range(len(self._places)):
@@ -107,61 +147,77 @@ class Shares:
                     with tf.device(copy.device):
                         copy.assign(whole)
 
-    def summed(
-        self,
-        pending: PendingSums,
-        gradients: Sequence[Any],
-        parts: Sequence[keras.Variable],
-        optimizer: keras.Optimizer,
-    ) -> list[list[Any]]:
-        """Sums terms of gradients in shares, so that each worker receives its own rows alone.
 
-            worker 0   g⁰ = g⁰₀ │ g⁰₁              g⁰₀ + g¹₀
-            worker 1   g¹ = g¹₀ │ g¹₁      ──►                   g⁰₁ + g¹₁
+def summed(
+    pending: PendingSums, gradients: Sequence[Any], parts: Sequence[keras.Variable], places: Places
+) -> list[Any]:
+    """Sums terms of gradients in shares, so that each worker receives its own rows alone.
 
-        Args:
-            pending: The terms.
-            gradients: What is added to them, the same on all workers; or all of a gradient; or what
-                the places here have of one.
-            parts: The weights.
-            optimizer: By whose rules the gradients are clipped.
+        worker 0   g⁰ = g⁰₀ │ g⁰₁              g⁰₀ + g¹₀
+        worker 1   g¹ = g¹₀ │ g¹₁      ──►                   g⁰₁ + g¹₁
 
-        Returns:
-            At each place here the shares of the gradients, clipped.
-        """
-        places, number = self._places, self._places.number
-        found: dict[int, Sequence[tf.Tensor]] = {}  # By the index of a weight, at each place here.
-        wholes, rest = {}, {}
-        for i, (part, gradient) in enumerate(zip(parts, gradients, strict=True)):
-            if isinstance(gradient, ShardedGradient):
-                found[i] = gradient.terms
-                continue
-            terms = pending.take(part, None)
-            if terms is not None:
-                size, shape = self.of(part).shape[0], shape_shared_out(part.shape)
-                wholes[i] = [cut_out(term, shape, 0, number * size) for term in terms]
-                rows = places.first * size, (places.first + len(places)) * size
-                rest[i] = cut_out(tf.convert_to_tensor(gradient), shape, *rows)
-        pending.clear()
-        if wholes:
-            totals, _ = Reducer(places.all_reduce_ops, None).totals(list(wholes.values()), list)
-            sums = places.workers.reduce_scatter(totals)
-            for (i, own), total in zip(rest.items(), sums, strict=True):
-                found[i] = tf.split(total + own, len(places))
-        others = [i for i, g in enumerate(gradients) if i not in found and g is not None]
-        sums, whole = clip_shares(
-            optimizer, list(found.values()), [gradients[i] for i in others], places.workers
-        )
-        expanded: list[list[Any]] = [[None] * len(gradients) for _ in range(len(places))]
-        for i, shares in zip(found, sums, strict=True):
-            for index, share in enumerate(shares):
-                expanded[index][i] = share
-        for i, gradient in zip(others, whole, strict=True):
-            for index in range(len(places)):
-                with places.at(index):
-                    own = places.gradient(gradient, parts[i], index)
-                    expanded[index][i] = self.cut(own, self.of(parts[i]), index)
-        return expanded
+    Args:
+        pending: The terms; they are taken out.
+        gradients: What is added to them, the same on all workers; or all of a gradient; or a
+            `ShardedGradient`.
+        parts: The weights.
+        places: The places.
+
+    Returns:
+        The gradients; those that were terms are a `ShardedGradient`.
+    """
+    found, wholes, rest = list(gradients), {}, {}
+    for i, (part, gradient) in enumerate(zip(parts, gradients, strict=True)):
+        terms = None if isinstance(gradient, ShardedGradient) else pending.take(part, None)
+        if terms is not None:
+            size, shape = _size_of_share(part, places), shape_shared_out(part.shape)
+            wholes[i] = [cut_out(term, shape, 0, places.number * size) for term in terms]
+            rows = places.first * size, (places.first + len(places)) * size
+            rest[i] = cut_out(tf.convert_to_tensor(gradient), shape, *rows)
+    pending.clear()
+    if wholes:
+        totals, _ = Reducer(places.all_reduce_ops, None).totals(list(wholes.values()), list)
+        sums = places.workers.reduce_scatter(totals)
+        for (i, own), total in zip(rest.items(), sums, strict=True):
+            found[i] = ShardedGradient(tf.split(total + own, len(places)))
+    return found
+
+
+def in_shares(
+    gradients: Sequence[Any], parts: Sequence[keras.Variable], places: Places
+) -> list[ShardedGradient | None]:
+    """What each place here has of gradients that are whole, or in shares already."""
+    found: list[list[Any]] = [[] for _ in gradients]
+    for index in range(len(places)):
+        with places.at(index):
+            for own, gradient, part in zip(found, gradients, parts, strict=True):
+                if not (gradient is None or isinstance(gradient, ShardedGradient)):
+                    own.append(_cut(places.gradient(gradient, part, index), part, places, index))
+    pairs = zip(gradients, found, strict=True)
+    return [ShardedGradient(own) if own else gradient for gradient, own in pairs]
+
+
+def _dense(gradient: ShardedGradient | None) -> ShardedGradient | None:
+    """As Keras accumulates it: of rows that are read twice the sum."""
+    terms = []
+    for term in gradient.terms if gradient else ():
+        with tf.device(term.device):
+            terms.append(tf.convert_to_tensor(term))
+    return gradient and ShardedGradient(terms)
+
+
+def _cut(gradient: Any, part: keras.Variable, places: Places, index: int) -> Any:
+    """What the share of a place here has of a gradient, dense or sparse."""
+    shape = shape_shared_out(part.shape)
+    bounds = places.bounds(_size_of_share(part, places))[index]
+    if isinstance(gradient, tf.IndexedSlices):
+        return rows_of_share(gradient, shape, *bounds)
+    return cut_out(gradient, shape, *bounds)
+
+
+def _size_of_share(part: keras.Variable, places: Places) -> int:
+    """How many rows, or elements, each place has."""
+    return -(-shape_shared_out(part.shape)[0] // places.number)
 
 
 def shard(variable: keras.Variable, places: Places, value: tf.Tensor) -> None:
@@ -180,8 +236,7 @@ def _share_of(part: keras.Variable, places: Places) -> keras.Variable:
     """The variable of which each place has a share of a weight, or of a part of one."""
     if isinstance(part, ShardedVariable):
         return part.share
-    number, *rest = shape_shared_out(part.shape)
-    shape = (-(-number // places.number), *rest)
+    shape = (_size_of_share(part, places), *shape_shared_out(part.shape)[1:])
     with places.make(), places.beside(part):
         share = keras.Variable("zeros", shape, part.dtype, trainable=True, name=part.name)
     share._path = part.path  # Slots are named by it.

@@ -21,6 +21,7 @@ ACCUMULATING = {"sync": "accumulate:3"}
 SHARING = {"shard": "optimizer"}
 ACCUMULATE = ("data_parallel", "pipeline_parallel", "hybrid_parallel", "workers")
 SHARE = ("data_parallel", "hybrid_parallel", "workers")
+SHARE_WEIGHTS = ("data_parallel", "workers")
 
 
 def larger_batches(form, case):
@@ -43,14 +44,13 @@ def without_loss(history, case):
 
 
 def accumulated(name, **fields):
+    fields = {"options": ACCUMULATING, "forms": ACCUMULATE} | fields
     return case(
         GROUP,
         '`sync="accumulate:N"` beside batches N times as large',
         name,
         train=several_steps,
         baseline=larger_batches,
-        options=ACCUMULATING,
-        forms=ACCUMULATE,
         drop_in=False,
         **fields,
     )
@@ -68,7 +68,7 @@ def shared(name, **fields):
     )
 
 
-def wide() -> keras.Model:
+def wide(normalization=layers.BatchNormalization) -> keras.Model:
     """Two weights that are large enough to be shared out, one of which convolves."""
     return keras.Sequential(
         [
@@ -76,11 +76,16 @@ def wide() -> keras.Model:
             layers.Dense(80, "tanh", kernel_regularizer="l2"),
             layers.Reshape((20, 4)),
             layers.Conv1D(64, 17, use_bias=False),
-            layers.BatchNormalization(),
+            normalization(),
             layers.GlobalAveragePooling1D(),
             layers.Dense(10),
         ]
     )
+
+
+def wide_by_rows() -> keras.Model:
+    """The same, of which several steps may be one update."""
+    return wide(layers.LayerNormalization)
 
 
 def shared_weights(name, optimizer):
@@ -91,7 +96,7 @@ def shared_weights(name, optimizer):
         build=wide,
         compile=compiled(optimizer, metrics=["accuracy"]),
         options={"shard": "parameters"},
-        forms=("data_parallel", "workers"),
+        forms=SHARE_WEIGHTS,
         drop_in=False,
     )
 
@@ -103,6 +108,20 @@ CASES = [
         lambda: optimizers.AdamW(
             0.01, 0.01, global_clipnorm=0.5, use_ema=True, ema_overwrite_frequency=7
         ),
+    ),
+    shared_weights(
+        "shares of weights, and of gradients of three steps",
+        lambda: optimizers.Adam(0.01, global_clipnorm=0.5, gradient_accumulation_steps=3),
+    ),
+    *(
+        accumulated(
+            f"three steps an update, shard={shard}",
+            build=wide_by_rows,
+            compile=compiled(lambda: optimizers.Adam(0.01, clipnorm=0.1), metrics=["accuracy"]),
+            options=ACCUMULATING | {"shard": shard},
+            forms=SHARE_WEIGHTS,
+        )
+        for shard in ("gradients", "parameters")
     ),
     accumulated("three steps an update"),
     accumulated(
