@@ -184,7 +184,20 @@ class Gathers:
         return whole
 
     def _scattered(self, variable, whole: _Whole | None, upstream, reading: int):
-        """Sums a gradient over all replicas; each gets its share."""
+        """Sums a gradient over all replicas; each gets its share.
+
+        Of a weight that is not trained there is none: the tape asks whatever a replica has read.
+        """
+        own = tf.convert_to_tensor(storage_of(variable.share))
+        if not variable.trainable:
+            if whole is not None and self._is_backward:
+
+                def again(_, own):
+                    self._gather_again(variable, whole, own)
+
+                with not_recording():
+                    _merge(again, tf.identity(own))
+            return None
         is_sparse = isinstance(upstream, tf.IndexedSlices)
         if is_sparse:
             given = [upstream.values, upstream.indices]
@@ -204,7 +217,6 @@ class Gathers:
                 self._met.add(sums[0][0].op.name)
             return tuple(map(_by_replica, zip(*sums, strict=True)))
 
-        own = tf.convert_to_tensor(storage_of(variable.share))
         with not_recording():
             first, *rest = _merge(scatter, tf.identity(own), *map(tf.identity, given))
         self._sums[id(first)] = first

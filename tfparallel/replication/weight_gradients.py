@@ -127,7 +127,7 @@ class WeightGradients:
         """
 
         def kinds_of(variable, reading):
-            index = next(i for i, v in enumerate(self._trained) if v is variable)
+            index = [id(each) for each in self._trained].index(id(variable))
             kinds = self._kinds_of_readings(arguments)[index]
             return None if kinds is None else kinds[reading]
 
