@@ -17,6 +17,7 @@ training may miss what comes in jumps: `NUM_MOVED` are made before a difference 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import os
@@ -45,6 +46,7 @@ from tests.parity.case import (
 )
 from tests.parity.table import first_sentence
 from tfparallel.replication import sharding
+from tfparallel.seams.keras import NAME_NUMBERS, set_global
 
 from .program import Program, load, source
 
@@ -242,6 +244,8 @@ def resumed(model: keras.Model, program: Program, form: Plain) -> keras.Model:
     with form.directory() as folder:
         path = os.path.join(folder, "model.keras")
         model.save(path)
+        # Layers that others make when they are built are numbered anew, alike under every form.
+        set_global(NAME_NUMBERS, collections.defaultdict(int))
         if program.start == "function" or isinstance(form, DropIn):
             return form.make(lambda: keras.models.load_model(path))
         loaded = keras.models.load_model(path)

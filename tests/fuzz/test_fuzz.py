@@ -108,11 +108,16 @@ def test_small_weights_are_shared_out_too(in_float64):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("form", "replicas"), [(SEQUENCE, 3), (SHARED_OPTIMIZER, 4), (SHARED_PARAMETERS, 2)]
+    ("form", "replicas", "start"),
+    [
+        (SEQUENCE, 3, "compiled"),
+        (SHARED_OPTIMIZER, 4, "built"),
+        (SHARED_PARAMETERS, 2, "function"),
+    ],
 )
-def test_a_program_of_sequences_is_exact(form, replicas):
+def test_a_program_of_sequences_is_exact(form, replicas, start):
     """`interleaved` would be refused where a mesh has one stage."""
-    program = dataclasses.replace(SENTENCES, schedule="interleaved", replicas=replicas)
+    program = dataclasses.replace(SENTENCES, schedule="interleaved", replicas=replicas, start=start)
     then = ("reload", "resume", "save")
     program = dataclasses.replace(program, then=then, optimizer="optimizers.Adam(0.01)")
     assert judge(form, OneDevice.train(program)).verdict == EXACT
