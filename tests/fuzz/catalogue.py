@@ -45,6 +45,7 @@ FIELDS = {
         "{layer}.enable_lora(2)",
         "{layer}.enable_lora(2, lora_alpha=8)",
     ],
+    "frozen": ["", "", "{layer}.trainable = False"],
     "mha": ["", ", use_bias=False", ", value_dim=2", ", output_shape=3"],
 }
 
@@ -98,6 +99,11 @@ ITSELF = (
     "{layer}({x}, {x})",
     "layers.add([{x}, {layer}({x}, {x})])",
     "{layer}({x}, {x}, use_causal_mask=True)",
+    "{layer}({x}, {x}[:, :-1])",
+    "{layer}({x}, {x}, attention_mask=ops.abs({x}[:, :, None, 0] - {x}[:, None, :, 0]) < 1.0)",
+    "{layer}({x}, {x}, attention_mask=ops.sum({x}, axis=-1)[:, None, :] < 0.5)",
+    "{layer}({x}, layers.Masking()({x}))",
+    "{layer}({x}, {x}, return_attention_scores=True)[0]",
 )
 
 
@@ -176,6 +182,15 @@ LAYERS = [
     Layer("PositionEmbedding()", SEQUENCE),
     Layer("AddedPositions()", SEQUENCE),
     Layer("ClassToken()", SEQUENCE, lambda s, d: (s[0] + 1, s[1])),
+    Layer("TiedTable()", ANY),
+    Layer("Transformer({bool})", SEQUENCE, after="{frozen}"),
+    Layer("Transformer({bool}, 0.3)", SEQUENCE, call=SKIPS[:3]),
+    Layer("AttentionByHand()", SEQUENCE),
+    Layer("MaskedMean()", SEQUENCE),
+    Layer("Shifted()", SEQUENCE),
+    Layer("Sinusoids()", SEQUENCE),
+    Layer("SoFar()", SEQUENCE),
+    Layer("ByFirst()", SEQUENCE),
     # Vectors
     Layer(
         "layers.EinsumDense('ab,bc->ac', output_shape={units}, bias_axes='c', activation={act})",
@@ -236,7 +251,9 @@ LAYERS = [
     Layer("layers.GlobalAveragePooling1D()", SEQUENCE, lambda s, d: s[1:]),
     Layer("layers.GlobalMaxPooling1D()", SEQUENCE, lambda s, d: s[1:]),
     Layer("layers.Flatten()", SEQUENCE + IMAGE, flat),
-    Layer("layers.MultiHeadAttention(2, 3{mha})", SEQUENCE, mha_shape, call=ITSELF),
+    Layer(
+        "layers.MultiHeadAttention(2, 3{mha})", SEQUENCE, mha_shape, call=ITSELF, after="{frozen}"
+    ),
     Layer("layers.MultiHeadAttention(2, 3, dropout=0.2)", SEQUENCE, call=ITSELF),
     Layer(
         "layers.MultiHeadAttention(2, 3)",
@@ -245,6 +262,7 @@ LAYERS = [
         after="{layer}._query_dense.enable_lora(2)",
     ),
     Layer("layers.GroupQueryAttention(3, 4, 2)", SEQUENCE, call=ITSELF),
+    Layer("layers.GroupQueryAttention(3, 4, 1, dropout=0.2)", SEQUENCE, call=ITSELF),
     Layer("layers.Attention(use_scale=True)", SEQUENCE, call=("{layer}([{x}, {x}])",)),
     Layer("layers.AdditiveAttention()", SEQUENCE, call=("{layer}([{x}, {x}])",)),
     Layer("layers.Permute((2, 1))", SEQUENCE, lambda s, d: s[::-1]),
@@ -277,6 +295,20 @@ LAYERS = [
         "layers.TimeDistributed(layers.LSTM({units}))", IMAGE, lambda s, d: (s[0], int(d["units"]))
     ),
 ]
+
+# For programs whose sequences stay sequences: of these, or of all that take one.
+OF_SEQUENCES = (
+    "layers.MultiHeadAttention",
+    "layers.GroupQueryAttention",
+    "Transformer",
+    "AttentionByHand",
+    "PositionEmbedding",
+    "layers.Dense(",
+    "layers.EinsumDense('abc",
+    "layers.LayerNormalization",
+    "layers.Dropout",
+    "layers.TimeDistributed",
+)
 
 STYLES = [*["functional"] * 4, "sequential", "sequential", "nested", "nested", "subclassed"]
 
@@ -328,10 +360,17 @@ INPUTS = [
         ],
         (5,),
     ),
+    ("ids", (6,), ["layers.Embedding(9, 4, trainable=False)"], (6, 4)),
+    ("ids", (6,), ["WordsAndPositions()"], (6, 4)),
+    ("ids", (7,), ["WordsAndPositions(mask_zero=True)"], (7, 4)),
     ("real", (5,), ["layers.Normalization(mean=0.3, variance=2.0)"], (5,)),
     ("real", (5,), ["layers.Discretization([-1.0, 0.0, 1.0])", "layers.Embedding(4, 3)"], (5, 3)),
 ]
-SMALL_INPUTS = [0, 7, 8, 13, 14]  # Those that make vectors: for a second input.
+SMALL_INPUTS = [entry for entry in INPUTS if len(entry[3]) == 1]  # For a second input.
+SEQUENCES = [entry for entry in INPUTS if len(entry[3]) == 2]
+# Tables that the last layer reads once more, of an input of 6 ids.
+TIED = ["TiedEmbedding()", "TiedEmbedding(mask_zero=True)"]
+STEPS = ["ClippedStep", "DecayingStep"]  # Of models with a `train_step` of their own.
 
 REDUCTION = ["", "reduction='sum'", "reduction='mean'", "reduction='mean_with_sample_weight'"]
 REAL = [
@@ -525,13 +564,22 @@ OPTIMIZER_OPTIONS = [
     ", use_ema=True",
 ]
 # What comes after the first `fit`; a compile of its own needs a strategy's scope.
-THEN = [("evaluate", 4), ("predict", 4), ("save", 8), ("again", 8), ("on_batch", 8)]
+THEN = [
+    ("evaluate", 4),
+    ("predict", 4),
+    ("save", 8),
+    ("again", 8),
+    ("on_batch", 8),
+    ("reload", 8),
+    ("resume", 8),
+]
 COMPILE = [
     "",
     "steps_per_execution=2",
     "weighted_metrics",
     "run_eagerly=True",
     "steps_per_execution=3",
+    "jit_compile=True",
 ]
 CALLBACKS = [
     "keras.callbacks.EarlyStopping(monitor='loss', patience=0, restore_best_weights=True)",

@@ -49,13 +49,17 @@ def filled(choose, text: str, drawn: dict[str, str]) -> str:
     return text.format(**{"layer": "{layer}", "x": "{x}", **drawn})
 
 
-def layer_of(choose, shape, known: frozenset[str]):
+def layer_of(choose, shape, known: frozenset[str], of_sequences: bool = False):
     """A block that takes `shape`, and the shape that it puts out."""
     fitting = [
         entry
         for entry in catalogue.LAYERS
         if len(shape) in entry.ranks and entry.fits(shape) and not known & words(entry)
     ]
+    # Drawn in any case: the fewer choices depend on others, the smaller a finding becomes.
+    if choose(3) and of_sequences:
+        preferred = [e for e in fitting if e.make.startswith(catalogue.OF_SEQUENCES)]
+        fitting = preferred or fitting
     entry = pick(choose, fitting)
     drawn = {"same": str(shape[-1]), "first": str(shape[0])}
     make = filled(choose, entry.make, drawn)
@@ -80,18 +84,23 @@ def size_of(shape) -> int:
 def draw_program(choose: Choose, known: frozenset[str] = frozenset()) -> Program:
     style = pick(choose, catalogue.STYLES)
     start = often(choose, "function", ["built", "compiled"], 4)
-    inputs, shape = draw_inputs(choose, style)
+    of_sequences = often(choose, False, [True], 4)
+    inputs, shape = draw_inputs(choose, style, of_sequences)
     blocks = []
     while len(blocks) < 4 and choose(5):
-        block, after = layer_of(choose, shape, known)
-        if size_of(after) <= MAX_SIZE:
+        block, after = layer_of(choose, shape, known, of_sequences)
+        stays = len(after) == 2 or not of_sequences
+        if size_of(after) <= MAX_SIZE and stays:
             blocks, shape = [*blocks, block], after
     if len(inputs) == 1 and style == "functional" and len(inputs[0].shape) == 1:
         # Wide and deep: the head reads an input beside what was computed.
         if inputs[0].holds == "real" and len(shape) == 1:
             wide = Block("layers.Concatenate()", "{layer}([{x}, inputs])")
             blocks += often(choose, [], [[wide]], 4)
-    heads = draw_heads(choose, style, shape)
+    heads = draw_heads(choose, style, shape, of_sequences)
+    if style == "functional" and inputs[0].holds == "ids" and inputs[0].shape == (6,):
+        if len(inputs) == len(heads) == 1 and shape[0] == 6 and choose(4) == 3:
+            inputs, heads = tied(choose, inputs[0])
     if style == "sequential" or style == "nested" and not blocks:
         plain = all(block.call == "{layer}({x})" for block in (*inputs[0].blocks, *blocks))
         style = style if plain and blocks else "functional"
@@ -116,6 +125,10 @@ def draw_program(choose: Choose, known: frozenset[str] = frozenset()) -> Program
     validation = often(choose, "", catalogue.VALIDATION, 3)
     if "split" in validation and (feed != "arrays" or outputs == "dict"):
         validation = catalogue.VALIDATION[1]
+    # Keras loads no Lambda, and no function, that it did not see before.
+    makes = [block.make for each in (*inputs, *heads) for block in each.blocks]
+    makes += [block.make for block in blocks] + [head.loss for head in heads]
+    is_loadable = not any("Lambda" in make or "with_decay" in make for make in makes)
     then = tuple(each for each, one_in in catalogue.THEN if choose(one_in) == one_in - 1)
     return Program(
         inputs=tuple(inputs),
@@ -132,38 +145,43 @@ def draw_program(choose: Choose, known: frozenset[str] = frozenset()) -> Program
         batch_size=pick(choose, [9, 7, 16, 3, 2]),
         fit=", ".join(fit),
         validation=validation,
-        # Keras loads no Lambda that it did not see before.
-        then=tuple(
-            each
-            for each in then
-            if each != "save" or not any("Lambda" in block.make for block in blocks)
-        ),
+        then=tuple(each for each in then if each not in ("save", "resume") or is_loadable),
         replicas=pick(choose, [2, 3, 2, 3, 4]),
         schedule=pick(choose, ["1f1b", "gpipe", "interleaved"]),
+        step=often(choose, "", catalogue.STEPS, 8) if style == "functional" else "",
     )
 
 
-def draw_inputs(choose, style: str):
+def draw_inputs(choose, style: str, of_sequences: bool):
     """One input, or two that end in vectors, and the shape of what the blocks take."""
 
     def one(entries):
         holds, shape, made, after = pick(choose, entries)
         return Input(holds, shape, tuple(Block(make) for make in made)), after
 
-    first, shape = one(catalogue.INPUTS)
+    first, shape = one(catalogue.SEQUENCES if of_sequences else catalogue.INPUTS)
     if style == "sequential" or len(shape) > 1 or choose(4) < 3:
         return [first], shape
-    second, other = one([catalogue.INPUTS[index] for index in catalogue.SMALL_INPUTS])
+    second, other = one(catalogue.SMALL_INPUTS)
     return [first, second], (shape[0] + other[0],)
 
 
-def draw_heads(choose, style: str, shape):
+def tied(choose, words: Input):
+    """An input whose table the last layer reads once more, and that layer, for each of 6 steps."""
+    table = Block(pick(choose, catalogue.TIED), "{layer}({x}, reverse=False)")
+    last = Block("layer1", "{layer}({x}, reverse=True)")
+    loss = "losses.SparseCategoricalCrossentropy(from_logits=True)"
+    head = Head((Block("layers.Dense(4)"), last), "labels", (6,), loss, ("'accuracy'",), 6)
+    return [Input(words.holds, words.shape, (table,))], [head]
+
+
+def draw_heads(choose, style: str, shape, of_sequences: bool):
     count = 1 if style == "sequential" else often(choose, 1, [1, 2], 2)
     heads = []
     for _ in range(count):
         layers, target, target_shape, losses, metrics = pick(choose, catalogue.HEADS)
         blocks = [Block(make) for make in layers]
-        a_step = len(shape) == 2 and choose(2) == 1
+        a_step = len(shape) == 2 and choose(4) > (0 if of_sequences else 1)
         if a_step:
             target_shape = (shape[0], *target_shape)
         elif len(shape) > 1:

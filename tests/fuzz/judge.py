@@ -17,11 +17,13 @@ training may miss what comes in jumps: `NUM_MOVED` are made before a difference 
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import os
 import re
-import tempfile
 import traceback
+from collections.abc import Iterator
 
 import keras
 import numpy as np
@@ -43,10 +45,14 @@ from tests.parity.case import (
     relative_difference,
 )
 from tests.parity.table import first_sentence
+from tfparallel.replication import sharding
+from tfparallel.seams.keras import NAME_NUMBERS, set_global
 
 from .program import Program, load, source
 
 EXACT, REPRODUCIBLE, REFUSED, SILENT, CRASH = "exact", "reproducible", "refused", "silent", "crash"
+SHARED_OPTIMIZER, SHARED_PARAMETERS = "shard=optimizer", "shard=parameters"
+SEQUENCE = "sequence"
 FORMS = (
     "data_parallel",
     "MirroredStrategy",
@@ -54,6 +60,9 @@ FORMS = (
     "tensor_parallel",
     "pipeline_parallel",
     "hybrid_parallel",
+    SHARED_OPTIMIZER,
+    SHARED_PARAMETERS,
+    SEQUENCE,
 )
 PACKAGE = os.path.dirname(tfparallel.__file__) + os.sep
 FOUR = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
@@ -92,6 +101,27 @@ class Outcome:
         return f"{self.verdict}: {text[:160]}" if self.verdict == CRASH else self.verdict
 
 
+class Sharded(Builder):
+    """`tfparallel.data_parallel` whose replicas share something out."""
+
+    def __init__(self, devices: list[str], shard: str):
+        super().__init__(devices)
+        self.name, self.asked = f"shard={shard}", {"shard": shard}
+
+
+@contextlib.contextmanager
+def sharing_small_weights() -> Iterator[None]:
+    """Has `shard="parameters"` share out whatever has two elements: a program's weights are small.
+
+    Else nothing is shared out that has fewer than 4,096.
+    """
+    before, sharding._FEWEST = sharding._FEWEST, 2
+    try:
+        yield
+    finally:
+        sharding._FEWEST = before
+
+
 def form_of(name: str, program: Program) -> Plain:
     devices = [f"CPU:{index}" for index in range(program.replicas)]
     return {
@@ -102,15 +132,45 @@ def form_of(name: str, program: Program) -> Plain:
         "pipeline_parallel": lambda: Pipeline(
             devices[:2], program.schedule, num_micro_batches=num_micro_batches(program)
         ),
-        "hybrid_parallel": lambda: Hybrid(
-            FOUR, " x ".join(map(str, mesh_of(program))), schedule=program.schedule
-        ),
+        "hybrid_parallel": lambda: hybrid(program, mesh_of(program)),
+        SHARED_OPTIMIZER: lambda: shared_optimizer(program, devices),
+        SHARED_PARAMETERS: lambda: Sharded(devices, "parameters"),
+        SEQUENCE: lambda: hybrid(program, sequence_mesh_of(program)),
     }[name]()
+
+
+def shared_optimizer(program: Program, devices: list[str]) -> Plain:
+    """Replicas of the model; or, of as many as four devices, of layers in two parts."""
+    if program.replicas < 4:
+        return Sharded(devices, "optimizer")
+    return hybrid(program, (2, 1, 2), shard="optimizer")
+
+
+def hybrid(program: Program, mesh: tuple[int, ...], **options) -> Plain:
+    sizes = " x ".join(map(str, mesh))
+    return Hybrid(FOUR, sizes, schedule=schedule_of(program, mesh), **options)
+
+
+def schedule_of(program: Program, mesh: tuple[int, ...]) -> str:
+    """The program's; of one stage it is none, and nothing alternates."""
+    return program.schedule if mesh[1] > 1 else "1f1b"
 
 
 def mesh_of(program: Program) -> tuple[int, ...]:
     """Two replicas of two stages, of layers or of sequences in two parts: by what else it draws."""
     return {2: (2, 1, 2), 3: (2, 2, 1), 4: (2, 1, 1, 2)}[program.replicas]
+
+
+def sequence_mesh_of(program: Program) -> tuple[int, ...]:
+    """Sequences in two or three parts; with two replicas; or with two stages."""
+    if program.replicas == 2 and program.schedule == "gpipe":
+        return (1, 2, 1, 2)
+    return {2: (1, 1, 1, 2), 3: (1, 1, 1, 3), 4: (2, 1, 1, 2)}[program.replicas]
+
+
+def fits(form: str, program: Program) -> bool:
+    """Whether a form has anything to do with a program: a mesh divides sequences alone."""
+    return form != SEQUENCE or program.has_sequence
 
 
 def num_micro_batches(program: Program) -> int:
@@ -124,7 +184,7 @@ def train(program: Program, form: Plain, moves: int | None = None) -> Observed:
     `moves` seeds the directions in which all is moved by one unit; without, nothing is.
     """
     keras.backend.clear_session()
-    with precision("float64"):
+    with precision("float64"), sharing_small_weights():
         keras.utils.set_random_seed(SEED)
         names = load(program)
         build, compile_model = names["build_model"], names["compile_model"]
@@ -142,8 +202,11 @@ def train(program: Program, form: Plain, moves: int | None = None) -> Observed:
             round_otherwise(model, moves)
         seen = names["train"](model)
         history = seen.pop("history")
+        if "resume" in program.then:
+            model = resumed(model, program, form)
+            seen |= {f"resumed {name}": value for name, value in names["train"](model).items()}
         if "save" in program.then:
-            seen["predictions of the file"] = saved_and_loaded(model, names["load_data"]()[0])
+            seen["predictions of the file"] = saved_and_loaded(model, form, names["load_data"]()[0])
         return observe(model, history, **seen)
 
 
@@ -176,8 +239,21 @@ def round_otherwise(model: keras.Model, seed: int) -> None:
             layer.call = moving(layer.call)
 
 
-def saved_and_loaded(model: keras.Model, x):
-    with tempfile.TemporaryDirectory() as folder:
+def resumed(model: keras.Model, program: Program, form: Plain) -> keras.Model:
+    """The model of a file that it wrote, its optimizer's state included, under the form again."""
+    with form.directory() as folder:
+        path = os.path.join(folder, "model.keras")
+        model.save(path)
+        # Layers that others make when they are built are numbered anew, alike under every form.
+        set_global(NAME_NUMBERS, collections.defaultdict(int))
+        if program.start == "function" or isinstance(form, DropIn):
+            return form.make(lambda: keras.models.load_model(path))
+        loaded = keras.models.load_model(path)
+        return loaded if type(form) is Plain else form.make(loaded)
+
+
+def saved_and_loaded(model: keras.Model, form: Plain, x):
+    with form.directory() as folder:
         path = os.path.join(folder, "model.keras")
         model.save(path)
         return keras.models.load_model(path).predict(x, batch_size=8, verbose=0)

@@ -71,9 +71,15 @@ class Program:
     batch_size: int = 9
     fit: str = "epochs=1"
     validation: str = ""
-    then: tuple[str, ...] = ()  # evaluate, predict, save, again, on_batch
+    then: tuple[str, ...] = ()  # evaluate, predict, save, again, on_batch, reload, resume
     replicas: int = 2
     schedule: str = "1f1b"
+    step: str = ""  # A class of model with a `train_step` of its own, for the functional style.
+
+    @property
+    def has_sequence(self) -> bool:
+        """Whether some input is a sequence, of ids or of features."""
+        return any(len(value.shape) == 2 or value.holds == "ids" for value in self.inputs)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -96,6 +102,9 @@ class Program:
 
 
 IMPORTS = """\
+import os
+import tempfile
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -231,7 +240,8 @@ def _build(program: Program) -> str:
         text += _indented([*unpacked, *lines.call, f"return {_outputs(program)}"], 8)
         return text + "\n\n\ndef build_model():\n    return Net()"
     _graph(program, lines)
-    model = [f"model = keras.Model({inputs}, {_outputs(program)})", *lines.after, "return model"]
+    kind = program.step or "keras.Model"
+    model = [f"model = {kind}({inputs}, {_outputs(program)})", *lines.after, "return model"]
     keras_inputs = [_input(value, name) for name, value in zip(names, program.inputs, strict=True)]
     text = "def build_model():\n" + _indented([*keras_inputs, *_merged(lines), *model])
     return text if program.style != "nested" else _encoder(program.blocks) + "\n\n\n" + text
@@ -354,6 +364,16 @@ def _train(program: Program) -> str:
     if "again" in program.then:
         lines.append(f"again = model.fit({', '.join(fit)})")
         seen.append('"again": again.history["loss"]')
+    if "reload" in program.then:
+        lines += [
+            "with tempfile.TemporaryDirectory() as folder:",
+            '    path = os.path.join(folder, "model.weights.h5")',
+            "    model.save_weights(path)",
+            f"    model.fit({', '.join(fit)})",
+            "    model.load_weights(path)",
+            f"reloaded = model.fit({', '.join(fit)})",
+        ]
+        seen.append('"reloaded": reloaded.history["loss"]')
     if "on_batch" in program.then:
         lines.append("head = keras.tree.map_structure(lambda array: array[:3], data)")
         seen.append('"on batch": [model.train_on_batch(*head), model.test_on_batch(*head)]')

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from .judge import FOUR, Outcome, mesh_of, num_micro_batches
+import math
+
+from . import workers
+from .judge import (
+    FOUR,
+    SEQUENCE,
+    SHARED_OPTIMIZER,
+    SHARED_PARAMETERS,
+    Outcome,
+    mesh_of,
+    num_micro_batches,
+    schedule_of,
+    sequence_mesh_of,
+)
 from .program import Program, source
 
 LINE = "# " + "-" * 78
@@ -45,25 +58,44 @@ def of_form(program: Program, form: str) -> list[str]:
             "    compile_model(model)",
         ]
         return lines
-    arguments = {
-        "data_parallel": f"devices={devices}",
-        "model_parallel": f"devices={devices[:2]}",
-        "tensor_parallel": f"devices={devices[:2]}",
-        "pipeline_parallel": f"devices={devices[:2]}, num_micro_batches="
-        f"{num_micro_batches(program)}, schedule={program.schedule!r}, balance='memory', "
-        "allow_empty_stages=True",
-        "hybrid_parallel": f"tfparallel.Mesh{mesh_of(program)}, {FOUR}, num_micro_batches="
-        f"{mesh_of(program)[1]}, schedule={program.schedule!r}, balance='memory', "
-        "allow_empty_stages=True",
-        "workers": "tfparallel.MultiWorkerMirroredStrategy()",
+
+    def on_mesh(mesh, more=""):
+        return "hybrid_parallel", (
+            f"tfparallel.Mesh{mesh}, {FOUR[: math.prod(mesh)]}, num_micro_batches={mesh[1]}, "
+            f"schedule={schedule_of(program, mesh)!r}, balance='memory', "
+            f"allow_empty_stages=True{more}"
+        )
+
+    on_workers = "tfparallel.MultiWorkerMirroredStrategy()"
+    sharing = "data_parallel", f"devices={devices}, shard='optimizer'"
+    if program.replicas == 4:
+        sharing = on_mesh((2, 1, 2), ", shard='optimizer'")
+    builder, arguments = {
+        "data_parallel": ("data_parallel", f"devices={devices}"),
+        "model_parallel": ("model_parallel", f"devices={devices[:2]}"),
+        "tensor_parallel": ("tensor_parallel", f"devices={devices[:2]}"),
+        "pipeline_parallel": (
+            "pipeline_parallel",
+            f"devices={devices[:2]}, num_micro_batches={num_micro_batches(program)}, "
+            f"schedule={program.schedule!r}, balance='memory', allow_empty_stages=True",
+        ),
+        "hybrid_parallel": on_mesh(mesh_of(program)),
+        SHARED_OPTIMIZER: sharing,
+        SHARED_PARAMETERS: ("data_parallel", f"devices={devices}, shard='parameters'"),
+        SEQUENCE: on_mesh(sequence_mesh_of(program)),
+        workers.NAME: ("data_parallel", on_workers),
+        workers.name_of("optimizer"): ("data_parallel", f"{on_workers}, shard='optimizer'"),
+        workers.name_of("parameters"): ("data_parallel", f"{on_workers}, shard='parameters'"),
     }[form]
-    builder = "data_parallel" if form == "workers" else form
     compiled = "compile_model(model)"
+    # As the judge has it: what the replicas share out is of any size.
+    lines = ["from tfparallel.replication import sharding", "sharding._FEWEST = 2"]
+    lines = lines if form.endswith(SHARED_PARAMETERS) else []
     if program.start == "function":
-        return [f"model = tfparallel.{builder}(build_model, {arguments})", compiled]
-    lines = ["model = build_model()", f"model = tfparallel.{builder}(model, {arguments})"]
-    lines.insert(1 if program.start == "compiled" else 2, compiled)
-    return lines
+        return [*lines, f"model = tfparallel.{builder}(build_model, {arguments})", compiled]
+    made = ["model = build_model()", f"model = tfparallel.{builder}(model, {arguments})"]
+    made.insert(1 if program.start == "compiled" else 2, compiled)
+    return [*lines, *made]
 
 
 def report(program: Program, outcome: Outcome) -> str:

@@ -1,6 +1,7 @@
 """Random programs, one after another, until the time is over.
 
     python -m tests.fuzz.run --minutes=30 --seed=7
+    python -m tests.fuzz.run --forms=sequence,shard=parameters
     make fuzz FUZZ_MINUTES=30 FUZZ_SEED=7
 
 Each program is trained on one device and under every form; what several workers make of it is
@@ -15,6 +16,7 @@ import argparse
 import collections
 import dataclasses
 import gc
+import itertools
 import json
 import os
 import sys
@@ -25,12 +27,24 @@ import tfparallel
 
 from . import known, workers
 from .generator import drawn
-from .judge import CRASH, FORMS, REFUSED, Discarded, OneDevice, Outcome, judge
+from .judge import (
+    CRASH,
+    FORMS,
+    REFUSED,
+    SHARED_OPTIMIZER,
+    SHARED_PARAMETERS,
+    Discarded,
+    OneDevice,
+    Outcome,
+    fits,
+    judge,
+)
 from .program import Program
 from .report import report, summary
 from .shrink import shrink
 
 REPLICATED = ("data_parallel", "MirroredStrategy")
+SHARED = (SHARED_OPTIMIZER, SHARED_PARAMETERS)
 BATCH = 12  # Programs for one job of workers.
 
 
@@ -50,6 +64,7 @@ class Finding:
             return True
         forms = {outcome.form, self.outcome.form}
         alike = len(forms) == 1 or forms <= {*REPLICATED, workers.NAME}
+        alike = alike or forms <= {*SHARED, *map(workers.name_of, workers.SHARED[1:])}
         return alike and known.traits(self.program) <= known.traits(program)
 
 
@@ -64,14 +79,19 @@ class Session:
         self.known: collections.Counter = collections.Counter()
         self.found: list[Finding] = []
 
-    def run(self, index: int, forms: tuple[str, ...] | None = None) -> OneDevice | None:
+    def run(self, index: int, forms: tuple[str, ...] = ()) -> OneDevice | None:
         """Trains the program of an index; returns what workers need to train it too.
 
-        The two forms that replicate are one engine: they take turns, unless `forms` says more.
+        The two forms that replicate are one engine: they take turns, unless `forms` says more; so
+        do those whose replicas share out.
         """
-        forms = forms or tuple(form for form in FORMS if form != REPLICATED[index % 2])
+        out_of_turn = REPLICATED[index % 2], SHARED[index % 2]
+        forms = forms or tuple(form for form in FORMS if form not in out_of_turn)
         left_out = known.LAYERS if index % 4 else frozenset()
         program, choices = drawn(f"{self.seed}/{index}", left_out)
+        forms = tuple(form for form in forms if fits(form, program))
+        if not forms:
+            return None
         try:
             one_device = OneDevice.train(program)
         except Discarded as error:
@@ -84,9 +104,10 @@ class Session:
             self.count(program, outcome, choices, left_out)
         return one_device
 
-    def run_workers(self, batch: list[OneDevice]) -> None:
+    def run_workers(self, batch: list[OneDevice], shard: str = "") -> None:
         """Has several workers train what `run` returned."""
-        for one_device, outcome in zip(batch, workers.judge_all(batch), strict=True):
+        outcomes = workers.judge_all(batch, shard=shard)
+        for one_device, outcome in zip(batch, outcomes, strict=True):
             self.write(-1, one_device.program, [outcome])
             self.count(one_device.program, outcome)
 
@@ -136,26 +157,30 @@ def main() -> int:
     parser.add_argument("--seed", default="0", help="of the programs: the same ones again")
     parser.add_argument("--start", type=int, default=0, help="the index of the first program")
     parser.add_argument("--log", default="", help="a file for each program and what was seen")
+    parser.add_argument("--forms", default="", help=f"these alone, of {','.join(FORMS)}")
     parser.add_argument("--no_workers", action="store_true", help="leave out several workers")
     arguments = parser.parse_args()
     tfparallel.devices.split_cpu(4)
     warnings.simplefilter("ignore")
     gc.freeze()  # What the imports made is not looked at after each program.
+    forms = tuple(filter(None, arguments.forms.split(",")))
+    if set(forms) - set(FORMS):
+        parser.error(f"--forms takes {', '.join(FORMS)}. Received: {arguments.forms}")
     session = Session(arguments.seed, arguments.log)
     until = time.monotonic() + 60 * arguments.minutes
-    index, batch = arguments.start, []
+    index, batch, shares = arguments.start, [], itertools.cycle(workers.SHARED)
     while time.monotonic() < until:
-        seen = session.run(index)
+        seen = session.run(index, forms)
         index += 1
         if seen is not None:
             batch.append(seen)
         if len(batch) == BATCH and not arguments.no_workers:
-            session.run_workers(batch)
+            session.run_workers(batch, next(shares))
             batch = []
         if index % 10 == 0:
             print(f"[{index} programs, {sum(session.pairs.values())} pairs]", flush=True)
     if batch and not arguments.no_workers:
-        session.run_workers(batch)
+        session.run_workers(batch, next(shares))
     print(summary(session), flush=True)
     return 1 if session.found else 0
 

@@ -17,16 +17,24 @@ from tests.fuzz.judge import (
     EXACT,
     FORMS,
     REFUSED,
+    SEQUENCE,
+    SHARED_OPTIMIZER,
+    SHARED_PARAMETERS,
     SILENT,
     Discarded,
     OneDevice,
     Outcome,
+    fits,
+    form_of,
     judge,
+    sharing_small_weights,
 )
 from tests.fuzz.program import Block, Head, Input, Program, load, source
 from tests.fuzz.report import report, summary
 from tests.fuzz.run import Session
 from tests.parity.case import Builder, Plain
+from tfparallel.replication import sharding
+from tfparallel.variables.sharded import ShardedVariable
 
 DENSE = Head((Block("layers.Dense(3)"),), "real", (3,), "'mse'")
 SMALLEST = Program(inputs=(Input("real", (5,)),), blocks=(), heads=(DENSE,))
@@ -40,6 +48,17 @@ def test_a_seed_draws_the_same_program_and_json_keeps_it():
     assert [Program.from_json(program.to_json()) for program in programs] == programs
     for program in programs:
         compile(source(program), "program", "exec")
+
+
+def test_one_program_in_four_keeps_its_sequences():
+    programs = [drawn(f"test/{index}")[0] for index in range(200)]
+    assert sum(program.heads[0].steps > 0 for program in programs) > 50
+    assert any("TiedEmbedding" in source(program) for program in programs)
+    assert {program.step for program in programs} == {"", *catalogue.STEPS}
+    for program in programs:
+        assert fits(SEQUENCE, program) == any(
+            value.holds == "ids" or len(value.shape) == 2 for value in program.inputs
+        )
 
 
 def test_the_simplest_choices_make_the_simplest_program():
@@ -73,6 +92,35 @@ def test_an_input_makes_the_shape_that_the_catalogue_says(entry, in_float64):
     head = Head((), "real", after, "'mse'")
     model = load(Program((Input(holds, shape, blocks),), (), (head,)))["build_model"]()
     assert model.output_shape[1:] == after
+
+
+WORDS = Input("ids", (6,), (Block("WordsAndPositions()"),))
+LABELS = Head((Block("layers.Dense(4)"),), "real", (6, 4), "'mse'", steps=6)
+SENTENCES = Program((WORDS,), (Block("Transformer(True)"),), (LABELS,))
+
+
+def test_small_weights_are_shared_out_too(in_float64):
+    with sharing_small_weights():
+        model = form_of(SHARED_PARAMETERS, SMALLEST).make(load(SMALLEST)["build_model"])
+    assert all(isinstance(weight, ShardedVariable) for weight in model.weights)
+    assert sharding._FEWEST == 4096
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "replicas", "start"),
+    [
+        (SEQUENCE, 3, "compiled"),
+        (SHARED_OPTIMIZER, 4, "built"),
+        (SHARED_PARAMETERS, 2, "function"),
+    ],
+)
+def test_a_program_of_sequences_is_exact(form, replicas, start):
+    """`interleaved` would be refused where a mesh has one stage."""
+    program = dataclasses.replace(SENTENCES, schedule="interleaved", replicas=replicas, start=start)
+    then = ("reload", "resume", "save")
+    program = dataclasses.replace(program, then=then, optimizer="optimizers.Adam(0.01)")
+    assert judge(form, OneDevice.train(program)).verdict == EXACT
 
 
 class Faulty(Builder):
@@ -206,9 +254,10 @@ def test_a_report_runs_by_itself_and_shows_the_difference(tmp_path):
 
 
 def test_every_form_is_reported():
-    for form in (*FORMS, workers.NAME):
-        for start in ("function", "built", "compiled"):
-            text = report(dataclasses.replace(SMALLEST, start=start), Outcome(form, SILENT))
+    for form in (*FORMS, *map(workers.name_of, workers.SHARED)):
+        for start, replicas in (("function", 2), ("built", 3), ("compiled", 4)):
+            program = dataclasses.replace(SMALLEST, start=start, replicas=replicas)
+            text = report(program, Outcome(form, SILENT))
             compile(text, "report", "exec")
 
 
@@ -216,7 +265,7 @@ def test_every_form_is_reported():
 @pytest.mark.filterwarnings("ignore")
 def test_fixed_seeds_in_every_form():
     """Two programs of a seed that take little time; the others are for `make fuzz`."""
-    session, batch, index = Session("make test"), [], 12
+    session, batch, index = Session("make test"), [], 113
     while len(batch) < 2:
         one_device = session.run(index)
         batch += [one_device] if one_device else []

@@ -4,6 +4,7 @@ A program that uses one of them holds its source, so that it runs by itself.
 """
 
 import keras
+import tensorflow as tf
 from keras import layers, ops
 
 
@@ -301,8 +302,6 @@ class RowsSeen(keras.metrics.Metric):
 @keras.saving.register_keras_serializable("fuzz")
 class ErrorsInFunction(keras.metrics.Metric):
     def __init__(self, name="errors_in_function", **kwargs):
-        import tensorflow as tf
-
         super().__init__(name=name, **kwargs)
         self.errors = self.add_variable((), "zeros", name="errors")
         self.added = tf.function(self.add)
@@ -389,3 +388,164 @@ class Batches(keras.utils.PyDataset):
     def __getitem__(self, index):
         rows = slice(index * self.batch_size, (index + 1) * self.batch_size)
         return keras.tree.map_structure(lambda array: array[rows], self.arrays)
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class WordsAndPositions(layers.Layer):
+    def __init__(self, mask_zero=False, **kwargs):
+        super().__init__(**kwargs)
+        self.mask_zero = mask_zero
+        self.words = layers.Embedding(9, 4, mask_zero=mask_zero)
+        self.places = layers.Embedding(8, 4)
+
+    def build(self, shape):
+        self.words.build(shape)
+        self.places.build(shape)
+
+    def call(self, ids):
+        return self.words(ids) + self.places(ops.arange(ops.shape(ids)[-1]))
+
+    def compute_mask(self, ids, mask=None):
+        return self.words.compute_mask(ids)
+
+    def get_config(self):
+        return {**super().get_config(), "mask_zero": self.mask_zero}
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class TiedEmbedding(layers.Layer):
+    def __init__(self, mask_zero=False, **kwargs):
+        super().__init__(**kwargs)
+        self.mask_zero, self.supports_masking = mask_zero, True
+        self.table = layers.Embedding(9, 4)
+
+    def build(self, shape):
+        self.table.build(shape)
+
+    def call(self, x, reverse=False):
+        return ops.matmul(x, ops.transpose(self.table.embeddings)) if reverse else self.table(x)
+
+    def compute_mask(self, x, mask=None):
+        return ops.not_equal(x, 0) if self.mask_zero and x.ndim == 2 else mask
+
+    def get_config(self):
+        return {**super().get_config(), "mask_zero": self.mask_zero}
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class TiedTable(layers.Layer):
+    def build(self, shape):
+        self.table = layers.Embedding(7, shape[-1])
+        self.table.build(())
+
+    def call(self, x):
+        words = self.table(ops.cast(ops.abs(x[..., 0]) * 3, "int32") % 7)
+        logits = ops.matmul(x + words, ops.transpose(self.table.embeddings))
+        return x + ops.matmul(ops.softmax(logits), self.table.embeddings)
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class Transformer(layers.Layer):
+    def __init__(self, causal=False, rate=0.0, **kwargs):
+        super().__init__(**kwargs)
+        self.causal, self.rate, self.supports_masking = causal, rate, True
+
+    def build(self, shape):
+        self.norm = layers.LayerNormalization()
+        self.attend = layers.MultiHeadAttention(2, 3, dropout=self.rate, seed=2)
+        self.drop = layers.Dropout(self.rate, seed=3)
+        self.widen = layers.Dense(2 * shape[-1], activation="gelu")
+        self.narrow = layers.Dense(shape[-1])
+        self.attend.build(shape, shape)
+        for layer in (self.norm, self.widen):
+            layer.build(shape)
+        self.narrow.build((*shape[:-1], 2 * shape[-1]))
+
+    def call(self, x, training=False):
+        normed = self.norm(x)
+        x += self.attend(normed, normed, use_causal_mask=self.causal, training=training)
+        return x + self.drop(self.narrow(self.widen(x)), training=training)
+
+    def get_config(self):
+        return {**super().get_config(), "causal": self.causal, "rate": self.rate}
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class AttentionByHand(layers.Layer):
+    def build(self, shape):
+        self.project = layers.Dense(3 * shape[-1])
+        self.project.build(shape)
+        self.bias = self.add_weight(shape=(2 * shape[1],), initializer="normal", name="bias")
+
+    def call(self, x):
+        length = x.shape[1]
+        query, key, value = ops.split(self.project(x), 3, axis=-1)
+        apart = ops.arange(length)[:, None] - ops.arange(length)[None] + length
+        scores = ops.einsum("btc,bsc->bts", query, key) + ops.take(self.bias, apart)
+        return x + ops.einsum("bts,bsc->btc", ops.softmax(scores), value)
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class MaskedMean(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.supports_masking = True
+
+    def call(self, x, mask=None):
+        if mask is None:
+            return x - ops.mean(x, axis=1, keepdims=True)
+        kept = ops.cast(mask, x.dtype)[..., None]
+        total = ops.sum(x * kept, axis=1, keepdims=True)
+        return x - total / ops.sum(kept, axis=1, keepdims=True)
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class Shifted(layers.Layer):
+    def call(self, x):
+        return x + 0.5 * ops.concatenate([ops.zeros_like(x[:, :1]), x[:, :-1]], axis=1)
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class Sinusoids(layers.Layer):
+    def call(self, x):
+        angles = ops.cast(ops.arange(x.shape[1]), x.dtype)[:, None]
+        return x + ops.sin(angles / (1.0 + ops.cast(ops.arange(x.shape[2]), x.dtype)))
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class SoFar(layers.Layer):
+    def call(self, x):
+        return ops.cumsum(x, axis=1) / ops.cast(ops.shape(x)[1], x.dtype)
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class ByFirst(layers.Layer):
+    def call(self, x):
+        return x * ops.sigmoid(x[:, :1])
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class ClippedStep(keras.Model):
+    def train_step(self, data):
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=weights)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        gradients, _ = tf.clip_by_global_norm(gradients, 0.1)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {**self.compute_metrics(x, y, y_pred, sample_weight=weights), "loss": loss}
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class DecayingStep(keras.Model):
+    def train_step(self, data):
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=weights)
+            decay = sum(ops.sum(ops.square(weight)) for weight in self.trainable_weights)
+            total = loss + 0.01 * ops.cast(decay, loss.dtype)
+        gradients = tape.gradient(total, self.trainable_weights)
+        self.optimizer.apply(gradients, self.trainable_weights)
+        return {**self.compute_metrics(x, y, y_pred, sample_weight=weights), "loss": loss}

@@ -6,6 +6,7 @@ and worker 0 judges.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pickle
@@ -18,22 +19,34 @@ from tests.workers.jobs import run_job
 from .judge import CRASH, OneDevice, Outcome, judge
 
 NAME = "workers"
+SHARED = ("", "optimizer", "parameters")  # Jobs take turns.
+
+
+def name_of(shard: str) -> str:
+    return f"{NAME} shard={shard}" if shard else NAME
 
 
 def judge_all(
-    batch: Sequence[OneDevice], num_workers: int = 2, num_devices: int = 1
+    batch: Sequence[OneDevice], num_workers: int = 2, num_devices: int = 1, shard: str = ""
 ) -> list[Outcome]:
-    """An outcome for each; if one breaks the job, a new one goes on."""
+    """An outcome for each; if one breaks the job, a new one goes on.
+
+    Args:
+        batch: What one device saw of each program.
+        num_workers: How many workers.
+        num_devices: How many devices each has.
+        shard: What they share out; nothing if empty.
+    """
     outcomes: list[Outcome] = []
     while len(outcomes) < len(batch):
         with tempfile.TemporaryDirectory() as folder:
             left = batch[len(outcomes) :]
             Path(folder, "batch").write_bytes(pickle.dumps(left))
             seconds = 60 + 60 * len(left)
-            failure = run_job(main, [folder, num_devices], num_workers, seconds)
+            failure = run_job(main, [folder, num_devices, shard], num_workers, seconds)
             outcomes += _read(folder)
         if len(outcomes) < len(batch):
-            outcomes.append(Outcome(NAME, CRASH, failure or "The job ended early."))
+            outcomes.append(Outcome(name_of(shard), CRASH, failure or "The job ended early."))
     return outcomes
 
 
@@ -49,7 +62,7 @@ def _read(folder: str) -> list[Outcome]:
     return outcomes
 
 
-def main(folder: str, num_devices: int) -> None:
+def main(folder: str, num_devices: int, shard: str) -> None:
     import warnings
 
     import tfparallel
@@ -62,13 +75,19 @@ def main(folder: str, num_devices: int) -> None:
     class Workers(Plain):
         """`tfparallel.data_parallel` over the workers of this job."""
 
-        name = NAME
+        name = name_of(shard)
 
         def make(self, build, compile=None):
-            model = tfparallel.data_parallel(build, strategy)
+            model = tfparallel.data_parallel(build, strategy, shard=shard or None)
             if compile is not None:
                 compile(model)
             return model
+
+        @contextlib.contextmanager
+        def directory(self):
+            with super().directory() as own:
+                yield strategy.workers.exchange(own, "a folder")[0]
+                strategy.workers.exchange(None, "a folder")
 
     batch: list[OneDevice] = pickle.loads(Path(folder, "batch").read_bytes())
     for one_device in batch:

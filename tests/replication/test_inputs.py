@@ -6,7 +6,9 @@ import pytest
 import tensorflow as tf
 
 import tfparallel
+from tests.comparison import seeded
 from tfparallel.data.rows_of_replica import Shard
+from tfparallel.replication import sharding
 from tfparallel.replication.inputs import BatchInputs
 
 
@@ -81,3 +83,51 @@ def test_a_number_whose_gradient_would_be_lost_is_refused(is_kept):
     train(False)
     with pytest.raises(ValueError, match=r"its gradient would be lost.*shape \(\), in a call"):
         train(True)
+
+
+class Halves(keras.Model):
+    """Its step calls two layers, of which the second computes with a weight of the first's."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = keras.layers.Dense(5, "tanh")
+
+        def read(x):
+            return keras.ops.matmul(x, keras.ops.transpose(self.first.kernel))
+
+        self.second = keras.Sequential([keras.layers.Dense(5), keras.layers.Lambda(read)])
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self.second(self.first(x)))
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("shard", [None, "optimizer", "parameters"])
+def test_a_weight_of_another_layer_has_the_gradient_of_all_that_read_it(
+    shard, run_eagerly, in_float64, monkeypatch
+):
+    """Story: what the second layer made of it was lost, and nothing said so."""
+    monkeypatch.setattr(sharding, "_FEWEST", 2)
+
+    def build():
+        model = seeded(Halves)
+        model.build((None, 3))
+        return model
+
+    def trained(model):
+        model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=run_eagerly)
+        x = np.random.default_rng(0).normal(size=(10, 3))
+        model.fit(x, x, batch_size=7, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    found = trained(tfparallel.data_parallel(build, devices=["CPU:0", "CPU:1"], shard=shard))
+    for own, one in zip(found, trained(build()), strict=True):
+        np.testing.assert_allclose(own, one, rtol=1e-12)

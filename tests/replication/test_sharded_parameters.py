@@ -74,6 +74,15 @@ def build_frozen():
     return model
 
 
+def build_frozen_table(**options):
+    """As one of words that were trained elsewhere, before layers that are trained."""
+    x = keras.Input((SIZE,))
+    words = keras.ops.cast(keras.ops.abs(x) * 3, "int32") % 9
+    hidden = layers.Dense(6, "tanh")(layers.Embedding(9, 4, trainable=False)(words))
+    hidden = layers.GlobalAveragePooling1D()(layers.Dense(6, trainable=False)(hidden))
+    return keras.Model(x, layers.Dense(3)(hidden))
+
+
 def build_tables():
     """Tables of which a batch reads rows, the same rows for all examples, and the whole."""
     x = keras.Input((SIZE,))
@@ -171,6 +180,17 @@ def test_tables_of_which_a_batch_reads_rows_are_shared_out(in_float64):
     model = trained(on_replicas(3, build_tables))
     assert {weight.shape[0] for weight in sharded(model)} >= {20, 21, SIZE}
     assert apart(model, trained(seeded(build_tables))) < 1e-9
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_frozen_table_has_no_gradient(in_float64, run_eagerly):
+    """Story: a step stopped where it looked for it, which Keras took for the end of the data."""
+    model = trained(on_replicas(2, build_frozen_table), run_eagerly=run_eagerly)
+    one = seeded(build_frozen_table)
+    before = one.get_weights()
+    assert len(sharded(model)) == 3 and apart(model, trained(one)) < 1e-9
+    moved = [np.abs(a - b).max() > 0 for a, b in zip(before, one.get_weights(), strict=True)]
+    assert moved == [False, True, True, False, False, True, True]
 
 
 def test_a_sparse_input_reads_rows_of_a_share(in_float64):

@@ -1,6 +1,7 @@
 """The parts of a model that act otherwise in a replica: layers, seeds, optimizers."""
 
 import functools
+import weakref
 
 import keras
 
@@ -50,6 +51,7 @@ def extend_parts(model: keras.Model) -> None:
                 _strategy=strategy,
                 _synchronize_batch_norm=model._synchronize_batch_norm,
                 _check_rows=model._check_rows,
+                _model_of_step=weakref.ref(model),
             )
     share_out = functools.partial(shard_weights, model) if model._shards_parameters else None
     if share_out is not None:

@@ -133,6 +133,8 @@ class ReplicatedCall:
 
         def forward(*_):
             replicas.extend(self._forward(inputs, call_state, shards_here, trace))
+            with recording():  # The caller's tape knows those that are there when this returns.
+                sources.extend(self._gradients.add_read(replicas[0].tape))
             joined = [tf.concat(rows, 0) for rows in _transposed(replicas, "joined")]
             terms = _transposed(replicas, "losses") + _transposed(replicas, "sums")
             sums = [tf.add_n(own) for own in terms]

@@ -18,6 +18,7 @@ from tfparallel.extend import attach
 from tfparallel.replication import state
 from tfparallel.replication.gathers import Gathers
 from tfparallel.replication.row_sums import Sums
+from tfparallel.seams.keras import storage_of
 from tfparallel.strategies import variables
 from tfparallel.update.pending import PendingSums
 from tfparallel.variables.sharded import ShardedVariable
@@ -47,13 +48,44 @@ class WeightGradients:
     ):
         self._layer, self._call, self._strategy, self._pending = layer, call, strategy, pending
         self._trained = [variable for variable in layer.variables if variable.trainable]
-        self._whole = [v for v in self._trained if not isinstance(v, ShardedVariable)]
         self.gathers = Gathers(strategy)
+
+    @property
+    def _whole(self) -> list[keras.Variable]:
+        return [v for v in self._trained if not isinstance(v, ShardedVariable)]
+
+    def add_read(self, tape: tf.GradientTape) -> list[tf.Tensor]:
+        """Adds the weights of other layers that the call of this one has read.
+
+        A function that computes with the table of another layer, say, in a `Lambda`.
+
+        Args:
+            tape: A replica's.
+
+        Returns:
+            What the caller's tape knows them by.
+        """
+        model = getattr(self._layer, "_model_of_step", lambda: None)()
+        if model is None:
+            return []
+        read = {id(variable) for variable in tape.watched_variables()}
+        held = set(map(id, self._trained))
+        others = [
+            variable
+            for variable in model.trainable_variables
+            if id(variable) not in held
+            if not read.isdisjoint(map(id, _known_by(variable)))
+        ]
+        self._trained += others
+        return self._sources_of(others)
 
     def sources(self) -> list[tf.Tensor]:
         """What the caller's tape knows the weights by: of a sharded one, its shares."""
+        return self._sources_of(self._trained)
+
+    def _sources_of(self, weights: Sequence[keras.Variable]) -> list[tf.Tensor]:
         found = []
-        for variable in self._trained:
+        for variable in weights:
             is_sharded = isinstance(variable, ShardedVariable)
             for held in variable.pieces if is_sharded else [variable.value]:
                 with tf.device(held.device):
@@ -153,3 +185,9 @@ class WeightGradients:
             kinds = indexed_slices.kinds_of(call, arguments, weights)
             attach(self._layer, _kinds_of_readings=(trained, kinds))
         return kinds
+
+
+def _known_by(variable: keras.Variable) -> list[tf.Variable]:
+    """By what a tape notes that a replica has read a weight: its copies, or what holds them."""
+    share = variable.share if isinstance(variable, ShardedVariable) else variable
+    return [storage_of(share), *variables.copies(share)]
