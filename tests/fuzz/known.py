@@ -28,15 +28,7 @@ class Family:
         return outcome.form in self.forms and re.search(self.pattern, text, re.DOTALL) is not None
 
 
-# Seen once: Adam's slots are not those of one device after a file was read. Which of the two
-# reads it is, and whether workers without `shard` show it, is open.
-KNOWN: list[Family] = [
-    Family(
-        "a file read by workers that share out parameters",
-        r"then = .*(resume|reload)",
-        ("workers shard=parameters",),
-    )
-]
+KNOWN: list[Family] = []
 
 
 def family_of(program: Program, outcome: Outcome) -> str:

@@ -170,7 +170,8 @@ def test_gradients_of_several_steps_are_added_up_in_shares(job):
 
 @pytest.mark.part("shares that go on")
 @pytest.mark.parametrize(
-    "case", ["accumulated", "resumed", "backed up", "restored", "called twice"]
+    "case",
+    ["accumulated", "resumed", "backed up", "restored", "called twice", "compiled by its function"],
 )
 def test_shares_go_on_as_the_whole_does(job, case):
     assert all(seen["shares that go on"][case] < 1e-9 for seen in job)

@@ -338,6 +338,13 @@ def accumulated_shares(workers, folder):
     return found
 
 
+def compiled():
+    """As a file is read: it has an optimizer before anybody says that it is shared out."""
+    model = build_masked()
+    model.compile(keras.optimizers.Adam(0.05), "mse")
+    return model
+
+
 def shares_that_go_on(workers, folder):
     """Beside accumulated gradients, from checkpoints and backups, under a loss of two calls."""
     found = {}
@@ -369,6 +376,10 @@ def shares_that_go_on(workers, folder):
     trained(one := alone(build_twice), ROWS)
     trained(twice := parallel(build_twice, "every_step", shard="optimizer"), ROWS)
     found["called twice"] = apart(twice, one)
+    one, other = alone(compiled), parallel(compiled, "every_step", shard="optimizer")
+    for model in (one, other):
+        model.fit(*data(57, masked=True), **fitted)
+    found["compiled by its function"] = apart(other, one)
     return found
 
 

@@ -384,8 +384,9 @@ def extend_for(optimizer: keras.Optimizer, places: Places, shares: bool) -> None
     """Has an optimizer, and those that it hands gradients on to, update at places; in place."""
     inner = wrapped_by(optimizer)
     if not isinstance(optimizer, UnitOptimizer):
-        pending = PendingSums(takes_sparse=not shares)
-        extend(optimizer, UnitOptimizer, _pending=pending, _slots={})
+        extend(optimizer, UnitOptimizer, _pending=PendingSums(), _slots={})
+    # Anew each time: one that is compiled within a strategy's scope is extended before it shares.
+    optimizer._pending.takes_sparse = not shares
     attach(optimizer, _places=places, _in_shares=shares and not inner)
     strategy = places.strategy or tf.distribute.get_strategy()
     object.__setattr__(optimizer, "_distribution_strategy", strategy)

@@ -15,19 +15,17 @@ __all__ = ["PendingSums"]
 class PendingSums(dict[int, list[tf.Tensor]]):
     """By the id of a weight, a term of each place here; who applies them takes them out.
 
-    Args:
+    Attributes:
         takes_sparse: Whether terms may be those of an embedding's rows; else the step sums such.
     """
 
-    def __init__(self, *, takes_sparse: bool):
-        super().__init__()
-        self._takes_sparse = takes_sparse
+    takes_sparse = True
 
     def takes(self, terms: Sequence[tf.Tensor | tf.IndexedSlices | None]) -> bool:
         """Whether the gradients of a weight are left unsummed."""
         if terms[0] is None:
             return False
-        return self._takes_sparse or all(isinstance(term, tf.Tensor) for term in terms)
+        return self.takes_sparse or all(isinstance(term, tf.Tensor) for term in terms)
 
     def add(self, variable: keras.Variable, terms: Sequence[tf.Tensor | tf.IndexedSlices]) -> None:
         """Adds terms to those of other calls of the model in the same step, as a tape would."""
