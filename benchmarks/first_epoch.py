@@ -16,7 +16,7 @@ from contender_process import ContenderProcess
 
 PROGRAM = contest.PAGE.with_name("first_epoch_contender.py")
 NUM_CORES = 2
-EPOCH_TARGET, TRACING_TARGET_SECONDS = 1.5, 10
+EPOCH_TARGET, TRACING_TARGET_SECONDS = 1.15, 6
 TARGETS = {
     "mobilenet_v2": f"an epoch of at most {EPOCH_TARGET} times plain Keras's",
     "transformer": f"tracing in at most {TRACING_TARGET_SECONDS} s",
