@@ -37,7 +37,8 @@ def prepared_for_cpus(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def for_cpus(config: ConfigProto) -> None:
+    """Leaves out the passes, where the user has not said otherwise."""
     options = config.graph_options.rewrite_options
     for name, value in _ON_CPUS.items():
-        if not getattr(options, name):  # The user's settings stay.
+        if not getattr(options, name):
             setattr(options, name, value)
