@@ -104,6 +104,25 @@ def in_turn(names, index):
     return names if index % 2 else names[::-1]
 
 
+def rounds_in_turn(contenders, options, num_warm_up, num_steps, skip, name=""):
+    """Has each contender train in each round; returns the medians of a step, round by round.
+
+    Args:
+        contenders: Groups, by what they are called in the result.
+        options: Of the command line.
+        num_warm_up: Rounds that do not count.
+        num_steps: Of each round.
+        skip: Steps of these that are not timed.
+        name: What is told of a round on stderr, before it.
+    """
+    rounds = []
+    for index in range(-num_warm_up, options.num_rounds):
+        order = in_turn(list(contenders), index)
+        rounds.append({kind: contenders[kind].train(num_steps, skip) for kind in order})
+        print(f"{name}round {index + 1}: {rounds[-1]}", file=sys.stderr)
+    return rounds[num_warm_up:]
+
+
 def percentiles(values):
     p10, median, p90 = (float(value) for value in np.percentile(values, [10, 50, 90]))
     return {"median": median, "p10": p10, "p90": p90}

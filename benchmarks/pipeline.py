@@ -74,19 +74,13 @@ def measure(options, cores):
             told = contenders[kind, number].wait_until_ready()[0]
             versions |= {k: v for k, v in told.items() if k in ("tensorflow", "keras", "torch")}
             contenders[kind, number].train(NUM_SKIPPED + 2, NUM_SKIPPED)
-        rounds = []
-        for index in range(-NUM_WARM_UP_ROUNDS, options.num_rounds):
-            medians = {
-                name: contenders[name].train(options.num_steps, NUM_SKIPPED)
-                for name in contest.in_turn(names, index)
-            }
-            rounds.append(medians)
-            print(f"round {index + 1}: {medians}", file=sys.stderr)
+        rounds = contest.rounds_in_turn(
+            contenders, options, NUM_WARM_UP_ROUNDS, options.num_steps, NUM_SKIPPED
+        )
         stages = {
             number: contenders["ours", number].ask(steps=0)[0]
             for number in options.num_micro_batches
         }
-    rounds = rounds[NUM_WARM_UP_ROUNDS:]
     rows = []
     for number in options.num_micro_batches:
         ours = [r["ours", number] for r in rounds]

@@ -88,15 +88,9 @@ def measure(workload, options, cores):
     with contextlib.ExitStack() as stack:
         contenders = {kind: start(kind, workload, stack, cores, options.torch) for kind in kinds}
         versions = {kind: group.wait_until_ready()[0] for kind, group in contenders.items()}
-        rounds = []
-        for index in range(-NUM_WARM_UP_ROUNDS, options.num_rounds):
-            medians = {
-                kind: contenders[kind].train(STEPS[workload], NUM_SKIPPED)
-                for kind in contest.in_turn(kinds, index)
-            }
-            rounds.append(medians)
-            print(f"{workload}, round {index + 1}: {medians}", file=sys.stderr)
-    rounds = rounds[NUM_WARM_UP_ROUNDS:]
+        rounds = contest.rounds_in_turn(
+            contenders, options, NUM_WARM_UP_ROUNDS, STEPS[workload], NUM_SKIPPED, f"{workload}, "
+        )
     return {
         "versions": versions,
         "step_ms": {kind: contest.percentiles([r[kind] for r in rounds]) for kind in kinds},

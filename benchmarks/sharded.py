@@ -70,15 +70,9 @@ def measure(options, cores):
             told = contenders[kind].wait_until_ready()[0]
             versions |= {k: v for k, v in told.items() if k in ("tensorflow", "keras", "torch")}
             contenders[kind].train(NUM_SKIPPED + 2, NUM_SKIPPED)
-        rounds = []
-        for index in range(-NUM_WARM_UP_ROUNDS, options.num_rounds):
-            medians = {
-                kind: contenders[kind].train(options.num_steps, NUM_SKIPPED)
-                for kind in contest.in_turn(kinds, index)
-            }
-            rounds.append(medians)
-            print(f"round {index + 1}: {medians}", file=sys.stderr)
-    rounds = rounds[NUM_WARM_UP_ROUNDS:]
+        rounds = contest.rounds_in_turn(
+            contenders, options, NUM_WARM_UP_ROUNDS, options.num_steps, NUM_SKIPPED
+        )
     return {
         "versions": versions,
         "step_ms": {kind: contest.percentiles([r[kind] for r in rounds]) for kind in kinds},

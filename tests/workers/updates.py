@@ -282,8 +282,13 @@ def shares(workers, folder):
 
 def clipped_shares(workers, folder):
     sharding._FEWEST = 10  # The table has 18 elements.
+    return apart_in_shares(CLIPPED)
+
+
+def apart_in_shares(cases):
+    """How far from one device shares end, by what is shared and by the case's options of SGD."""
     found = {}
-    for name, options in CLIPPED.items():
+    for name, options in cases.items():
         trained(one := alone(build_read), ROWS, optimizer=keras.optimizers.SGD(0.1, **options))
         for shard in ("optimizer", "parameters"):
             other = parallel(build_read, "every_step", shard=shard)
@@ -328,14 +333,9 @@ def accumulated_shares(workers, folder):
         trained(parallel(build_read, "every_step", shard="optimizer"), ROWS, optimizer=optimizer)
         sent.append(workers.traffic.read()["sums"] - before)
     found["sent"] = sent[1] / sent[0]
-    for name, options in (CLIPPED | {"loss scale": {"loss_scale_factor": 8.0}}).items():
-        options = options | {"gradient_accumulation_steps": STEPS}
-        trained(one := alone(build_read), ROWS, optimizer=keras.optimizers.SGD(0.1, **options))
-        for shard in ("optimizer", "parameters"):
-            other = parallel(build_read, "every_step", shard=shard)
-            trained(other, ROWS, optimizer=keras.optimizers.SGD(0.1, **options))
-            found[f"{shard}, {name}"] = apart(other, one)
-    return found
+    cases = CLIPPED | {"loss scale": {"loss_scale_factor": 8.0}}
+    accumulating = {"gradient_accumulation_steps": STEPS}
+    return found | apart_in_shares({name: case | accumulating for name, case in cases.items()})
 
 
 def compiled():
