@@ -1,1 +1,1 @@
-"""Collectives: what the replicas exchange."""
+"""Collectives between replicas and between workers."""

@@ -1,11 +1,11 @@
-"""Which algorithm sums the replicas of one process: measured, never guessed.
+"""Selects the all-reduce algorithm between the replicas of one process, by measurement.
 
-A saved profile decides; without one, the algorithms take turns on tensors of the sizes at hand,
-for less than two seconds, before the first step. TensorFlow's default is one of them, and another
-one is taken only if it is clearly faster: within the noise of a measurement the default stays.
+A saved profile decides. Without one, the algorithms take turns on tensors of the actual sizes, for
+less than two seconds, before the first step. TensorFlow's default is one of the candidates, and
+only a clearly faster one replaces it: within measurement noise the default stays.
 
-Times are lower quartiles. What else runs on a machine makes calls slower, never faster, and strikes
-some algorithms more than others in a short measurement.
+Times are lower quartiles. Other load on the machine only ever slows calls down, and in a short
+measurement it hits some algorithms more than others.
 """
 
 import dataclasses
@@ -21,26 +21,26 @@ from tfparallel.user_log import notice
 
 DEFAULT = "tf_reduce_to_one"
 BUDGET_SECONDS = 1.5
-# Another than the default must be this much faster.
+# An algorithm must be this much faster than the default to replace it.
 MIN_GAIN = 0.1
 _MIN_ROUNDS = 3
 _MAX_ROUNDS = 15
-# What ties or wins somewhere in one process, the likely ones first: time may run out.
+# Algorithms that tie or win somewhere in one process; likely winners first, as time may run out.
 _CANDIDATES = ("nccl", DEFAULT, "tf_hierarchical_copy", "tree", "hierarchical", "ring")
-# Of many tensors the smallest are measured as one.
+# With more tensors than this, the smallest are measured as one.
 _MAX_TENSORS = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What was chosen, and why.
+    """The chosen algorithm, with the reason.
 
     Attributes:
         algorithm: Its name.
         source: "profile", "calibration", "default" or "argument".
-        why: For people.
-        seconds: Time of a reduction by algorithm, the lower quartile; empty if none was measured.
-        implementation: What truly runs.
+        why: The reason, as text for the user.
+        seconds: Lower-quartile time of a reduction, by algorithm; empty if nothing was measured.
+        implementation: The implementation that runs.
     """
 
     algorithm: str
@@ -51,7 +51,7 @@ class Choice:
 
     @property
     def what_runs(self) -> str:
-        """The implementation, also where only the algorithm was named."""
+        """The implementation; derived from the algorithm if unset."""
         return self.implementation or cross_device.implementation(self.algorithm)
 
     def __str__(self):
@@ -69,33 +69,33 @@ class Choice:
 
 
 class ChosenAllReduce(tf.distribute.CrossDeviceOps):
-    """The fastest algorithm for the first values that it is given; it stays with it.
+    """Picks the fastest algorithm for the first values that it reduces, and keeps it.
 
-    Without a profile it is measured if `calibrate` says so. A profile of another machine is a
-    `ValueError`.
+    Without a profile, it measures the algorithms if `calibrate` is set. A profile from another
+    machine raises `ValueError`.
     """
 
     def __init__(self, devices: Sequence[str], calibrate: bool = True):
         super().__init__()
         self._devices = list(devices)
         self._calibrate = calibrate
-        self._profile = profile.load(devices)  # Now: what is wrong with it is said at the start.
+        self._profile = profile.load(devices)  # Loaded now, so that a bad profile fails early.
         self._ops = None
         self._elsewhere = tf.distribute.ReductionToOneDevice()
         self.choice: Choice | None = None
 
     @property
     def how(self) -> str:
-        """By what the choice will be made, in words."""
+        """How the choice will be made, as text for the user."""
         return how(self._profile, self._calibrate)
 
     def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
-        """Reduces one value; what is not worth a choice, on one device."""
+        """Reduces one value; before the choice, on one device."""
         ops = self._ops or self._elsewhere
         return ops.reduce(reduce_op, per_replica_value, destinations, options)
 
     def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
-        """Reduces several values, gradients as a rule; the first decide."""
+        """Reduces several values, usually gradients; the first call makes the choice."""
         if self._ops is None:
             specs = [_spec(value) for value, _ in value_destination_pairs]
             specs = [spec for spec in specs if spec is not None]
@@ -106,13 +106,13 @@ class ChosenAllReduce(tf.distribute.CrossDeviceOps):
 
 
 def all_reduce_report(model) -> dict[str, Any] | None:
-    """Returns what sums the replicas of a model, and why; None where TensorFlow's default does."""
-    found = choice_of(getattr(model, "strategy", None))
-    return None if found is None else found.as_json()
+    """Returns the choice of a model's strategy for a report; None for TensorFlow's default."""
+    choice = choice_of(getattr(model, "strategy", None))
+    return None if choice is None else choice.as_json()
 
 
 def choice_of(strategy) -> Choice | None:
-    """Returns what sums the replicas of a strategy; None where TensorFlow's default does, yet."""
+    """Returns the choice of a strategy; None for TensorFlow's default, or if not made yet."""
     if getattr(strategy, "workers", None) is not None:
         return strategy.all_reduce_choice
     ops = getattr(strategy, "all_reduce_ops", None)
@@ -135,9 +135,9 @@ def choose(
 
     Args:
         devices: Names of the devices.
-        specs: Elements and type of each tensor that a step reduces.
+        specs: Number of elements and dtype of each tensor that a step reduces.
         measured: A profile, or None.
-        calibrate: Whether to measure if there is none.
+        calibrate: Whether to measure if there is no profile.
     """
     size_bytes = sum(count * dtype.size for count, dtype in specs)
     size = f"{size_bytes / 2**20:.3g} MiB in {len(specs)} tensors on {len(devices)} devices"
@@ -156,20 +156,20 @@ def choose(
 
 
 def how(measured: profile.Times | None, calibrate: bool) -> str:
-    """By what a choice will be made, in words."""
+    """Returns how a choice will be made, as text for the user."""
     if measured:
         return "by a saved profile"
     return "by a measurement" if calibrate else "without a measurement"
 
 
 def fastest(seconds: dict[str, float], default: str, source: str, size: str) -> Choice:
-    """Returns the fastest of those measured, or the default if none beats it by `MIN_GAIN`.
+    """Returns the fastest measured algorithm, or the default if none beats it by `MIN_GAIN`.
 
     Args:
         seconds: A time for each algorithm.
-        default: What is taken unless another one is clearly faster.
+        default: The algorithm to keep unless another one is clearly faster.
         source: "profile" or "calibration".
-        size: What was measured, for people.
+        size: Describes the measured sizes, as text for the user.
     """
     best = min(seconds, key=seconds.get)
     if default not in seconds:
@@ -182,16 +182,16 @@ def fastest(seconds: dict[str, float], default: str, source: str, size: str) -> 
 
 
 def default(devices: Sequence[str]) -> str:
-    """Returns what sums where nobody asks: NCCL between GPUs, else the first device."""
+    """Returns the default algorithm: NCCL between GPUs, else a sum on the first device."""
     return "nccl" if len(devices) > 1 and not nccl.refusal(devices) else DEFAULT
 
 
 def _calibrated(devices, specs) -> dict[str, float]:
-    """The lower quartile of each candidate's seconds; in turns, until the time is up."""
+    """Measures the candidates in turns until the budget is spent; returns lower quartiles."""
     deadline = time.perf_counter() + BUDGET_SECONDS
     runnable = cross_device.runnable(devices)
     steps, times = {}, {}
-    # A step is being traced; what is measured runs now.
+    # A step is being traced; the measurement must run eagerly.
     with tf.init_scope():
         inputs = variables_on_each(devices, _coarse(specs))
         for name in _CANDIDATES:
@@ -212,15 +212,15 @@ def _calibrated(devices, specs) -> dict[str, float]:
 
 def _coarse(specs):
     ordered = sorted(specs, key=lambda spec: -spec[0])
-    kept = ordered[: _MAX_TENSORS - 1]
+    largest = ordered[: _MAX_TENSORS - 1]
     rest: dict = {}
     for count, dtype in ordered[_MAX_TENSORS - 1 :]:
         rest[dtype] = rest.get(dtype, 0) + count
-    return kept + [(count, dtype) for dtype, count in rest.items()]
+    return largest + [(count, dtype) for dtype, count in rest.items()]
 
 
 def variables_on_each(devices: Sequence[str], specs: Sequence[tuple]) -> list[list[tf.Variable]]:
-    """Returns variables to sum in a measurement: for each count and type, one on each device."""
+    """Returns variables to sum in a measurement: one per device, for each count and dtype."""
     inputs = []
     for count, dtype in specs:
         inputs.append([])
@@ -234,7 +234,7 @@ def _step(ops, devices, inputs):
     def reduce():
         terms = [list(map(_read, devices, of_all)) for of_all in inputs]
         results = cross_device.all_reduce(ops, terms)
-        # An element of each result, so that all is done and little is copied.
+        # Reading one element of each result runs every sum, but copies little.
         return [list(map(_first_element, devices, of_all)) for of_all in results]
 
     traced = tf.function(reduce, autograph=False).get_concrete_function()
@@ -242,7 +242,7 @@ def _step(ops, devices, inputs):
 
 
 def _read(device, variable):
-    # An algorithm takes the devices from the tensors, and a read has none of its own.
+    # The algorithm takes the devices from its tensors, and a plain read has no device.
     with tf.device(device):
         return tf.identity(variable.read_value())
 

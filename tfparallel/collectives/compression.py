@@ -1,26 +1,26 @@
-"""Gradients that travel between workers in fewer bytes: `compression=`.
+"""Gradient compression between workers: `compression=`.
 
-| name | what travels of n elements, m x k as a matrix | bytes |
+| name | sent for n elements, m x k as a matrix | bytes |
 | --- | --- | --- |
 | `bf16`, `fp16` | each in 16 bits | 1/2 |
-| `topk:F` | the F·n largest, by magnitude, with their places | 2F |
+| `topk:F` | the F·n largest by magnitude, with their indices | 2F |
 | `powersgd:R` | two factors of rank R, m x R and k x R | R(m + k)/mk |
 
-All of them lose something. What a worker's gradient g lost, it adds to the next one (error
-feedback), so that it comes late and not never:
+All of them are lossy. Each worker adds the error e of its last gradient to the next gradient g
+(error feedback), so that the lost part is delayed rather than dropped:
 
     sent = C(g + e)        e ← g + e - sent        total = Σ_w sent
 
-What is left over is state of the worker: one number for each element of a gradient. Weights are
-those of one device only as far as the training forgives. What is small is sent as it is: biases,
-and under `powersgd` what two factors would not make smaller. So are the gradients of embeddings,
-of which the rows that were read travel, sums of losses and metrics, and moments.
+The error is state of the worker: one number per element of a gradient. The weights are no longer
+exactly those of one device. Small tensors are sent uncompressed: biases and, under `powersgd`,
+tensors that two factors would not shrink. So are embedding gradients (only the rows that were
+looked up), sums of losses and metrics, and batch-normalization moments.
 
 References:
     Error feedback: Sai Praneeth Karimireddy et al., "Error Feedback Fixes SignSGD and other
     Gradient Compression Schemes", arXiv:1901.09847, 2019.
-    Top-k: Yujun Lin et al., "Deep Gradient Compression", arXiv:1712.01887, 2018, without its
-    correction of momentum, which would have to know the optimizer.
+    Top-k: Yujun Lin et al., "Deep Gradient Compression", arXiv:1712.01887, 2018, without momentum
+    correction, which depends on the optimizer.
     Low rank: Thijs Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for
     Distributed Optimization", arXiv:1905.13727, 2019.
 """
@@ -38,36 +38,36 @@ from tfparallel.collectives.packing import by_dtype
 from tfparallel.seams.tensorflow import ResourceVariable
 
 _COMPRESSED = (tf.float32, tf.float64)
-# Of fewer elements no fraction is taken: biases, scales.
+# `topk` sends tensors with fewer elements (biases, scales) whole.
 _SMALL = 1024
 
 
 class _State:
-    """A tensor for each weight, as long as the weight is there."""
+    """One variable for each weight, for as long as the weight is alive."""
 
     def __init__(self):
-        self._held: dict[int, tuple[weakref.ref, tf.Variable]] = {}
+        self._variables: dict[int, tuple[weakref.ref, tf.Variable]] = {}
 
     def get(self, weight: keras.Variable) -> tf.Variable | None:
-        """Returns the weight's; None if none was made."""
-        owner, variable = self._held.get(id(weight), (lambda: None, None))
+        """Returns the weight's variable; None if it has none yet."""
+        owner, variable = self._variables.get(id(weight), (lambda: None, None))
         return variable if owner() is weight else None
 
-    def made(
+    def get_or_create(
         self, weight: keras.Variable, device: str, initial: Callable[[], tf.Tensor]
     ) -> tf.Variable:
-        """Returns the weight's, made now if there is none, in whatever scope this is."""
+        """Returns the weight's variable, and creates it if needed, in any scope."""
         variable = self.get(weight)
         if variable is None:
-            alive = {key: pair for key, pair in self._held.items() if pair[0]() is not None}
+            alive = {key: pair for key, pair in self._variables.items() if pair[0]() is not None}
             with tf.init_scope(), tf.device(device):
                 variable = ResourceVariable(initial(), trainable=False)
-            self._held = alive | {id(weight): (weakref.ref(weight), variable)}
+            self._variables = alive | {id(weight): (weakref.ref(weight), variable)}
         return variable
 
 
 class Compression(abc.ABC):
-    """What stands between a worker's gradients and the collective that sums them."""
+    """Compresses a worker's gradients before the collective that sums them."""
 
     def __init__(self, spec: str):
         self.spec = spec
@@ -77,25 +77,25 @@ class Compression(abc.ABC):
         return self.spec
 
     def left_over(self, weight: keras.Variable) -> tf.Variable | None:
-        """What this worker has not sent yet of a weight's gradient; None before the first step."""
+        """Returns the unsent error of a weight's gradient; None before the first step."""
         return self._left_over.get(weight)
 
     @property
     def _states(self) -> dict[str, tuple[_State, bool]]:
-        """What is kept for each weight, by name, and whether it is each worker's own."""
+        """The state of each weight, by name, and whether it differs between workers."""
         return {"left over": (self._left_over, True)}
 
     def describe(self, workers, weights: Sequence[keras.Variable]) -> list[list]:
         """Returns `[name, shape, dtype]` of each array of `capture`."""
         return [
-            [name, [workers.num_workers] * is_own + list(kept.shape), kept.dtype.name]
-            for name, kept, is_own in self._kept(weights)
+            [name, [workers.num_workers] * is_own + list(variable.shape), variable.dtype.name]
+            for name, variable, is_own in self._variables_of(weights)
         ]
 
     def capture(self, workers, weights: Sequence[keras.Variable]) -> Iterator[np.ndarray]:
-        """Returns the state of all workers; every worker must call it, and read all of it."""
-        for _, kept, is_own in self._kept(weights):
-            value = kept.read_value()
+        """Yields the state of all workers; every worker must call it and consume all of it."""
+        for _, variable, is_own in self._variables_of(weights):
+            value = variable.read_value()
             if is_own:
                 (value,) = workers.all_gather([value[None]], [1] * workers.num_workers)
             yield value.numpy()
@@ -107,29 +107,31 @@ class Compression(abc.ABC):
         names: Sequence[str],
         arrays: Iterable[np.ndarray],
     ) -> None:
-        """Takes the state of `capture`, of any number of workers.
+        """Restores the state of `capture`, from any number of workers.
 
-        Another number than now goes on with all of it on the first worker. What another
-        compression had beside is dropped.
+        If the number of workers has changed, the first worker takes all of the error. State that
+        belongs to another compression is dropped.
         """
         by_place = {str(i): weight for i, weight in enumerate(weights)}
         for name, array in zip(names, arrays, strict=True):
             place, _, kind = name.partition("/")
-            held, is_own = self._states.get(kind, (None, False))
-            if held is None or place not in by_place:
+            state, is_own = self._states.get(kind, (None, False))
+            if state is None or place not in by_place:
                 continue
             if is_own:
                 is_same = len(array) == workers.num_workers
-                own = array if is_same else _on_the_first(array, workers.num_workers)
-                array = own[workers.worker_index]
-            kept = held.made(by_place[place], workers.device, lambda array=array: array)
-            kept.assign(array)
+                by_worker = array if is_same else _on_the_first(array, workers.num_workers)
+                array = by_worker[workers.worker_index]
+            variable = state.get_or_create(
+                by_place[place], workers.device, lambda array=array: array
+            )
+            variable.assign(array)
 
-    def _kept(self, weights):
+    def _variables_of(self, weights):
         for i, weight in enumerate(weights):
-            for kind, (held, is_own) in self._states.items():
-                if (kept := held.get(weight)) is not None:
-                    yield f"{i}/{kind}", kept, is_own
+            for kind, (state, is_own) in self._states.items():
+                if (variable := state.get(weight)) is not None:
+                    yield f"{i}/{kind}", variable, is_own
 
     def totals(
         self,
@@ -137,13 +139,13 @@ class Compression(abc.ABC):
         gradients: Sequence[tf.Tensor],
         weights: Sequence[keras.Variable | None],
     ) -> list[tf.Tensor]:
-        """Sums gradients over the workers, to the same bits on all of them.
+        """Sums gradients over the workers; the totals are bitwise equal on all of them.
 
         Args:
             workers: The `ProcessGroup`.
-            gradients: Of the same shapes on all workers.
-            weights: What each is the gradient of; None for what is no gradient, and is summed as
-                it is.
+            gradients: The gradients, of the same shapes on all workers.
+            weights: The weight of each gradient; None for other tensors, which are summed
+                uncompressed.
         """
         results: list = [None] * len(gradients)
         places = [
@@ -151,7 +153,7 @@ class Compression(abc.ABC):
         ]
         rest = [i for i in range(len(gradients)) if i not in places]
         left_over = [
-            self._left_over.made(
+            self._left_over.get_or_create(
                 weights[i],
                 workers.device,
                 lambda like=gradients[i]: tf.zeros(like.shape, like.dtype),
@@ -159,7 +161,7 @@ class Compression(abc.ABC):
             for i in places
         ]
         corrected = [
-            gradients[i] + kept.read_value() for i, kept in zip(places, left_over, strict=True)
+            gradients[i] + error.read_value() for i, error in zip(places, left_over, strict=True)
         ]
         totals, sent, others = self._sums(
             workers, corrected, [weights[i] for i in places], [gradients[i] for i in rest]
@@ -176,7 +178,7 @@ class Compression(abc.ABC):
 
     @abc.abstractmethod
     def _sums(self, workers, gradients, weights, rest):
-        """Returns the sums, what this worker sent as part of each, and the sums of `rest`."""
+        """Returns the sums, the part that this worker sent of each, and the sums of `rest`."""
 
 
 class Halved(Compression):
@@ -188,24 +190,24 @@ class Halved(Compression):
 
     def _sums(self, workers, gradients, weights, rest):
         halves = [self._rounded(gradient, workers.num_workers) for gradient in gradients]
-        found = workers.all_reduce_halves(halves) if halves else []
+        sums = workers.all_reduce_halves(halves) if halves else []
         totals, sent = (
             [tf.cast(half, gradient.dtype) for half, gradient in zip(some, gradients, strict=True)]
-            for some in (found, halves)
+            for some in (sums, halves)
         )
         return totals, sent, workers.all_reduce(rest)
 
     def _rounded(self, gradient, num_workers):
         if self._dtype == tf.float16:
-            # The sum of all must not overflow where no term does; what is cut off is left over.
+            # The sum must not overflow if no term does; the clipped part goes into the error.
             largest = self._dtype.max / num_workers
-            kept = tf.clip_by_value(gradient, -largest, largest)
-            gradient = tf.where(tf.math.is_finite(gradient), kept, gradient)
+            clipped = tf.clip_by_value(gradient, -largest, largest)
+            gradient = tf.where(tf.math.is_finite(gradient), clipped, gradient)
         return tf.cast(gradient, self._dtype)
 
 
 class TopK(Compression):
-    """`topk`: the largest elements of each gradient, and where they are."""
+    """`topk`: the largest elements of each gradient, with their indices."""
 
     def __init__(self, spec: str, fraction: float):
         super().__init__(spec)
@@ -221,14 +223,14 @@ class TopK(Compression):
         counts = [
             max(1, round(self._fraction * gradient.shape.num_elements())) for gradient in gradients
         ]
-        found = [_largest(*pair) for pair in zip(gradients, counts, strict=True)]
+        largest = [_largest(*pair) for pair in zip(gradients, counts, strict=True)]
         sent = [
             _put([value], [place], gradient)
-            for (value, place), gradient in zip(found, gradients, strict=True)
+            for (value, place), gradient in zip(largest, gradients, strict=True)
         ]
         totals: list = [None] * len(gradients)
         for indices in by_dtype(gradients).values():
-            both = [tf.concat([found[i][n] for i in indices], 0)[None] for n in (0, 1)]
+            both = [tf.concat([largest[i][n] for i in indices], 0)[None] for n in (0, 1)]
             joined = workers.all_gather(both, [1] * workers.num_workers)
             widths = [counts[i] for i in indices]
             by_gradient = zip(*(tf.split(each, widths, axis=1) for each in joined), strict=True)
@@ -241,12 +243,12 @@ def _largest(gradient, count):
     flat = tf.reshape(gradient, [-1])
     _, places = tf.math.top_k(tf.abs(flat), count, sorted=False)
     values = tf.gather(flat, places)
-    # A number that is none would be left behind, and no other worker would know of it.
+    # A NaN might not be selected, and the other workers would never see it.
     return tf.where(_is_finite(flat), values, values * float("nan")), places
 
 
 def _put(values, places, like):
-    """Adds up the workers' terms one after the other, so that each element has one order."""
+    """Adds the workers' terms one after the other, so that the order of each sum is fixed."""
     total = tf.zeros([like.shape.num_elements()], like.dtype)
     for value, place in zip(values, places, strict=True):
         total = tf.tensor_scatter_nd_add(total, place[:, None], value)
@@ -254,7 +256,7 @@ def _put(values, places, like):
 
 
 class PowerSgd(Compression):
-    """`powersgd`: a gradient as M ≈ P Qᵀ. One step of the power iteration, from the last Q."""
+    """`powersgd`: approximates a gradient as M ≈ P Qᵀ, by one power iteration from the last Q."""
 
     def __init__(self, spec: str, rank: int):
         super().__init__(spec)
@@ -274,31 +276,31 @@ class PowerSgd(Compression):
     def _sums(self, workers, gradients, weights, rest):
         matrices = [tf.reshape(gradient, _sides(gradient)) for gradient in gradients]
         factors = [
-            self._factors.made(
+            self._factors.get_or_create(
                 weight, workers.device, lambda matrix=matrix, i=i: self._first_factor(matrix, i)
             )
             for i, (weight, matrix) in enumerate(zip(weights, matrices, strict=True))
         ]
-        left = [
+        left_factors = [
             matrix @ factor.read_value() for matrix, factor in zip(matrices, factors, strict=True)
         ]
-        sums = workers.all_reduce([*left, *rest])
-        left = [tf.linalg.qr(each).q for each in sums[: len(left)]]
-        own = [
+        sums = workers.all_reduce([*left_factors, *rest])
+        left_factors = [tf.linalg.qr(each).q for each in sums[: len(left_factors)]]
+        local_factors = [
             tf.linalg.matmul(matrix, each, transpose_a=True)
-            for matrix, each in zip(matrices, left, strict=True)
+            for matrix, each in zip(matrices, left_factors, strict=True)
         ]
-        right = workers.all_reduce(own)
-        _keep_if_finite(factors, right)
+        right_factors = workers.all_reduce(local_factors)
+        _keep_if_finite(factors, right_factors)
         totals, sent = [], []
         for i, gradient in enumerate(gradients):
-            for results, factor in ((totals, right[i]), (sent, own[i])):
-                product = tf.linalg.matmul(left[i], factor, transpose_b=True)
+            for results, factor in ((totals, right_factors[i]), (sent, local_factors[i])):
+                product = tf.linalg.matmul(left_factors[i], factor, transpose_b=True)
                 results.append(tf.reshape(product, gradient.shape))
-        return totals, sent, sums[len(left) :]
+        return totals, sent, sums[len(left_factors) :]
 
     def _first_factor(self, matrix, place):
-        # Equal on all workers, whatever was drawn before, and whichever models there were.
+        # Stateless, so equal on all workers regardless of earlier draws and models.
         shape = [matrix.shape[1], self._rank]
         return tf.random.stateless_normal(shape, [place, 0], dtype=matrix.dtype)
 
@@ -318,21 +320,21 @@ def _is_finite(tensor):
 
 
 def _keep_if_finite(variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
-    """Of a step with an overflow, which loss scaling skips, nothing stays."""
+    """Assigns the values unless one is not finite: loss scaling skips such a step."""
     if not variables:
         return
-    # A branch hands on tensors as they are; `tf.where` would write one more of each.
-    kept = tf.cond(
+    # `tf.cond` returns existing tensors; `tf.where` would copy each of them.
+    next_values = tf.cond(
         tf.reduce_all([_is_finite(value) for value in values]),
         lambda: list(values),
         lambda: [variable.read_value() for variable in variables],
     )
-    for variable, value in zip(variables, kept, strict=True):
+    for variable, value in zip(variables, next_values, strict=True):
         variable.assign(value, read_value=False)
 
 
 def compression_of(spec: str | None) -> Compression | None:
-    """Returns what `compression=` asks for; see `CompressionName.parse`."""
+    """Returns the `Compression` of a spec; see `CompressionName.parse`."""
     name = CompressionName.parse(spec)
     if name is None:
         return None

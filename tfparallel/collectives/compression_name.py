@@ -1,4 +1,4 @@
-"""What `compression=` may say. TensorFlow is not needed to read it."""
+"""Parses `compression=`, without TensorFlow."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,11 +7,11 @@ FORMS = "bf16, fp16, topk:FRACTION such as topk:0.01, or powersgd:RANK such as p
 
 
 class CompressionName(NamedTuple):
-    """A kind of compression, and its number.
+    """A kind of compression and its parameter.
 
     Attributes:
         kind: "bf16", "fp16", "topk" or "powersgd".
-        number: The fraction of the elements that travel, or the rank of the factors.
+        number: The fraction of the elements to send, or the rank of the factors.
     """
 
     kind: str
@@ -19,10 +19,10 @@ class CompressionName(NamedTuple):
 
     @classmethod
     def parse(cls, spec: str | None) -> "CompressionName | None":
-        """Reads "bf16", "fp16", "topk:0.01" or "powersgd:2"; None is none.
+        """Parses "bf16", "fp16", "topk:0.01" or "powersgd:2"; None means no compression.
 
         Raises:
-            ValueError: If it is none of these, or the number does not fit.
+            ValueError: If the kind is unknown or its number is invalid.
         """
         if spec is None:
             return None
@@ -33,15 +33,15 @@ class CompressionName(NamedTuple):
             fraction = _read(float, number)
             if fraction is not None and 0 < fraction <= 1:
                 return cls(kind, fraction)
-            wanted = "topk takes the fraction of the elements that travel, above 0 and at most 1"
+            reason = "topk takes the fraction of the elements that travel, above 0 and at most 1"
         elif kind == "powersgd":
             rank = _read(int, number)
             if rank is not None and rank >= 1:
                 return cls(kind, rank)
-            wanted = "powersgd takes the rank of two factors, a whole number of at least 1"
+            reason = "powersgd takes the rank of two factors, a whole number of at least 1"
         else:
-            wanted = "there is none of that name"
-        raise ValueError(f"`compression` must be {FORMS}. Received: {spec!r}; {wanted}.")
+            reason = "there is none of that name"
+        raise ValueError(f"`compression` must be {FORMS}. Received: {spec!r}; {reason}.")
 
 
 def _read(kind: Callable, text: str):

@@ -1,7 +1,7 @@
-"""What workers agree on without a collective: that all are here, when all stop, who leaves last.
+"""Coordination of workers without a collective: barriers, joint stops, an orderly exit.
 
-Rests on TensorFlow's coordination service (`seams.tensorflow.coordination_service`), which its
-multi-worker strategy starts and which has no public face.
+Relies on TensorFlow's coordination service (`seams.tensorflow.coordination_service`), which its
+multi-worker strategy starts and which has no public API.
 """
 
 import atexit
@@ -17,20 +17,20 @@ from tfparallel.cluster.differences import name_workers
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.seams.tensorflow import coordination_service
 
-_LOOK_MS = 500  # What a worker left is there at once, or never; a busy machine answers late.
+_LOOK_MS = 500  # A key that was set is there at once; a busy machine may answer late.
 _LISTEN_MS = 1000
 _ANSWER_SECONDS = 60.0
 _LEAVE_SECONDS = 5.0
-# Every worker makes the same calls, and so counts alike.
+# Every worker makes the same calls, so the counts agree.
 _barriers, _agreements = itertools.count(), itertools.count()
 
 
 def wait_for_all(workers: ProcessGroup, timeout_seconds: float) -> None:
-    """Waits until all workers have called this; the error names those that did not.
+    """Blocks until all workers have called this; the error names those that did not.
 
     Raises:
-        RuntimeError: If a worker did not come in time, or has died; on all workers, also on one
-            that comes too late.
+        RuntimeError: On all workers, if one does not arrive in time or has died; a late worker
+            raises too.
     """
     name = f"tfparallel/barrier/{next(_barriers)}"
     service = coordination_service()
@@ -63,30 +63,30 @@ def _who_is_missing(service, name, workers, timeout_seconds):
 
 
 class PreemptionSync:
-    """When the workers of a job stop; a context manager, entered by all of them.
+    """Stops all workers of a job before the same step. All of them enter it as a context manager.
 
-    All stop before the same step, when one of them is told to. Workers step together: who stands
-    before step n waits in vain for those that are in it, if they wait for this one. So each says
-    which step it could stop before,
+    Any worker can request a stop. Steps contain collectives, so a worker that stopped before step n
+    would hang the workers that are already in it. Each worker therefore publishes the next step
+    that it could stop before, and all of them stop before the largest:
 
-        worker 0   stands before step 12             12 ─┐
-        worker 1   is in step 12, and says for it    13 ─┴─►  all stop before step 13
+        worker 0   waits before step 12              12 ─┐
+        worker 1   is in step 12                     13 ─┴─►  all stop before step 13
 
-    which the thread of a worker can, while its step runs; and the largest is when all of them stop.
+    A background thread publishes the number, even while a step runs.
 
     Args:
-        workers: They; None for one process, which need not ask.
+        workers: The workers; None for a single process.
     """
 
     def __init__(self, workers: ProcessGroup | None):
         self._workers = workers
         self._name = f"tfparallel/stop/{next(_agreements)}"
         self._lock = threading.RLock()
-        self._asked, self._over = threading.Event(), threading.Event()
-        self._next = 0  # The step that would begin next,
-        self._in_step = False  # if none is running.
-        self._said: int | None = None
-        self._last: int | None = None  # Before it all stop.
+        self._requested, self._over = threading.Event(), threading.Event()
+        self._next = 0  # The step that runs now or begins next.
+        self._in_step = False
+        self._published: int | None = None
+        self._last: int | None = None  # The step that all workers stop before.
 
     def __enter__(self) -> "PreemptionSync":
         if self._workers is not None:
@@ -97,18 +97,18 @@ class PreemptionSync:
         self._over.set()
 
     def ask(self) -> None:
-        """Asks all workers to stop; any thread may, and any worker."""
+        """Requests a stop of all workers; callable from any thread of any worker."""
         if self._workers is not None:
-            with contextlib.suppress(tf.errors.OpError):  # Another worker was faster.
+            with contextlib.suppress(tf.errors.OpError):  # Another worker has asked already.
                 coordination_service().set_config_key_value(f"{self._name}/asked", "yes")
         self._learn()
 
     def stops_before(self, step: int) -> bool:
-        """Whether all workers stop before this step of the training, which comes next here."""
+        """Whether all workers stop before `step`, the step that this worker would run next."""
         with self._lock:
             self._next, self._in_step = step, False
-        if self._asked.is_set():
-            self._say()
+        if self._requested.is_set():
+            self._publish()
             if self._workers is None:
                 return True
             if self._last is None:
@@ -117,46 +117,46 @@ class PreemptionSync:
                 return True
         with self._lock:
             self._in_step = True
-            if self._asked.is_set() and self._said is None:  # It came between.
-                self._say()
+            if self._requested.is_set() and self._published is None:  # Requested meanwhile.
+                self._publish()
         return False
 
     def ended(self) -> None:
-        """Notes that the step has ended."""
+        """Records the end of the step."""
         with self._lock:
             if self._in_step:
                 self._next, self._in_step = self._next + 1, False
 
     def _learn(self):
         with self._lock:
-            self._asked.set()
+            self._requested.set()
             if self._in_step:
-                self._say()
+                self._publish()
 
-    def _say(self):
+    def _publish(self):
         with self._lock:
-            if self._said is not None:
+            if self._published is not None:
                 return
-            self._said = self._next + self._in_step
+            self._published = self._next + self._in_step
             if self._workers is not None:
                 key = f"{self._name}/{self._workers.worker_index}"
-                coordination_service().set_config_key_value(key, str(self._said))
+                coordination_service().set_config_key_value(key, str(self._published))
 
     def _agreed(self) -> int:
-        """The step that all stop before; none at all if a worker does not answer."""
-        deadline, said = time.monotonic() + _ANSWER_SECONDS, []
+        """Returns the step that all workers stop before; never, if a worker does not answer."""
+        deadline, steps = time.monotonic() + _ANSWER_SECONDS, []
         for worker in range(self._workers.num_workers):
             left_ms = max(1, round(1000 * (deadline - time.monotonic())))
             try:
                 key = f"{self._name}/{worker}"
-                found = coordination_service().get_config_key_value(key, timeout_in_ms=left_ms)
+                step = coordination_service().get_config_key_value(key, timeout_in_ms=left_ms)
             except tf.errors.OpError:
-                return 2**62  # It is gone: the next step fails, and says so.
-            said.append(int(found))
-        return max(said)
+                return 2**62  # That worker is gone: the next step fails with its own error.
+            steps.append(int(step))
+        return max(steps)
 
     def _listen(self):
-        while not self._over.is_set() and not self._asked.is_set():
+        while not self._over.is_set() and not self._requested.is_set():
             try:
                 coordination_service().get_config_key_value(
                     f"{self._name}/asked", timeout_in_ms=_LISTEN_MS
@@ -170,20 +170,20 @@ class PreemptionSync:
 
 
 def leave_in_order(workers: ProcessGroup) -> None:
-    """Has worker 0 wait for the others when its program ends, for five seconds at most.
+    """Makes worker 0 wait at exit for the other workers, for at most five seconds.
 
-    The service lives in its process: a worker that outlives it, be it by a moment, misses a
-    heartbeat, and TensorFlow writes of an error where there is none.
+    Worker 0 hosts the coordination service. A worker that outlives it even briefly misses a
+    heartbeat, and TensorFlow logs a spurious error.
     """
     atexit.register(_leave, workers.worker_index, workers.num_workers)
 
 
 def _leave(worker_index, num_workers):
     service = coordination_service()
-    with contextlib.suppress(tf.errors.OpError):  # Somebody is gone already, or comes too late.
+    with contextlib.suppress(tf.errors.OpError):  # A worker is already gone, or late.
         if worker_index:
             service.set_config_key_value(f"tfparallel/left/{worker_index}", "left")
-        elif getattr(sys, "last_value", None) is None:  # After an error, there is one to tell of.
+        elif getattr(sys, "last_value", None) is None:  # After a real error, do not wait.
             deadline = time.monotonic() + _LEAVE_SECONDS
             for worker in range(1, num_workers):
                 left_ms = max(1, round(1000 * (deadline - time.monotonic())))

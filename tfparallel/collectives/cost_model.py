@@ -1,20 +1,19 @@
-"""What an all-reduce costs: three numbers of a transport, and the algorithm's own terms.
+"""Cost model of an all-reduce, from the parameters of a transport and the terms of an algorithm.
 
-On wires, ranks work side by side, and what waits for one another adds up (Hockney's model, with
+Over a network, ranks work in parallel, and the cost is the critical path (Hockney's model, with
 additions):
 
     T = r·(t₀ + a·α + b·S·β + c·S·γ)      a, b, c: `terms` of the algorithm
 
-r is 1 where each rank has a core. Where the ranks of a host share its cores they take turns, r
-ranks a core.
+r is the number of ranks per core, at least 1: ranks that share a core take turns.
 
-In one process the ranks share cores and memory, and what all of them do adds up:
+In one process the ranks share cores and memory, and the cost is the total work:
 
-    T = t₀ + m·α + d·S·β + e·S·γ          m messages of all ranks, d·S bytes divided and joined,
+    T = t₀ + m·α + d·S·β + e·S·γ          m messages of all ranks, d·S bytes split and joined,
                                           e·S bytes added
 
-t₀ (what a call costs), α (a message), β (a byte sent) and γ (a byte added) are fitted to a sweep,
-by least squares of the relative errors, none below zero.
+t₀ (cost of a call), α (of a message), β (of a byte sent) and γ (of a byte added) are fitted to a
+sweep by non-negative least squares on the relative errors.
 
 References:
     Roger W. Hockney, "The communication challenge for MPP: Intel Paragon and Meiko CS-2",
@@ -38,7 +37,7 @@ _PARAMETERS = ("fixed", "alpha", "beta", "gamma")
 
 
 class Measurement(NamedTuple):
-    """One time of a sweep."""
+    """One measured time of a sweep."""
 
     algorithm: str
     num_ranks: int
@@ -48,7 +47,7 @@ class Measurement(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """A wire: seconds a message, and seconds a byte."""
+    """A network link: seconds per message and per byte."""
 
     alpha: float
     beta: float
@@ -56,17 +55,17 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
-    """The times of a transport.
+    """The cost parameters of a transport.
 
     Attributes:
-        alpha: Seconds a message.
-        beta: Seconds a byte sent.
-        gamma: Seconds a byte added.
-        fixed: t₀, seconds a call.
+        alpha: Seconds per message.
+        beta: Seconds per byte sent.
+        gamma: Seconds per byte added.
+        fixed: t₀, seconds per call.
         transport: One of `TRANSPORTS`.
-        across: The wire between groups, where it is another one.
-        num_cores: Of a host, where ranks on wires share them; None where each rank has its own.
-        residuals: Of a fit, prediction over measurement minus 1, one for each measurement.
+        across: The link between groups, if it differs.
+        num_cores: Cores per host, if networked ranks share them; None if each rank has its own.
+        residuals: Prediction / measurement - 1, for each fitted measurement.
     """
 
     alpha: float
@@ -92,8 +91,8 @@ class CostModel:
             algorithm: One of `algorithms.ALGORITHMS`.
             num_ranks: n.
             size_bytes: S.
-            local_ranks: Ranks of a group, for `GROUPED` algorithms; and for the others, whose
-                every step waits for the slowest wire, whether there is more than one group.
+            local_ranks: Ranks per group. For algorithms outside `GROUPED`, whose every step waits
+                for the slowest link, it only tells whether there is more than one group.
         """
         if self.transport == "shared":
             messages, copied, added = _shared_row(algorithm, num_ranks)
@@ -102,7 +101,7 @@ class CostModel:
         inside = Link(self.alpha, self.beta)
         across = self.across or inside
         if algorithm not in GROUPED and local_ranks is not None and local_ranks < num_ranks:
-            inside = across  # Every step waits for the slowest wire.
+            inside = across  # Every step waits for the slowest link.
         terms = self._terms(algorithm, num_ranks, size_bytes, local_ranks, inside)
         return _turns(local_ranks or num_ranks, self.num_cores) * (
             self.fixed
@@ -121,10 +120,11 @@ class CostModel:
         local_ranks: int | None = None,
         algorithms: Sequence[str] = tuple(ALGORITHMS),
     ) -> list[tuple[float, str]]:
-        """Returns from which size on which algorithm is the fastest.
+        """Returns the sizes at which the fastest algorithm changes.
 
         Returns:
-            Pairs of a size and a name; the first size is `min_bytes`.
+            Pairs of a size and the algorithm that is fastest from it on; the first size is
+            `min_bytes`.
         """
 
         def best(size):
@@ -132,21 +132,21 @@ class CostModel:
                 algorithms, key=lambda name: self.seconds(name, num_ranks, size, local_ranks)
             )
 
-        found = [(min_bytes, best(min_bytes))]
-        # An eighth of an octave at a time; then halving, to a thousandth.
+        changes = [(min_bytes, best(min_bytes))]
+        # Scan in eighths of an octave, then bisect to a thousandth.
         sizes = np.exp2(np.arange(np.log2(min_bytes), np.log2(max_bytes) + 1 / 8, 1 / 8))
         for low, high in itertools.pairwise(np.minimum(sizes, max_bytes).tolist()):
-            while best(high) != found[-1][1]:
+            while best(high) != changes[-1][1]:
                 below, above = low, high
                 while above / below > 1.001:
                     middle = (above * below) ** 0.5
-                    if best(middle) == found[-1][1]:
+                    if best(middle) == changes[-1][1]:
                         below = middle
                     else:
                         above = middle
-                found.append((above, best(above)))
+                changes.append((above, best(above)))
                 low = above
-        return found
+        return changes
 
     def _terms(self, algorithm, num_ranks, size_bytes, local_ranks, link) -> Terms:
         module = ALGORITHMS[algorithm]
@@ -166,23 +166,23 @@ def simulate(
     model: CostModel,
     local_ranks: int | None = None,
 ) -> list[float]:
-    """Returns the seconds that an all-reduce takes on a cluster on paper, for each size.
+    """Simulates an all-reduce on a hypothetical cluster; returns the seconds for each size.
 
-    Every rank has a clock, every message moves two of them:
+    Each rank has a clock, and each message advances two of them:
 
         a message starts when both ends are free        max(clock of source, clock of target)
-        takes                                           α + bytes·β of the wire between the two
+        takes                                           α + bytes·β of the link between the two
         and is added in                                 bytes·γ
 
-    A rank's wire carries one message each way at a time. Ranks of a group share fast wires; between
-    groups each rank has a slow one of its own. Where all ranks march in step this gives the closed
-    formulas; where they do not (a flat ring over two kinds of wire, packets in a tree), more.
+    A link carries one message per direction at a time. Ranks of a group share fast links; between
+    groups each rank has its own slow link. If all ranks run in lockstep the result equals the
+    closed formulas; otherwise (a flat ring over two kinds of link, packets in a tree) it is larger.
 
     Args:
-        schedule: Who sends what to whom.
-        sizes_bytes: S, several at once: one pass over the schedule serves all.
-        model: The wires; its `across` is the one between groups.
-        local_ranks: Ranks of a group; by default all.
+        schedule: The messages of the algorithm.
+        sizes_bytes: S; one pass over the schedule computes all sizes.
+        model: The links; `across` is the one between groups.
+        local_ranks: Ranks per group; by default all.
     """
     num_ranks = schedule.num_ranks
     inside = Link(model.alpha, model.beta)
@@ -211,16 +211,15 @@ def fit(
     """Fits t₀, α, β and γ.
 
     Args:
-        measurements: Times, of algorithms of `algorithms.ALGORITHMS`.
+        measurements: Times of algorithms in `algorithms.ALGORITHMS`.
         transport: One of `TRANSPORTS`.
-        num_cores: Of the host, where ranks on wires share them.
+        num_cores: Cores per host, if networked ranks share them.
 
     Returns:
         The model, with a residual for each measurement.
 
     Raises:
-        ValueError: If there are fewer measurements than numbers to fit, or the transport is
-            unknown.
+        ValueError: If there are fewer measurements than parameters, or the transport is unknown.
     """
     if transport not in TRANSPORTS:
         raise ValueError(f"A transport is one of {', '.join(TRANSPORTS)}. Received: {transport!r}.")
@@ -231,7 +230,7 @@ def fit(
         )
     matrix = np.array([_row(one, transport, num_cores) for one in measurements])
     times = np.array([one.seconds for one in measurements])
-    # Relative errors: a microsecond weighs more at 4 KiB than at 64 MiB.
+    # Relative errors: a microsecond matters more at 4 KiB than at 64 MiB.
     values = _least_squares(matrix / times[:, None], np.ones(len(times)))
     residuals = matrix @ values / times - 1
     fixed, alpha, beta, gamma = values.tolist()
@@ -247,7 +246,7 @@ def fit(
 
 
 def _turns(num_ranks, num_cores) -> float:
-    """How many ranks of a host share a core."""
+    """Returns the number of ranks per core, at least 1."""
     return max(1.0, num_ranks / num_cores) if num_cores else 1.0
 
 
@@ -255,7 +254,7 @@ def _row(one: Measurement, transport, num_cores):
     if transport == "shared":
         messages, copied, added = _shared_row(one.algorithm, one.num_ranks)
         return [1, messages, copied * one.size_bytes, added * one.size_bytes]
-    # With as many packets as the schedule that was measured.
+    # The default number of packets, as in the measured schedule.
     terms = ALGORITHMS[one.algorithm].terms(one.num_ranks)
     latencies = terms.latencies + terms.latencies_across
     sent = terms.sent + terms.sent_across
@@ -266,26 +265,26 @@ def _row(one: Measurement, transport, num_cores):
 
 @functools.lru_cache(maxsize=256)
 def _shared_row(algorithm: str, num_ranks: int) -> tuple[float, float, float]:
-    """m, d and e: what the ranks do, all together."""
+    """Returns m, d and e: the total work of all ranks."""
     schedule = ALGORITHMS[algorithm].schedule(num_ranks)
     messages, added = 0, 0.0
     for step in schedule.steps():
         num_blocks = int((step.stops - step.starts).sum())
         messages += num_blocks
         added += step.adds * num_blocks / schedule.num_blocks
-    # Where there are blocks each rank joins what it has into a vector, divides it, and back.
+    # With several blocks, each rank concatenates its tensors and splits the vector, and back.
     copied = 4.0 * num_ranks if schedule.num_blocks > 1 else 0.0
     return messages, copied, added
 
 
 def _least_squares(matrix, target):
-    """Least squares with no value below zero: of all subsets of columns the best that has none."""
+    """Non-negative least squares: the best over all subsets of columns without a negative value."""
     best, values = np.inf, np.zeros(matrix.shape[1])
     for number in range(1, matrix.shape[1] + 1):
         for columns in itertools.combinations(range(matrix.shape[1]), number):
             part, *_ = np.linalg.lstsq(matrix[:, columns], target, rcond=None)
             error = float(np.sum((matrix[:, columns] @ part - target) ** 2))
-            # Another column must gain something, or the simpler one stays.
+            # An extra column must improve the fit; otherwise keep the simpler one.
             if (part >= 0).all() and error < best * (1 - 1e-9):
                 best, values = error, np.zeros(matrix.shape[1])
                 values[list(columns)] = part

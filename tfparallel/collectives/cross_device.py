@@ -1,9 +1,9 @@
-"""All-reduce between the devices of one process, by name.
+"""All-reduce between the devices of one process, by name of the algorithm.
 
-Rests on TensorFlow's insides: a `tf.distribute.CrossDeviceOps` takes and returns
-distributed values, which only `seams.distribute.regroup` makes; and TensorFlow's collective ring,
-which its strategies take for themselves, has no public name. TensorFlow's hierarchical copy leaves
-out the last replica of an odd number without a word, and is refused there.
+Relies on TensorFlow internals: a `tf.distribute.CrossDeviceOps` takes and returns distributed
+values, which only `seams.distribute.regroup` can create; and TensorFlow's collective ring has no
+public name. TensorFlow's hierarchical copy silently drops the last replica of an odd number, so it
+is refused there.
 """
 
 import difflib
@@ -24,7 +24,7 @@ from tfparallel.seams.distribute import (
     regroup,
 )
 
-# One for the process: two that count alike would give two collectives one key.
+# One for the process: two counters would give the same key to two collectives.
 _keys = collective_keys(2**21)
 
 
@@ -50,19 +50,19 @@ _TENSORFLOW = {
     "nccl": (lambda devices: NcclAllReduce(), "tf.distribute.NcclAllReduce"),
 }
 NAMES = (*ALGORITHMS, *_TENSORFLOW)
-# Not among them, since it cannot be measured alone: XLA sums within the program of each replica.
+# Not in NAMES, since it cannot be measured alone: XLA sums inside the program of each replica.
 IN_PROGRAMS = "xla"
-# TensorFlow feeds its ring a new key for each call, from Python: a `tf.while_loop` has none to
-# give. XLA has not been tried there.
+# TensorFlow feeds its ring a new key for each call from Python, which a `tf.while_loop` cannot do.
+# XLA is untested in loops.
 NOT_IN_LOOPS = ("tf_ring", IN_PROGRAMS)
 
 
 class NcclAllReduce(tf.distribute.NcclAllReduce):
-    """TensorFlow's, whose operations all run or none, and which takes every type of gradient.
+    """TensorFlow's `NcclAllReduce`, safe against pruning and for every gradient dtype.
 
-    A device's operation waits for those of the others, and TensorFlow leaves out one whose sum
-    nobody reads: a step that goes on with the first device's sums alone would wait for ever. So
-    each sum depends on all. bfloat16, of which there is no kernel, travels as float32.
+    The op of one device waits for the ops of the others, but TensorFlow prunes an op whose sum is
+    unused: a step that reads only the first device's sums would hang. So each sum depends on all of
+    them. bfloat16, which has no kernel, travels as float32.
     """
 
     def _batch_all_reduce(self, reduce_op, per_replica_values):
@@ -87,7 +87,7 @@ class NcclAllReduce(tf.distribute.NcclAllReduce):
 
 
 def _mapped(function, value):
-    """What a function makes of each device's copy, there."""
+    """Applies a function to each device's copy, on that device."""
     copies = []
     for tensor in value.values:
         with tf.device(tensor.device):
@@ -96,11 +96,11 @@ def _mapped(function, value):
 
 
 class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
-    """An algorithm of this package, between the devices of one process.
+    """An all-reduce algorithm of this package, between the devices of one process.
 
-    Sums and means of dense values, of any shape, between the devices that hold them. What is
-    reduced elsewhere (to the host) or is sparse goes through
-    `tf.distribute.ReductionToOneDevice`, which joins the rows of sparse values.
+    Computes sums and means of dense values of any shape, on the devices that hold them. Sparse
+    values, and values with another destination (the host), go through
+    `tf.distribute.ReductionToOneDevice`, which concatenates the rows of sparse values.
 
     Args:
         name: One of `algorithms.ALGORITHMS`.
@@ -117,7 +117,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
         return self.batch_reduce_implementation(reduce_op, pairs, options)[0]
 
     def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
-        """Reduces several values, those of a type in one vector; called by `batch_reduce`."""
+        """Reduces several values, one vector per dtype; called by `batch_reduce`."""
         results, ours = [None] * len(value_destination_pairs), {}
         for index, (value, destinations) in enumerate(value_destination_pairs):
             if _is_dense(value) and devices_match(value, destinations):
@@ -139,7 +139,7 @@ def _sums(name, terms, devices):
     """Sums each tensor over the devices: `terms[tensor][device]` to `sums[tensor][device]`."""
     schedule = ALGORITHMS[name].schedule(len(devices))
     if schedule.num_blocks == 1:
-        # Nothing is divided, so nothing need be joined: two copies less.
+        # With a single block there is nothing to concatenate, which saves two copies.
         return [execute(schedule, of_all, devices) for of_all in terms]
     vectors = []
     for rank, device in enumerate(devices):
@@ -169,38 +169,38 @@ def _is_dense(value):
     return not any(isinstance(term, tf.IndexedSlices) for term in value.values)
 
 
-# Schedules are generators, which AutoGraph cannot convert, and need not.
+# Schedules are generators, which AutoGraph cannot convert and need not convert.
 @tf.autograph.experimental.do_not_convert
 def execute(
     schedule: MessageSchedule, vectors: Sequence[tf.Tensor], devices: Sequence[str]
 ) -> list[tf.Tensor]:
     """Runs a schedule of messages.
 
-    A message is a tensor that one device made and another reads: TensorFlow sends it where the two
-    have memories of their own, and hands it over where they share one. What arrives is not added at
-    once but kept beside what is there, and all of it is added in one pass when it is next needed.
+    A message is a tensor that one device produces and another reads: TensorFlow copies it between
+    separate memories, and passes it by reference within one. An incoming term is not added at once:
+    all terms of a block are added in one pass when the block is next needed.
 
     Args:
-        schedule: Of as many ranks as there are vectors.
-        vectors: One on each device, shape `(count,)`, of one type; of any shape for a schedule of
+        schedule: The schedule, with as many ranks as there are vectors.
+        vectors: One per device, shape `(count,)`, all of one dtype; any shape if the schedule has
             one block.
         devices: Names of the devices.
 
     Returns:
-        The sum, of the same shape, on each device; the same bits on all.
+        The sum, of the same shape, on each device; bitwise equal on all of them.
     """
     num_blocks = schedule.num_blocks
-    # held[rank][block]: the terms whose sum the rank has of the block.
-    held = [
+    # terms_of[rank][block]: the terms of the block that the rank has received and not yet added.
+    terms_of = [
         [[part] for part in _split(vector, schedule, device)]
         for vector, device in zip(vectors, devices, strict=True)
     ]
 
     def settled(rank, block):
-        terms = held[rank][block]
+        terms = terms_of[rank][block]
         if len(terms) > 1:
             with tf.device(devices[rank]):
-                held[rank][block] = terms = [tf.add_n(terms)]
+                terms_of[rank][block] = terms = [tf.add_n(terms)]
         return terms[0]
 
     for step in schedule.steps():
@@ -212,7 +212,7 @@ def execute(
         for target, block, value in sent:
             with tf.device(devices[target]):
                 value = tf.identity(value)
-            held[target][block] = [*held[target][block], value] if step.adds else [value]
+            terms_of[target][block] = [*terms_of[target][block], value] if step.adds else [value]
 
     results = []
     for rank, device in enumerate(devices):
@@ -233,7 +233,7 @@ def _split(vector, schedule, device):
 
 
 def refusals(devices: Sequence[str]) -> dict[str, str]:
-    """Returns the algorithms that cannot run on these devices, and why."""
+    """Returns the algorithms that cannot run on these devices, with the reasons."""
     refused = {}
     if reason := nccl.refusal(devices):
         refused["nccl"] = reason
@@ -252,10 +252,10 @@ def runnable(devices: Sequence[str]) -> list[str]:
 
 
 def make(name: str, devices: Sequence[str]) -> tf.distribute.CrossDeviceOps | None:
-    """Makes an algorithm for these devices; None for `IN_PROGRAMS`.
+    """Creates an algorithm for these devices; returns None for `IN_PROGRAMS`.
 
     Raises:
-        ValueError: If there is none of that name, or it cannot run on these devices.
+        ValueError: If the name is unknown, or the algorithm cannot run on these devices.
     """
     refused = refusals(devices)
     if name == IN_PROGRAMS and name not in refused:
@@ -268,14 +268,14 @@ def make(name: str, devices: Sequence[str]) -> tf.distribute.CrossDeviceOps | No
 
 
 def implementation(name: str) -> str:
-    """Returns what truly runs under a name, for tables."""
+    """Returns the implementation behind a name, for tables."""
     if name in ALGORITHMS:
         return f"tfparallel schedule {name}, in TensorFlow"
     return _TENSORFLOW[name][1]
 
 
 def unknown(names: Sequence[str], runnable_names: Sequence[str], refused: dict[str, str]) -> str:
-    """Returns the text of an error: these cannot run, and why; those can."""
+    """Returns the error message for algorithms that cannot run, with reasons and alternatives."""
     fixes = []
     for name in names:
         if why := refused.get(name):
@@ -296,7 +296,7 @@ def all_reduce(
 ) -> list[list[tf.Tensor]]:
     """Sums each tensor over the devices: `tensors[tensor][device]` to `sums[tensor][device]`."""
     results: list = [None] * len(tensors)
-    # TensorFlow's own lay end to end what they are given, and so take one type at a time.
+    # TensorFlow's own algorithms concatenate their inputs, and so accept one dtype at a time.
     for indices in in_vectors([of_all[0] for of_all in tensors]):
         terms = [regroup(tensors[index], PerReplica) for index in indices]
         sums = ops.batch_reduce(tf.distribute.ReduceOp.SUM, [(term, term) for term in terms])

@@ -1,9 +1,9 @@
-"""Gives a call a gradient of its own, without walking the graph.
+"""Gives a call a custom gradient without walking the graph.
 
-`tf.custom_gradient` searches, in a `tf.function`, the whole graph behind each call for variables:
-with a call in each batch normalization, tracing MobileNetV2 on 3 replicas took over 15 minutes.
-A tape needs to be told only what went in, what came out and how to go back. Rests on TensorFlow's
-internal `record`, which `tf.custom_gradient` itself uses.
+In a `tf.function`, `tf.custom_gradient` searches the whole graph behind each call for variables:
+with one call per batch normalization, tracing MobileNetV2 on 3 replicas took over 15 minutes.
+A tape only needs the inputs, the outputs and the backward function. Relies on TensorFlow's internal
+`record`, which `tf.custom_gradient` itself uses.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ Gradient = tf.Tensor | tf.IndexedSlices | None
 
 
 def is_differentiable(tensor) -> bool:
-    """Whether there may be a gradient of a tensor: of real and complex numbers, not of None."""
+    """Whether a tensor can have a gradient: real and complex numbers can; None cannot."""
     return tensor is not None and (tensor.dtype.is_floating or tensor.dtype.is_complex)
 
 
@@ -26,31 +26,32 @@ def call_with_gradient(
     function: Callable[..., tuple[Sequence[tf.Tensor], Backward]],
     inputs: Sequence[tf.Tensor],
 ) -> list[tf.Tensor]:
-    """Calls `function` such that active tapes differentiate it by the backward that it returns.
+    """Calls `function` so that active tapes use the backward function that it returns.
 
-    A tape hands zeros to a backward for an output that the loss does not depend on, and a variable
-    behind it would then have a gradient of 0 where on one device it has None, and be decayed by
-    the optimizer. So each output passes a gate that notes whether a gradient came back through it.
+    A tape passes zeros to the backward function for an output that the loss does not depend on. A
+    variable behind that output would get a gradient of 0 instead of None, as on one device, and the
+    optimizer would decay it. So each output passes a gate that records whether a gradient reached
+    it.
 
     Args:
-        name: Names the call in error messages.
+        name: Name of the call, for error messages.
         function: Takes `inputs`, returns the outputs and a function from the outputs' gradients
-            to the inputs' gradients; None on either side where there is none.
-        inputs: Tensors; what else the function uses is a constant to the tapes.
+            to the inputs' gradients, with None for a missing gradient.
+        inputs: Tensors; anything else that the function uses is a constant to the tapes.
 
     Returns:
         The outputs.
     """
     with not_recording():
         outputs, backward = function(*inputs)
-        # A tape knows a tensor by its identity: what is passed on must be a tensor of its own.
+        # A tape identifies tensors by object: an output must not be an existing tensor.
         outputs = [tf.identity(output) for output in outputs]
     connected: set[int] = set()
 
     def backward_of_connected(*upstream):
-        own = [dy if index in connected else None for index, dy in enumerate(upstream)]
+        gradients = [dy if index in connected else None for index, dy in enumerate(upstream)]
         connected.clear()
-        return backward(*own)
+        return backward(*gradients)
 
     record_operation(name, outputs, inputs, backward_of_connected)
     return [_gate(output, index, connected) for index, output in enumerate(outputs)]
@@ -70,15 +71,15 @@ def _gate(output: tf.Tensor, index: int, connected: set[int]) -> tf.Tensor:
 def differentiable_once(
     gradients: Sequence[Gradient], used: Sequence[tf.Tensor], name: str
 ) -> list[Gradient]:
-    """Returns gradients that raise when they are differentiated, instead of having none.
+    """Returns gradients that raise an error if they are differentiated again.
 
-    The caller's tape does not see what each replica does: it is made again of what the first did,
-    or runs in a thread of its own.
+    The caller's tape does not record the work of each replica, which runs in its own thread or is
+    replayed from the first replica; a second derivative would silently be None.
 
     Args:
-        gradients: Of a replicated call.
+        gradients: The gradients of a replicated call.
         used: The tensors that they depend on.
-        name: The layer's, for the error.
+        name: Name of the layer, for the error.
     """
     dense = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
     present = [g for g in dense if g is not None]
@@ -95,10 +96,10 @@ def differentiable_once(
         return tensors[: len(present)], refuse
 
     inputs = [*present, *used]
-    kept = iter(call_with_gradient("gradient of a replicated call", identity, inputs))
+    guarded = iter(call_with_gradient("gradient of a replicated call", identity, inputs))
     results = []
     for original in gradients:
-        value = None if original is None else next(kept)
+        value = None if original is None else next(guarded)
         if isinstance(original, tf.IndexedSlices):
             value = tf.IndexedSlices(value, original.indices, original.dense_shape)
         results.append(value)

@@ -1,7 +1,7 @@
-"""The gradients of collectives, whoever takes part.
+"""Gradients of collectives, for any kind of rank.
 
-Rank k puts in x_k and goes on with y_k to a loss J_k of its own; the gradient is that of Σ_j J_j,
-and so its backward pass is a collective too, in which every rank takes part.
+Rank k contributes x_k, receives y_k and computes its own loss J_k. The gradient is that of Σ_j J_j,
+so the backward pass is a collective too, in which every rank participates.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from tfparallel.collectives.custom_gradient import call_with_gradient
 
 
 class Ranks(Protocol):
-    """Those that take part in a collective, as one of them sees them.
+    """The participants of a collective, seen from one rank.
 
     Attributes:
-        rank: This one's index; a tensor in a replica.
+        rank: Index of this rank; a tensor in a replica.
         num_ranks: N, a Python integer.
     """
 
@@ -24,10 +24,10 @@ class Ranks(Protocol):
     num_ranks: int
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str) -> Sequence[tf.Tensor]:
-        """Returns the "sum", "max" or "min" of each tensor over the ranks, to no tape."""
+        """Returns the "sum", "max" or "min" of each tensor over the ranks, without a gradient."""
 
     def all_gather(self, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns the joined rows and each rank's number of rows, to no tape."""
+        """Returns the concatenated rows and the rows per rank, without a gradient."""
 
 
 def all_reduce(
@@ -36,40 +36,40 @@ def all_reduce(
     op: str = "sum",
     ties: Sequence[tf.Tensor | float] | None = None,
 ) -> list[tf.Tensor]:
-    """Reduces each tensor over the ranks; all of them receive the result.
+    """Reduces each tensor over the ranks; every rank receives the result.
 
         sum:   y = Σ_k x_k,     ∂J/∂x_k = Σ_j ∂J_j/∂y
         max:   y = max_k x_k,   ∂J/∂x_k = n_k [x_k = y] / Σ_j n_j [x_j = y] · Σ_j ∂J_j/∂y
 
-    If x_k is the largest of some values, n_k of them are: all that tie share the gradient, whoever
-    has them.
+    x_k may itself be the maximum of several values, n_k of which are equal to it: all tied values
+    share the gradient, on whichever rank they are.
 
     Args:
-        ranks: Those that take part.
+        ranks: The participants.
         tensors: x_k, of the same shapes and dtypes on each rank.
         op: `"sum"`, `"max"` or `"min"`.
-        ties: n_k for each tensor, as `number_of_ties` tells it. None: 1.
+        ties: n_k for each tensor, from `number_of_ties`. None means 1.
 
     Returns:
         y for each tensor.
     """
 
-    def forward(*own):
-        results = ranks.all_reduce(own, op)
+    def forward(*inputs):
+        results = ranks.all_reduce(inputs, op)
 
         def backward(*upstream):
             present = [i for i, dy in enumerate(upstream) if dy is not None]
             totals = all_reduce(ranks, [upstream[i] for i in present])
             if op != "sum":
                 reached = [
-                    tf.cast(own[i] == results[i], own[i].dtype)
-                    * tf.cast(1 if ties is None else ties[i], own[i].dtype)
+                    tf.cast(inputs[i] == results[i], inputs[i].dtype)
+                    * tf.cast(1 if ties is None else ties[i], inputs[i].dtype)
                     for i in present
                 ]
                 everywhere = ranks.all_reduce(reached, "sum")
                 shares = [r / n for r, n in zip(reached, everywhere, strict=True)]
                 totals = [share * dy for share, dy in zip(shares, totals, strict=True)]
-            gradients: list = [None] * len(own)
+            gradients: list = [None] * len(inputs)
             for i, total in zip(present, totals, strict=True):
                 gradients[i] = total
             return gradients
@@ -80,13 +80,13 @@ def all_reduce(
 
 
 def number_of_ties(tensor: tf.Tensor) -> tf.Tensor | float:
-    """How often an extreme is there among the values that it is of, which share its gradient.
+    """Counts the values that tie for the maximum or minimum that `tensor` was reduced to.
 
     Returns:
-        The number; 1 if the tensor is no extreme, or nothing tells, as in an eager step.
+        The count; 1 if the tensor is not such a reduction, or its origin is unknown (eager mode).
     """
     if not tf.is_symbolic_tensor(tensor):
-        return 1.0  # Where it comes from is not known.
+        return 1.0
     op = tensor.op
     while op.type == "Identity":
         op = op.inputs[0].op
@@ -99,20 +99,20 @@ def number_of_ties(tensor: tf.Tensor) -> tf.Tensor | float:
 
 
 def all_gather(ranks: Ranks, tensor: tf.Tensor) -> tf.Tensor:
-    """Joins the ranks' rows in the order of the ranks: y = (x_0; …; x_N-1).
+    """Concatenates the ranks' rows in rank order: y = (x_0; …; x_N-1).
 
-    With rows(k) the place of x_k in y, ∂J/∂x_k = (Σ_j ∂J_j/∂y)[rows(k)].
+    With rows(k) the rows of y that hold x_k, ∂J/∂x_k = (Σ_j ∂J_j/∂y)[rows(k)].
 
     Args:
-        ranks: Those that take part.
+        ranks: The participants.
         tensor: x_k, shape `(rows, …)`; `rows` may differ between ranks.
 
     Returns:
         Shape `(Σ rows, …)`, equal on all ranks.
     """
 
-    def forward(own):
-        joined, counts = ranks.all_gather(own)
+    def forward(rows):
+        joined, counts = ranks.all_gather(rows)
 
         def backward(upstream):
             (total,) = all_reduce(ranks, [upstream])

@@ -1,8 +1,8 @@
-"""Keeps what large buffers leave behind, for the next ones.
+"""Lets glibc reuse the memory of freed buffers.
 
-glibc gives a large buffer back to the kernel when it is freed, and faults the next one in page by
-page: at every step, for every collective. `tfparallel launch` says otherwise in the environment of
-its workers; a worker that something else has started says it here.
+By default glibc returns a large buffer to the kernel when it is freed, and faults in the next one
+page by page: at every step, for every collective. `tfparallel launch` changes that through the
+environment of its workers; this module does it for workers started by other launchers.
 """
 
 import ctypes
@@ -14,15 +14,15 @@ _SETTINGS = ((-1, 2**31 - 1), (-2, 2**28), (-4, 0))
 
 
 def keep_freed_memory() -> bool:
-    """Has glibc keep freed memory, unless the environment says what to do.
+    """Makes glibc keep freed memory, unless the environment configures malloc.
 
     Returns:
-        Whether it was told.
+        Whether the settings were applied.
     """
     if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
         return False
     try:
-        tell = ctypes.CDLL(None).mallopt
+        mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:  # Another C library.
         return False
-    return all([tell(name, value) for name, value in _SETTINGS])
+    return all([mallopt(name, value) for name, value in _SETTINGS])

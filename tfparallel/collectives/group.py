@@ -1,4 +1,4 @@
-"""Who takes part in a collective, by where it is called; `ops.py` has the table."""
+"""Finds the participants of a collective from its call site; `ops.py` has the table."""
 
 import hashlib
 import sys
@@ -13,7 +13,7 @@ from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.traffic import ROWS
 from tfparallel.seams.keras import COMPILE_MODULE, LAYER_MODULE, TRAINER_MODULE
 
-# A layer, and the first look that the trainer takes at losses and metrics.
+# A layer call, and the trainer's symbolic build of losses and metrics.
 _KERAS = {
     (LAYER_MODULE, "__call__"),
     (COMPILE_MODULE, "_symbolic_build"),
@@ -21,7 +21,7 @@ _KERAS = {
 
 
 class Nobody:
-    """The ranks of a collective in which nobody else takes part."""
+    """A single rank: the collective has no other participant."""
 
     rank = 0
     num_ranks = 1
@@ -39,8 +39,8 @@ class Workers:
         return self.group.all_reduce(tensors, op)
 
     def all_gather(self, tensor):
-        own = tf.reshape(tf.shape(tensor)[0], [1])
-        counts = self.group.all_gather([own], [1] * self.num_ranks)[0]
+        num_rows = tf.reshape(tf.shape(tensor)[0], [1])
+        counts = self.group.all_gather([num_rows], [1] * self.num_ranks)[0]
         (joined,) = self.group.all_gather([tensor], tf.unstack(counts, num=self.num_ranks), ROWS)
         return joined, counts
 
@@ -50,7 +50,7 @@ class Workers:
     def compare_notes(self, note: str) -> None:
         """Raises unless every worker is about to make the same call."""
         digest = int.from_bytes(hashlib.blake2b(note.encode(), digest_size=7).digest())
-        # The largest and the smallest, in the cheapest collective that there is.
+        # One "max" of two integers yields both the maximum and the minimum.
         both = tf.constant([digest, -digest], tf.int64)
         largest, minus_smallest = self.group.all_reduce([both], "max")[0].numpy()
         if largest == -minus_smallest:
@@ -65,10 +65,10 @@ class Workers:
 
 
 def find() -> Replicas | Workers | Nobody:
-    """Finds out who takes part in a collective that is called here.
+    """Returns the participants of a collective called at this point of the program.
 
     Raises:
-        RuntimeError: In a job whose workers no strategy has joined yet.
+        RuntimeError: In a multi-worker job, before a strategy has connected the workers.
     """
     if tf.distribute.has_strategy():
         strategy = tf.distribute.get_strategy()
@@ -95,7 +95,8 @@ def find() -> Replicas | Workers | Nobody:
 def workers_of(model: keras.Model) -> ProcessGroup | None:
     """Returns the workers that train a model together; None if one process does.
 
-    A mesh of workers has a strategy that Keras does not know of: its steps are not the strategy's.
+    A mesh of workers keeps its strategy in `model.strategy`, hidden from Keras, whose own steps it
+    must not run.
     """
     for strategy in (getattr(model, "strategy", None), model.distribute_strategy):
         workers = getattr(strategy, "workers", None)
@@ -105,11 +106,11 @@ def workers_of(model: keras.Model) -> ProcessGroup | None:
 
 
 def _is_called_by_keras() -> bool:
-    """Whether a layer, or a step of Keras's trainer, is what calls; but not a callback.
+    """Whether the caller is a layer or a step of Keras's trainer; False in a callback.
 
     A collective in a user's loss runs on all workers when the user calls the loss, and on none when
-    Keras does, to infer shapes say. Nothing but the stack tells the two apart. Rests on the names
-    of Keras's modules; `tests/workers/test_collectives.py` fails when they move.
+    Keras does, for instance to infer shapes. Only the stack can tell the two apart. This relies on
+    the names of Keras's modules; `tests/workers/test_collectives.py` fails if they change.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -117,7 +118,7 @@ def _is_called_by_keras() -> bool:
         if (module, frame.f_code.co_name) in _KERAS:
             return True
         if module == TRAINER_MODULE:
-            # `fit` and its kin call callbacks; what they call for each batch is a function within.
+            # `fit` itself calls the callbacks; each batch runs in a function nested in it.
             return frame.f_code.co_name not in ("fit", "evaluate", "predict")
         frame = frame.f_back
     return False

@@ -1,8 +1,8 @@
 """Collectives between the replicas of `strategy.run`, with gradients.
 
-TensorFlow's own `ReplicaContext.all_reduce` keeps the context of the forward pass for its
-gradient, and so refuses a backward pass that is another `strategy.run`. These take the context of
-the moment.
+The gradient of TensorFlow's `ReplicaContext.all_reduce` reuses the context of the forward pass, and
+therefore fails if the backward pass runs in another `strategy.run`. These functions use the context
+that is current when they run.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class Replicas:
 
     def __init__(self):
         context = tf.distribute.get_replica_context()
-        # In a program `num_replicas_in_sync` is 1, for Keras's sake.
+        # In a program `num_replicas_in_sync` is 1, as Keras requires.
         strategy = context.strategy
         self.num_ranks = getattr(strategy, "num_replicas", strategy.num_replicas_in_sync)
         self.rank = context.replica_id_in_sync_group
@@ -28,30 +28,30 @@ class Replicas:
         # Not `context.all_reduce`, which is a `tf.custom_gradient`.
         combine = {
             "sum": tf.add_n,
-            "max": lambda own: tf.reduce_max(tf.stack(own), 0),
-            "min": lambda own: tf.reduce_min(tf.stack(own), 0),
+            "max": lambda copies: tf.reduce_max(tf.stack(copies), 0),
+            "min": lambda copies: tf.reduce_min(tf.stack(copies), 0),
         }[op]
         strategy = tf.distribute.get_strategy()
         is_program = getattr(strategy, "program_is_running", False)
         if is_program and strategy.workers is None:
-            return [combine(own) for own in of_all_here(tensors)]
+            return [combine(copies) for copies in of_all_here(tensors)]
 
         def reduce(strategy, *values):
             transport = getattr(getattr(strategy, "workers", None), "transport", "ring")
             if op == "sum" and transport.startswith("ring") and not is_program:
-                # In a custom loop, TensorFlow's own collectives.
+                # A custom loop uses TensorFlow's own collectives.
                 return strategy.extended.batch_reduce_to(
                     tf.distribute.ReduceOp.SUM, [(value, value) for value in values]
                 )
             parts = [strategy.experimental_local_results(value) for value in values]
             workers = _workers(strategy, len(parts[0]))
-            reduced = [combine(own) for own in parts]
+            reduced = [combine(copies) for copies in parts]
             return reduced if workers is None else workers.all_reduce(reduced, op)
 
         return tf.distribute.get_replica_context().merge_call(reduce, args=_apart(tensors))
 
     def own_rows(self, tensor: tf.Tensor) -> tf.Tensor:
-        """The rows that are to be joined: all, but for the dummy row of an idle replica."""
+        """Returns the rows to gather: all of them, minus the dummy row of an idle replica."""
         shard = shards.current()
         return tensor if shard is None else shard.without_dummy_row(tensor)
 
@@ -63,18 +63,18 @@ class Replicas:
 
 
 def _apart(tensors):
-    """A tensor of each replica's own: one that all give, `merge_call` would hand on once."""
+    """Gives each replica its own tensors; `merge_call` would pass a shared one only once."""
     return tuple(map(tf.identity, tensors))
 
 
 def of_all_here(tensors: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
-    """Of each tensor, what all replicas of this process have, in their order; each gets it."""
+    """Returns, for each tensor, its values on all replicas of this process, in replica order."""
 
     def hand_out(strategy, *values):
         return tuple(tuple(strategy.experimental_local_results(value)) for value in values)
 
-    found = tf.distribute.get_replica_context().merge_call(hand_out, args=_apart(tensors))
-    return [list(each) for each in found]
+    by_tensor = tf.distribute.get_replica_context().merge_call(hand_out, args=_apart(tensors))
+    return [list(each) for each in by_tensor]
 
 
 def all_reduce(tensor: tf.Tensor) -> tf.Tensor:
@@ -83,20 +83,20 @@ def all_reduce(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def all_gather(tensor: tf.Tensor) -> tf.Tensor:
-    """Joins the replicas' rows; see `differentiable.all_gather`. A dummy row is left out."""
+    """Concatenates the replicas' rows, without dummy rows; see `differentiable.all_gather`."""
     ranks = Replicas()
     return differentiable.all_gather(ranks, ranks.own_rows(tf.convert_to_tensor(tensor)))
 
 
 def join_rows(strategy, rows) -> tuple[tf.Tensor, tf.Tensor]:
-    """Joins the rows of all replicas, of all workers, outside a replica.
+    """Concatenates the rows of all replicas of all workers, in the cross-replica context.
 
     Args:
-        strategy: The strategy that is running.
+        strategy: The running strategy.
         rows: One tensor of shape `(n_k, …)` for each replica of this worker.
 
     Returns:
-        The joined rows, shape `(Σ n_k, …)`, and the numbers n_k, shape `(num_replicas,)`.
+        The rows, shape `(Σ n_k, …)`, and the counts n_k, shape `(num_replicas,)`.
     """
     joined, counts = tf.concat(rows, 0), tf.stack([tf.shape(part)[0] for part in rows])
     workers = _workers(strategy, len(rows))
@@ -110,7 +110,7 @@ def join_rows(strategy, rows) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def _workers(strategy, num_local_replicas):
-    """What joins the workers of the strategy that is running; None for one."""
+    """Returns the `ProcessGroup` of the running strategy; None for a single worker."""
     workers = getattr(strategy, "workers", None)
     if workers is None and strategy.num_replicas_in_sync > num_local_replicas:
         raise RuntimeError(

@@ -1,19 +1,19 @@
-"""Sparse gradients of the parts of a batch, joined into that of the whole.
+"""Combines the sparse gradients of the pieces of a batch into that of the whole batch.
 
-Keras squares the slices of a sparse gradient as they come, so it matters whether an index that two
-parts have becomes one slice or two. A weight's gradient has the slices of each of its readings, and
-of a reading the whole batch's gradient has
+Keras squares the slices of a sparse gradient one by one, so it matters whether an index that occurs
+in two pieces becomes one slice or two. The gradient of a weight holds the slices of each of its
+lookups ("readings"). For one lookup, the gradient of the whole batch has
 
-* "rows": a slice for each id in its rows, repeated or not, where an `Embedding` is read with what
-  the batch holds. Those of the parts are laid end to end;
-* "once": a slice for each index, once a batch, where it is read with indices that no row decides: a
-  position embedding read with 0 … T−1. All parts have the same indices, and slices are added place
-  by place;
-* "distinct": a slice for each feature that the batch holds, where a sparse tensor multiplies a
-  kernel (`tf.nn.embedding_lookup_sparse` looks every feature up once). Those of an index are added.
+* "rows": one slice for each id in the rows, repeated or not. This is an `Embedding` of ids from the
+  batch; the slices of the pieces are concatenated;
+* "once": one slice for each index, once per batch, if the indices do not depend on the rows: a
+  position embedding of 0 … T−1. All pieces have the same indices, and their slices are added
+  elementwise;
+* "distinct": one slice for each feature in the batch, if a sparse tensor multiplies a kernel
+  (`tf.nn.embedding_lookup_sparse` looks up every feature once). Slices of equal index are added.
 
-Which it is, a graph tells, by the operations that made the indices (`data/provenance.py`). Of an
-eager step a trace of the same call tells (`kinds_of`).
+In a graph, the operations that produced the indices determine the kind (`data/provenance.py`). For
+an eager step, a trace of the same call does (`kinds_of`).
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ _UNIQUE = ("Unique", "UniqueV2", "UniqueWithCounts")
 
 
 class Reading(NamedTuple):
-    """What one reading of a weight adds to its gradient.
+    """The contribution of one lookup of a weight to its gradient.
 
     Attributes:
         values: Slices, shape `(n, …)`.
@@ -48,14 +48,14 @@ class Reading(NamedTuple):
 
 
 def readings(slices: tf.IndexedSlices, kinds: Sequence[str] | None = None) -> list[Reading]:
-    """Takes a sparse gradient apart.
+    """Splits a sparse gradient into its lookups.
 
     Args:
-        slices: The gradient of a weight, in a part of the batch.
-        kinds: The kind of each reading, where no graph tells: of an eager step.
+        slices: The gradient of a weight, for one piece of the batch.
+        kinds: The kind of each lookup, for an eager step, where there is no graph to inspect.
 
     Raises:
-        ValueError: If readings of several kinds cannot be told apart.
+        ValueError: If lookups of several kinds cannot be separated.
     """
     if tf.is_symbolic_tensor(slices.indices):
         return [
@@ -74,16 +74,16 @@ def readings(slices: tf.IndexedSlices, kinds: Sequence[str] | None = None) -> li
 
 
 def joined(parts: Sequence[tf.IndexedSlices], kinds: Sequence[str] | None = None) -> list[Reading]:
-    """Returns the readings of the whole batch, of the gradients of its parts, in order.
+    """Combines the gradients of the pieces, in order, into the lookups of the whole batch.
 
-    `together` makes a gradient of them; `kinds` is as for `readings`.
+    `together` turns the lookups into a gradient; `kinds` is as for `readings`.
     """
     by_part = [readings(part, kinds) for part in parts]
     return [_joined(same) for same in zip(*by_part, strict=True)]
 
 
 def together(by_reading: Sequence[Reading], dense_shape) -> tf.IndexedSlices:
-    """Makes a sparse gradient of its readings, laid end to end as a tape lays them."""
+    """Concatenates lookups into a sparse gradient, as a tape does."""
     if len(by_reading) == 1:
         (only,) = by_reading
         return tf.IndexedSlices(only.values, only.indices, dense_shape)
@@ -95,7 +95,7 @@ def together(by_reading: Sequence[Reading], dense_shape) -> tf.IndexedSlices:
 
 
 def merged(reading: Reading) -> Reading:
-    """Adds the slices of each index, where a reading has one of each; else returns it as it is."""
+    """Adds the slices of equal index of a `DISTINCT` lookup; returns other kinds unchanged."""
     if reading.kind != DISTINCT:
         return reading
     indices, place = tf.unique(reading.indices)
@@ -106,67 +106,67 @@ def merged(reading: Reading) -> Reading:
 def kinds_of(
     call: Callable, arguments, weights: Sequence[tf.Variable | keras.Variable]
 ) -> list:
-    """Traces a call, forward and backward, and looks at the gradients; none of it is run.
+    """Traces a call forward and backward, without running it, and inspects the gradients.
 
     Args:
         call: Takes `arguments`, returns tensors.
-        arguments: A nested structure; tensors and arrays in it have the batch axis 0.
-        weights: What is trained. In place of Keras's variables, of which replicas have shares, the
-            trace reads zeros.
+        arguments: A nested structure; axis 0 of its tensors and arrays is the batch.
+        weights: The trainable weights. Keras variables are sharded over the replicas; the trace
+            reads zeros in their place.
 
     Returns:
-        For each weight the kinds of its readings; None where its gradient is dense, or none. For a
-        variable of Keras's such an answer for each time that it is read.
+        For each weight the kinds of its lookups; None if its gradient is dense or missing. For a
+        Keras variable, a list with one such value for each read.
 
     Raises:
         ValueError: If the call cannot be traced.
     """
     leaves = [_as_tensor(leaf) for leaf in keras.tree.flatten(arguments)]
     places = [i for i, leaf in enumerate(leaves) if tf.is_tensor(leaf) and leaf.shape.rank != 0]
-    found: list = []
+    kinds: list = []
 
     @tf.function(autograph=False)
     def trace(*tensors):
-        own = list(leaves)
+        inputs = list(leaves)
         for place, tensor in zip(places, tensors, strict=True):
-            own[place] = tensor
+            inputs[place] = tensor
         with traced_apart(), tf.GradientTape() as tape:
             zeros = _Zeros(tape)
             with within(gathers=zeros):
-                outputs = keras.tree.flatten(call(keras.tree.pack_sequence_as(arguments, own)))
+                outputs = keras.tree.flatten(call(keras.tree.pack_sequence_as(arguments, inputs)))
             targets = [each for each in outputs if is_differentiable(each)]
-        read = [zeros.given(w) if isinstance(w, keras.Variable) else w for w in weights]
+        read = [zeros.reads_of(w) if isinstance(w, keras.Variable) else w for w in weights]
         for gradient in tape.gradient(targets, read):
             is_of_shares = isinstance(gradient, list)
-            found.append(list(map(_kinds, gradient)) if is_of_shares else _kinds(gradient))
+            kinds.append(list(map(_kinds, gradient)) if is_of_shares else _kinds(gradient))
 
     try:
         trace.get_concrete_function(*[_of_any_batch(leaves[place]) for place in places])
-    except Exception as error:  # Whatever the user's layer raises where it is traced.
+    except Exception as error:  # Tracing runs the user's layers, which may raise anything.
         raise ValueError(
             "A sparse gradient of an eager step is joined as a trace of the step says, and the "
             f"step cannot be traced. Received: run_eagerly=True, {type(error).__name__}: {error}. "
             "Make the layers traceable, or train on one device."
         ) from error
-    return found
+    return kinds
 
 
 class _Zeros:
-    """Stands for gathers in a trace that is not run: `tfparallel.replication.gathers.Gathers`."""
+    """Replaces `tfparallel.replication.gathers.Gathers` in a trace that is not run."""
 
     def __init__(self, tape: tf.GradientTape):
         self._tape = tape
-        self._given: dict[int, list[tf.Tensor]] = {}
+        self._reads: dict[int, list[tf.Tensor]] = {}
 
     def read(self, variable: keras.Variable) -> tf.Tensor:
         zeros = tf.zeros(variable.shape, keras.backend.standardize_dtype(variable.dtype))
         self._tape.watch(zeros)
-        self._given.setdefault(id(variable), []).append(zeros)
+        self._reads.setdefault(id(variable), []).append(zeros)
         return zeros
 
-    def given(self, variable: keras.Variable) -> list[tf.Tensor]:
-        """What stood for a variable, each time that it was read."""
-        return self._given.get(id(variable), [])
+    def reads_of(self, variable: keras.Variable) -> list[tf.Tensor]:
+        """Returns the zeros that replaced a variable, one for each read."""
+        return self._reads.get(id(variable), [])
 
 
 def _kinds(gradient) -> tuple[str, ...] | None:
@@ -176,7 +176,7 @@ def _kinds(gradient) -> tuple[str, ...] | None:
 
 
 def _joined(same: Sequence[Reading]) -> Reading:
-    """One reading of the whole batch, of what its parts have of it."""
+    """Combines the same lookup of all pieces into that of the whole batch."""
     if len(same) == 1:
         return same[0]
     first = same[0]
@@ -188,7 +188,7 @@ def _joined(same: Sequence[Reading]) -> Reading:
 
 
 def _split(values: tf.Tensor, indices: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
-    """The readings that a tape has laid end to end."""
+    """Splits slices that a tape has concatenated into one pair for each lookup."""
     values_maker, indices_maker = _unwrapped(values), _unwrapped(indices)
     if values_maker.type != "ConcatV2" or indices_maker.type != "ConcatV2":
         return [(values, indices)]
@@ -197,7 +197,7 @@ def _split(values: tf.Tensor, indices: tf.Tensor) -> list[tuple[tf.Tensor, tf.Te
     if len(all_values) != len(all_indices):
         return [(values, indices)]
     pairs = zip(all_values, all_indices, strict=True)
-    return [found for pair in pairs for found in _split(*pair)]
+    return [lookup for pair in pairs for lookup in _split(*pair)]
 
 
 def _unwrapped(tensor: tf.Tensor) -> tf.Operation:
@@ -212,7 +212,7 @@ def _kind(values: tf.Tensor, indices: tf.Tensor) -> str:
     if maker.type in _UNIQUE:
         return DISTINCT
     if maker.type == provenance.maker_of(values, _HANDED_ON).type == "ConcatV2":
-        # Laid end to end within a `tf.function`, out of which no part of them comes.
+        # Concatenated inside a `tf.function`, which returns only the result.
         *parts, _ = provenance.inputs_made_of(indices, _HANDED_ON)
         if len({bool(part) for part in parts}) > 1:
             raise ValueError(
@@ -226,12 +226,12 @@ def _kind(values: tf.Tensor, indices: tf.Tensor) -> str:
 
 
 def _as_tensor(leaf):
-    """An array would be a constant of the trace, and what is read with it read once a batch."""
+    """Converts arrays: as constants of the trace, they would look like indices of kind `ONCE`."""
     return tf.convert_to_tensor(leaf) if hasattr(leaf, "__array_interface__") else leaf
 
 
 def _of_any_batch(tensor):
-    """The tensor's type, of batches of any size."""
+    """Returns the type spec of the tensor, for any batch size."""
     spec = tf.type_spec_from_value(tensor)
     if isinstance(spec, tf.RaggedTensorSpec):
         shape = [None, *spec.shape[1:]]

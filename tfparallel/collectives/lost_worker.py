@@ -1,4 +1,4 @@
-"""What is raised when a worker of the job is lost, and which it was."""
+"""The error raised when a worker of the job is lost, with the worker's index."""
 
 import contextlib
 import re
@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfparallel.collectives.process_group import ProcessGroup
 
-# What TensorFlow says of a worker that is lost, and of why it is.
+# TensorFlow's messages about a lost worker, and about the reason.
 _LOST = (
     re.compile(r"remote target /job:\w+/replica:\d+/task:(\d+)"),
     re.compile(r"\(stopped sending heartbeats\):\s+/job:\S+/task:(\d+)"),
@@ -18,7 +18,7 @@ _REASON = (
     re.compile(r"(stopped sending heartbeats)"),
     re.compile(r"Collective ops is aborted by: ([^\n]*)"),
 )
-# A deadline has this line. Worker 0 takes the heartbeats of all.
+# A missed deadline contains this line. Worker 0 receives all heartbeats.
 _NO_ANSWER = "\nRPC: /tensorflow.CoordinationService/Heartbeat"
 
 
@@ -26,7 +26,7 @@ class WorkerLostError(RuntimeError):
     """Another worker of the job has ended; no collective can run in this process any more.
 
     Attributes:
-        worker: The index of the worker that was lost; None if that is not known.
+        worker: The index of the lost worker; None if unknown.
     """
 
     def __init__(self, message: str, worker: int | None = None):
@@ -35,7 +35,7 @@ class WorkerLostError(RuntimeError):
 
 
 def lost_error(worker: int | None, reason: str) -> WorkerLostError:
-    """Returns the error for a worker that has ended or is out of reach, and what was received."""
+    """Returns the error for a worker that has ended or is unreachable, with the reason."""
     lost = "another worker" if worker is None else f"worker {worker}"
     return WorkerLostError(
         f"The connection to {lost} was lost: it has ended, or the network between the two. "
@@ -49,14 +49,14 @@ def lost_error(worker: int | None, reason: str) -> WorkerLostError:
 
 @contextlib.contextmanager
 def naming_lost_worker() -> Iterator[None]:
-    """Turns what TensorFlow says when a peer has ended, screens of it, into `WorkerLostError`."""
+    """Converts TensorFlow's long error about a lost peer into a `WorkerLostError`."""
     ProcessGroup.failure = None
     try:
         yield
     except tf.errors.OpError as error:
         if ProcessGroup.failure is not None:
             raise ProcessGroup.failure from None
-        # Behind a link cut one way the heartbeat is sent, and its answer does not come.
+        # If the link is cut in one direction, the heartbeat is sent but its reply never arrives.
         is_deadline = isinstance(error, tf.errors.DeadlineExceededError)
         if is_deadline and _NO_ANSWER in error.message:
             worker, reason = 0, "no answer to a heartbeat"
@@ -70,5 +70,5 @@ def naming_lost_worker() -> Iterator[None]:
 
 
 def _first(patterns: Sequence[re.Pattern], text: str) -> str | None:
-    """What the first pattern that is in a text finds there."""
-    return next((found[1] for pattern in patterns if (found := pattern.search(text))), None)
+    """Returns the group of the first pattern that matches."""
+    return next((match[1] for pattern in patterns if (match := pattern.search(text))), None)

@@ -1,7 +1,7 @@
-"""Whether NCCL can join GPUs: each needs to be whole, and no other rank's.
+"""Decides whether NCCL can connect GPUs: each rank needs a whole GPU of its own.
 
-NCCL refuses two ranks on one GPU, when the first collective runs; here it is known before. Halves
-of a GPU (`split_gpu`) and processes that share one are joined as CPUs are.
+NCCL rejects two ranks on one GPU only when the first collective runs; this check comes earlier.
+Parts of a GPU (`split_gpu`) and processes that share one are connected like CPUs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from tfparallel import devices as device_lib
 
 
 def refusal(devices: Sequence[str]) -> str:
-    """Returns why NCCL cannot join devices of this process; nothing if it can."""
+    """Returns why NCCL cannot connect devices of this process; "" if it can."""
     for name in devices:
         if reason := _reason(name):
             return reason
@@ -19,7 +19,7 @@ def refusal(devices: Sequence[str]) -> str:
 
 
 def offer(device: str) -> dict[str, str]:
-    """Returns what a worker tells the others of its device, as JSON holds it."""
+    """Returns a JSON description of this worker's device, for the other workers."""
     if reason := _reason(device):
         return {"device": device_lib.canonical(device), "reason": reason}
     index = device_lib.whole_gpu(device)
@@ -27,7 +27,7 @@ def offer(device: str) -> dict[str, str]:
 
 
 def refusal_between(offers: Sequence[Mapping[str, str]]) -> str:
-    """Returns why NCCL cannot join workers, by their offers; nothing if it can."""
+    """Returns why NCCL cannot connect workers, from their offers; "" if it can."""
     users: dict[str, int] = {}
     for worker, theirs in enumerate(offers):
         if theirs.get("reason"):

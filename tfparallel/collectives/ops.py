@@ -1,24 +1,24 @@
-"""Collectives for users: among replicas, among workers, or with nobody, by where they are called.
+"""Collectives for users; where a call is made decides which replicas or workers participate.
 
-| called | takes part | a value is |
+| called | participants | a value is |
 | --- | --- | --- |
 | in a replica: in a function that `strategy.run` runs, or in a layer while Keras trains or \
 predicts under a strategy of this package | every replica of every worker | the replica's own |
-| outside, eagerly or in a `tf.function`, once `tfparallel.MultiWorkerMirroredStrategy` is there; \
-in a callback, too | every worker | the worker's own |
+| outside a replica, eagerly, in a `tf.function` or in a callback, once \
+`tfparallel.MultiWorkerMirroredStrategy` exists | every worker | the worker's own |
 | by Keras outside a replica: in a loss, a metric, a `train_step`; in a layer that is called \
-directly | nobody else | the global batch's, already |
-| in a process that is part of no job | nobody else | all there is |
+directly | this process alone | already that of the global batch |
+| in a process that belongs to no job | this process alone | the only one |
 
-With nobody else a sum is its only term, and what is joined is its only part. The calls that take
-part in a collective must come in the same order everywhere. All of them have gradients (see
-`tfparallel.collectives.differentiable`), whose backward passes are collectives themselves.
+With a single participant, every collective returns its input. All participants must make the same
+calls in the same order. Every collective has a gradient (see
+`tfparallel.collectives.differentiable`), whose backward pass is itself a collective.
 
 A value is a tensor, a variable, a NumPy array or a Python number (which keeps its 64 bits), or a
-nested structure of them, as in `tf.nest`; the result has the same structure, in tensors. Before an
-eager collective between workers, they compare notes on what each is about to send, in a reduction
-of two integers: other shapes, dtypes or calls are an error that names the workers, not a hang. In a
-`tf.function` nothing is compared; TensorFlow raises for other shapes, if not as clearly.
+nested structure of them, as in `tf.nest`; the result is tensors in the same structure. Before an
+eager collective, the workers compare what they are about to send, in a reduction of two integers: a
+mismatch in call, shape or dtype raises an error that names the workers, instead of hanging. Inside
+a `tf.function` nothing is compared; TensorFlow reports different shapes, though less clearly.
 """
 
 from typing import Any
@@ -36,59 +36,59 @@ from tfparallel.collectives.validate import agreed
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.judge.propagation import exchanged, is_judging
 
-# Anything made of tensors: `tf.nest` knows how.
+# Any structure that `tf.nest` can flatten into tensors.
 Value = Any
 
 
 def all_reduce(value: Value, op: str = "sum") -> Value:
-    """Sums a value over all that take part; each of them receives the result.
+    """Reduces a value over all participants; each of them receives the result.
 
     Args:
-        value: Of the same shape and dtype everywhere.
-        op: `"sum"`, `"mean"`, `"max"` or `"min"`. The mean of integers is a float64. Truth values
-            have a "max", whether any is true, and a "min", whether all are.
+        value: The value to reduce; same shape and dtype on every participant.
+        op: `"sum"`, `"mean"`, `"max"` or `"min"`. The mean of integers is a float64. For booleans,
+            `"max"` is "any" and `"min"` is "all".
 
     Returns:
-        The result, of the structure and shapes of `value`. In a layer that Keras trains, a replica
-        without examples takes part and adds nothing.
+        The result, in the structure and shapes of `value`. In a layer that Keras trains, a replica
+        without examples participates and contributes nothing.
 
     Raises:
-        ValueError: For another `op`, a dtype that it does not have, or if the workers' values
+        ValueError: If `op` is unknown or does not support the dtype, or if the workers' values
             differ in structure, shape or dtype.
-        RuntimeError: In a job whose workers no strategy has joined yet.
+        RuntimeError: In a multi-worker job, before a strategy has connected the workers.
 
     Example:
         >>> logs = tfparallel.all_reduce({"loss": 0.5, "seconds": 2.0}, op="mean")
-        >>> float(logs["loss"])  # Of one process: its own.
+        >>> float(logs["loss"])  # A single process gets its own value back.
         0.5
     """
     ranks, tensors = agreed("all_reduce", value, op=op)
     if is_judging():
-        own = map(_of_fractions, tensors) if op == "mean" else tensors
-        return tf.nest.pack_sequence_as(value, [exchanged(each, op) for each in own])
+        terms = map(_of_fractions, tensors) if op == "mean" else tensors
+        return tf.nest.pack_sequence_as(value, [exchanged(each, op) for each in terms])
     return tf.nest.pack_sequence_as(value, _reduce(ranks, tensors, op))
 
 
 def all_gather(value: Value) -> Value:
-    """Joins the values of all that take part along axis 0, in the order of their indices.
+    """Concatenates the values of all participants along axis 0, in rank order.
 
-    For losses that compare examples across the global batch (contrastive ones), for predictions
-    and for metrics that no sum can hold.
+    Use it for losses that compare examples across the global batch (contrastive losses), for
+    predictions, and for metrics that are not sums.
 
     Args:
         value: Tensors of shape `(rows, …)`; `rows` may differ. A scalar is one row.
 
     Returns:
-        Tensors of shape `(Σ rows, …)`, equal everywhere.
+        Tensors of shape `(Σ rows, …)`, equal on every participant.
 
     Raises:
         ValueError: For a dtype that cannot be sent, or if the workers' values differ in structure,
-            dtype or shape behind axis 0.
-        RuntimeError: In a job whose workers no strategy has joined yet.
+            dtype or shape beyond axis 0.
+        RuntimeError: In a multi-worker job, before a strategy has connected the workers.
 
     Example:
         >>> strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
-        >>> def contrast(rows):  # In a replica: with the rows of the others.
+        >>> def contrast(rows):  # In a replica: sees the rows of all replicas.
         ...     return tf.shape(tfparallel.all_gather(rows))
         >>> strategy.run(contrast, [tf.ones((2, 8))]).values[0].numpy()
         array([4, 8], dtype=int32)
@@ -100,21 +100,22 @@ def all_gather(value: Value) -> Value:
 
 
 def gather(value: Value, root: int = 0) -> Value:
-    """Joins the values of all that take part along axis 0, for one of them.
+    """Concatenates the values of all participants along axis 0, on the root only.
 
-    It costs what `all_gather` costs; what it saves is the memory of the others.
+    It takes as long as `all_gather`, but saves memory on the other participants.
 
     Args:
         value: As for `all_gather`.
-        root: Who receives the result: the index of a worker or, in a replica, of a replica.
+        root: The participant that receives the result: a worker index or, in a replica, a replica
+            index.
 
     Returns:
-        On the root, tensors of shape `(Σ rows, …)`. Elsewhere, tensors of shape `(0, …)`, not
-        None: a traced function then returns the same structure wherever it runs.
+        On the root, tensors of shape `(Σ rows, …)`. Elsewhere, tensors of shape `(0, …)` rather
+        than None, so that a traced function returns the same structure everywhere.
 
     Raises:
-        ValueError: As for `all_gather`, or if there is no such root.
-        RuntimeError: In a job whose workers no strategy has joined yet.
+        ValueError: As for `all_gather`, or if `root` is out of range.
+        RuntimeError: In a multi-worker job, before a strategy has connected the workers.
 
     Example:
         >>> errors = tfparallel.gather(tf.abs(model(x) - y))
@@ -130,49 +131,49 @@ def gather(value: Value, root: int = 0) -> Value:
 
 
 def broadcast(value: Value, root: int = 0) -> Value:
-    """Returns one participant's value everywhere.
+    """Sends the root's value to every participant.
 
     Args:
-        value: Of the same shape and dtype everywhere; only the root's counts.
-        root: Whose: the index of a worker or, in a replica, of a replica.
+        value: Same shape and dtype on every participant; only the root's content is used.
+        root: The participant whose value is sent: a worker index or, in a replica, a replica index.
 
     Returns:
-        The root's value, to the last bit.
+        The root's value, bit for bit.
 
     Raises:
-        ValueError: For a dtype that cannot be sent, if there is no such root, or if the workers'
+        ValueError: For a dtype that cannot be sent, if `root` is out of range, or if the workers'
             values differ in structure, shape or dtype.
-        RuntimeError: In a job whose workers no strategy has joined yet.
+        RuntimeError: In a multi-worker job, before a strategy has connected the workers.
 
     Example:
-        >>> seed = tfparallel.broadcast(np.random.randint(1000))  # That of worker 0.
+        >>> seed = tfparallel.broadcast(np.random.randint(1000))  # The number worker 0 drew.
     """
     ranks, tensors = agreed("broadcast", value, root=root)
     if ranks.num_ranks > 1:
         is_root = tf.equal(ranks.rank, root)
-        # A sum with zeros. Negative ones: 0.0 would turn a root's -0.0 into 0.0.
+        # A sum with zeros: negative zeros, since +0.0 would turn the root's -0.0 into 0.0.
         terms = [tf.where(is_root, sent, -tf.zeros_like(sent)) for sent in map(sendable, tensors)]
         tensors = _as_sent(tensors, differentiable.all_reduce(ranks, terms))
     return tf.nest.pack_sequence_as(value, tensors)
 
 
 def reduce_scatter(value: Value, op: str = "sum") -> Value:
-    """Sums a value over all that take part; each receives its own share of the rows.
+    """Reduces a value over all participants; each receives its shard of the rows.
 
-    It costs what `all_reduce` costs; what it saves is memory.
+    It takes as long as `all_reduce`, but saves memory.
 
     Args:
-        value: Tensors of shape `(rows, …)`, the same everywhere, `rows` a multiple of the number N
-            of those that take part.
+        value: Tensors of shape `(rows, …)`, the same on every participant; `rows` must be a
+            multiple of N, the number of participants.
         op: As for `all_reduce`.
 
     Returns:
-        Tensors of shape `(rows / N, …)`: rows k·rows/N to (k+1)·rows/N of the result for the one
-        of index k.
+        Tensors of shape `(rows / N, …)`: rank k receives rows k·rows/N to (k+1)·rows/N of the
+        result.
 
     Raises:
-        ValueError: As for `all_reduce`, or if the rows do not divide.
-        RuntimeError: In a job whose workers no strategy has joined yet.
+        ValueError: As for `all_reduce`, or if N does not divide `rows`.
+        RuntimeError: In a multi-worker job, before a strategy has connected the workers.
 
     Example:
         >>> strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -191,21 +192,21 @@ def reduce_scatter(value: Value, op: str = "sum") -> Value:
 
 
 def barrier(timeout_seconds: float = 1800.0) -> None:
-    """Waits until every worker of the job has come here.
+    """Blocks until every worker of the job has reached the barrier.
 
     Args:
-        timeout_seconds: How long to wait for the others.
+        timeout_seconds: How long to wait for the other workers.
 
     Raises:
         ValueError: If `timeout_seconds` is not positive.
-        RuntimeError: If a worker did not come in time, with the names of those missing; in a
-            replica or a `tf.function`, which cannot wait; in a job whose workers no strategy has
-            joined yet.
+        RuntimeError: If a worker does not arrive in time (the error names the missing ones); in a
+            replica or a `tf.function`, which cannot wait; in a multi-worker job, before a strategy
+            has connected the workers.
 
     Example:
         >>> if tfparallel.worker_index() == 0:
         ...     model.save("model.keras")
-        >>> tfparallel.barrier()  # From here on every worker finds the file.
+        >>> tfparallel.barrier()  # From here on, every worker can read the file.
     """
     if not 0 < timeout_seconds < float("inf"):
         raise ValueError(
@@ -224,9 +225,9 @@ def barrier(timeout_seconds: float = 1800.0) -> None:
 
 
 def worker_index() -> int:
-    """Returns the index of this worker in its job; 0 is the chief, and a process that is alone.
+    """Returns the index of this worker in its job; 0 for the chief and in a single process.
 
-    Known from the start, before any strategy is made: see `tfparallel.Cluster.from_env`.
+    Available before any strategy is created: see `tfparallel.Cluster.from_env`.
 
     Returns:
         The index, from 0.
@@ -244,7 +245,7 @@ def worker_index() -> int:
 def num_workers() -> int:
     """Returns the number of workers of this job, at least 1.
 
-    Known from the start, before any strategy is made: see `tfparallel.Cluster.from_env`.
+    Available before any strategy is created: see `tfparallel.Cluster.from_env`.
 
     Returns:
         The number.
@@ -270,7 +271,7 @@ def _reduce(ranks, tensors, op):
         terms = [sendable(tensor) for tensor in tensors]
         shard = shards.current()
         if isinstance(ranks, Replicas) and shard is not None and _some_may_be_idle(shard):
-            # A dummy row is no part of the batch.
+            # A dummy row does not belong to the batch.
             has_rows = tf.greater(shard.num_rows, 0)
             terms = [tf.where(has_rows, x, tf.cast(_neutral(x.dtype, op), x.dtype)) for x in terms]
             (count,) = ranks.all_reduce([tf.cast(has_rows, tf.int32)], "sum")
@@ -287,13 +288,13 @@ def _of_fractions(tensor):
 
 
 def _some_may_be_idle(shard):
-    # Not `may_be_idle`, which is the replica's own: all must make the same calls.
+    # Not `may_be_idle`, which differs between replicas: all must make the same calls.
     num_rows = shard.num_global_rows
     return not isinstance(num_rows, int) or num_rows < shard.num_replicas
 
 
 def _neutral(dtype, op):
-    """What changes no sum, no maximum or no minimum."""
+    """Returns the neutral element of `op`."""
     if op in ("sum", "mean"):
         return 0
     if dtype.is_floating:
@@ -304,10 +305,10 @@ def _neutral(dtype, op):
 def _join(ranks, tensors):
     if ranks.num_ranks == 1:
         return tensors
-    own = [ranks.own_rows(sendable(tensor)) for tensor in tensors]
-    return _as_sent(tensors, [differentiable.all_gather(ranks, rows) for rows in own])
+    local_rows = [ranks.own_rows(sendable(tensor)) for tensor in tensors]
+    return _as_sent(tensors, [differentiable.all_gather(ranks, rows) for rows in local_rows])
 
 
 def _as_sent(tensors, results):
-    """The results in the types of the tensors that were sent."""
+    """Casts the results back to the dtypes of the inputs."""
     return [tf.cast(y, x.dtype) for x, y in zip(tensors, results, strict=True)]

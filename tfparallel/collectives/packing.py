@@ -1,31 +1,31 @@
-"""How tensors travel between workers or devices: as which type, in what size, which together."""
+"""Packs tensors for transport between workers or devices: dtypes, padded sizes, buckets."""
 
 import math
 from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-# What is sent as another type, and comes back as its own.
+# Dtypes that are converted to another one for sending, and back on receipt.
 SENT_AS = {
     **dict.fromkeys((tf.bool, tf.int8, tf.int16, tf.uint8, tf.uint16), tf.int32),
     **dict.fromkeys((tf.uint32, tf.uint64), tf.int64),
 }
 _STEPS_PER_OCTAVE = 4
-_MAX_ELEMENTS = 2**31  # Of a vector: TensorFlow joins and splits by numbers of 32 bits.
+_MAX_ELEMENTS = 2**31  # Per vector: TensorFlow's concat and split use 32-bit sizes.
 
 
 def is_summable(tensor: tf.Tensor) -> bool:
-    """Whether every transport sums tensors of its type."""
+    """Whether every transport can sum the tensor's dtype."""
     return tensor.dtype.is_floating or tensor.dtype in (tf.int32, tf.int64)
 
 
 def sendable(tensor: tf.Tensor) -> tf.Tensor:
-    """A tensor as a sum can send it: truth values and integers of up to 16 bits as int32.
+    """Casts a tensor to a summable dtype: bool and integers of up to 16 bits to int32.
 
-    uint32 and uint64 go as int64.
+    uint32 and uint64 become int64.
 
     Raises:
-        ValueError: If it holds no numbers.
+        ValueError: If the tensor is not numeric.
     """
     if is_summable(tensor):
         return tensor
@@ -39,19 +39,19 @@ def sendable(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def movable(tensor: tf.Tensor) -> tf.Tensor:
-    """What `all_gather` can send: TensorFlow's sums bfloat16, and does not join it."""
+    """Casts a tensor for `all_gather`: TensorFlow can sum bfloat16 but not gather it."""
     if tensor.dtype == tf.bfloat16:
-        return tf.bitcast(tensor, tf.float16)  # It is only moved.
+        return tf.bitcast(tensor, tf.float16)  # Moved, never computed with.
     return sendable(tensor)
 
 
 def restored(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """What has been sent, in the type that it had."""
+    """Converts a received tensor back to its original dtype."""
     return tf.bitcast(tensor, dtype) if dtype == tf.bfloat16 else tf.cast(tensor, dtype)
 
 
 def by_dtype(tensors: Sequence[tf.Tensor]) -> dict[tf.DType, list[int]]:
-    """Returns the indices of the tensors of each type."""
+    """Returns the indices of the tensors, grouped by dtype."""
     indices: dict[tf.DType, list[int]] = {}
     for index, tensor in enumerate(tensors):
         indices.setdefault(tensor.dtype, []).append(index)
@@ -59,7 +59,7 @@ def by_dtype(tensors: Sequence[tf.Tensor]) -> dict[tf.DType, list[int]]:
 
 
 def in_vectors(tensors: Sequence[tf.Tensor]) -> Iterator[list[int]]:
-    """Yields the indices of tensors of one type, so many together as 31 bits can count."""
+    """Yields groups of indices: tensors of one dtype, with fewer than 2³¹ elements together."""
     for indices in by_dtype(tensors).values():
         together, count = [], 0
         for index in indices:
@@ -73,19 +73,18 @@ def in_vectors(tensors: Sequence[tf.Tensor]) -> Iterator[list[int]]:
 
 
 def buckets(sizes_bytes: Sequence[int], bucket_bytes: int | None) -> list[list[int]]:
-    """Deals gradients out to buckets: the last layers' are summed while the first are computed.
+    """Groups gradients into buckets, so that the last layers' are summed during the backward pass.
 
         backward   ∂J/∂θ_4   ∂J/∂θ_3   ∂J/∂θ_2   ∂J/∂θ_1
         bucket 0              Σ(θ_4, θ_3)
         bucket 1                                   Σ(θ_2, θ_1)
 
-    A bucket takes variables from the last to the first, and closes with the one that reaches its
-    size. Fewer buckets cost fewer exchanges; more of them overlap more. The sum of an element is
-    the same.
+    Buckets fill from the last variable to the first, and a bucket closes once it reaches its size.
+    Fewer buckets need fewer exchanges; more buckets overlap better. The sums do not change.
 
     Args:
-        sizes_bytes: The tensors' sizes, in the order of the layers.
-        bucket_bytes: What a bucket holds at least, but for the last; None for one bucket.
+        sizes_bytes: The tensors' sizes, in layer order.
+        bucket_bytes: Minimum size of every bucket but the last; None for a single bucket.
 
     Returns:
         The indices in each bucket, in the order in which the buckets are sent.
@@ -101,24 +100,24 @@ def buckets(sizes_bytes: Sequence[int], bucket_bytes: int | None) -> list[list[i
     order = list(reversed(range(len(sizes_bytes))))
     if bucket_bytes is None:
         return [order] if order else []
-    found: list[list[int]] = []
-    held = bucket_bytes
+    groups: list[list[int]] = []
+    filled_bytes = bucket_bytes
     for index in order:
-        if held >= bucket_bytes:
-            found.append([])
-            held = 0
-        found[-1].append(index)
-        held += sizes_bytes[index]
-    return found
+        if filled_bytes >= bucket_bytes:
+            groups.append([])
+            filled_bytes = 0
+        groups[-1].append(index)
+        filled_bytes += sizes_bytes[index]
+    return groups
 
 
 def size_step(size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the index of the smallest step that holds `size` elements, and its elements.
+    """Rounds `size` up to a step; returns the index of the step and its number of elements.
 
-    The steps are 5·2ᵒ, 6·2ᵒ, 7·2ᵒ and 8·2ᵒ for the octaves o = 0, 1, …; up to 4, all sizes are 4.
+    The steps are 5·2ᵒ, 6·2ᵒ, 7·2ᵒ and 8·2ᵒ for the octaves o = 0, 1, …; sizes below 4 become 4.
     """
     size = tf.maximum(size, _STEPS_PER_OCTAVE)
-    # A hair less than the logarithm, so that 8·2ᵒ, rounded or not, is the end of its octave.
+    # The epsilon keeps 8·2ᵒ in its own octave despite rounding.
     octave = tf.math.log(tf.cast(size, tf.float64)) / math.log(2) - 2 - 1e-9
     octave = tf.maximum(tf.cast(tf.floor(octave), size.dtype), 0)
     unit = tf.bitwise.left_shift(tf.ones_like(size), octave)

@@ -1,22 +1,22 @@
-"""Collectives between the workers of a job, called by the program that each of them runs.
+"""Collectives between the workers of a job, all of which run the same program.
 
-TensorFlow tells collectives apart by an instance key, and binds a key to the shape that it first
-sees. Its own strategies take a new key for each call, fed from Python, which a loop inside a
-`tf.function` cannot do (keras#19246) and which costs an exchange with the leader. All workers run
-the same program here, so a key is a function of what is sent: the collective, its type and its
-shape. One ordering token makes the collectives of a worker run one after the other, in the order
-of the program, and so a key is free again when it comes back.
+TensorFlow identifies a collective by an instance key, and binds each key to the first shape it
+sees. Its own strategies feed a new key from Python for each call; a loop inside a `tf.function`
+cannot do that (keras#19246), and each new key costs an exchange with the leader. Here all workers
+run the same program, so the key is a function of the collective, the dtype and the shape. An
+ordering token runs a worker's collectives one after the other, in program order, so a key is free
+again by the time it recurs.
 
-A number of rows that is known only when the step runs is rounded up to one of four sizes an
-octave: few keys, and at most a quarter of the bytes is padding.
+A number of rows that is known only when the step runs is rounded up to one of four sizes per
+octave: this takes few keys, and padding is at most a quarter of the bytes.
 
-TensorFlow ranks the members of a collective by the text of their tasks: 0, 1, 10, 2, … What it
-joins or deals out by rank is put in the order of the workers here.
+TensorFlow ranks the members of a group by task name, as strings: 0, 1, 10, 2, … This module puts
+results that are gathered or dealt out by rank back into worker order.
 
-Where workers use GPUs, floating-point tensors travel between the GPUs. Integers (counts, texts,
-what workers agree on) travel between the hosts, over gRPC, and no GPU waits for them.
+On GPU workers, floating-point tensors travel between the GPUs. Integers (counts, texts, values that
+workers agree on) travel between the hosts over gRPC, and no GPU waits for them.
 
-Rests on collectives of TensorFlow's that have no public name outside a replica.
+Relies on TensorFlow collectives that have no public name outside a replica.
 """
 
 import copy
@@ -47,32 +47,32 @@ from tfparallel.seams.tensorflow import all_gather_v2, all_reduce_v2, all_to_all
 
 _FIRST_GROUP_KEY = 2**20  # Above those that TensorFlow's strategies count up from 1.
 _MAX_SIGNATURES = 2**20  # A key is signature + _MAX_SIGNATURES · size step, in 32 bits.
-# Of TensorFlow's ring: pieces of this size travel at the same time as others are summed, which
-# beats one piece a worker (its default) by a quarter from 16 MiB up, and costs at small sizes.
+# TensorFlow's ring sends pieces of this size while it sums others. From 16 MiB up that is a quarter
+# faster than its default of one piece per worker; at small sizes it is slower.
 _PIECE_BYTES = 2**21
 _MAX_PIECES = 16
 _STOCK_PIECES = -1
-_WIDENED = (tf.bfloat16,)  # Types of which not every NCCL has sums.
+_WIDENED = (tf.bfloat16,)  # Types that not every NCCL can sum.
 _MERGE_OPS = {"sum": "Add", "max": "Max", "min": "Min"}
 
 
 class ProcessGroup:
-    """The workers of a job, one device each, that sum and join tensors.
+    """Collectives between the workers of a job, one device each.
 
-    Every worker must make the same calls in the same order. `transport` says what carries the
-    tensors: see `tfparallel.collectives.transport`; `bucket_bytes` in how many sums gradients go,
-    `compression` in how many bytes; `traffic` counts what is handed to it.
+    Every worker must make the same calls in the same order. `transport` names what carries the
+    tensors (see `tfparallel.collectives.transport`), `bucket_bytes` limits the size of one sum of
+    gradients, `compression` shrinks gradients, and `traffic` counts the tensors sent.
 
     Args:
         num_workers: W, at least 2.
         worker_index: The index of this worker.
-        device: Full name of the device of this worker that takes part.
-        timeout_seconds: How long a collective waits for the others; 0 for ever.
-        first_host: Worker 0's host, as the others know it.
+        device: Full name of this worker's participating device.
+        timeout_seconds: How long a collective waits for the other workers; 0 means forever.
+        first_host: Address of worker 0's host, reachable from the other workers.
     """
 
-    of_process: "ProcessGroup | None" = None  # Of the strategy that this process has started.
-    # The error that ended a transport of this package: TensorFlow keeps only its text.
+    of_process: "ProcessGroup | None" = None  # The group of this process's strategy.
+    # The error that ended a transport of this package; TensorFlow preserves only its text.
     failure: Exception | None = None
     _num_groups = 0
 
@@ -89,7 +89,7 @@ class ProcessGroup:
         self.device = device
         self.timeout_seconds = timeout_seconds
         self.first_host = first_host
-        # What control traffic goes through: a GPU's host, a CPU itself.
+        # Device for control traffic: the host of a GPU, or the CPU itself.
         self._host = re.sub(r"GPU:\d+$", "CPU:0", device)
         self.transport = "ring_tuned"
         self.bucket_bytes: int | None = None
@@ -103,20 +103,20 @@ class ProcessGroup:
         self._worker_of_rank = self._rank_of_worker = list(range(num_workers))
 
     def learn_ranks(self) -> None:
-        """Asks TensorFlow which worker has which rank. Called by all, before other collectives."""
-        own = tf.constant([self.worker_index], tf.int32)
-        workers = self._collective("all_gather", own).numpy()
+        """Learns each worker's TensorFlow rank. All workers call it before other collectives."""
+        local_index = tf.constant([self.worker_index], tf.int32)
+        workers = self._collective("all_gather", local_index).numpy()
         self._worker_of_rank, self._rank_of_worker = workers.tolist(), workers.argsort().tolist()
 
     def _take_keys(self):
-        # The next one is that of what the hosts send.
+        # The key after this one is for collectives between the hosts.
         self._group_key = _FIRST_GROUP_KEY + 2 * ProcessGroup._num_groups
         ProcessGroup._num_groups += 1
         self._signatures: dict[tuple, int] = {}
 
     @property
     def implementation(self) -> str:
-        """What truly sums."""
+        """Name of the implementation that computes the sums."""
         if self.transport == "nccl":
             return "TensorFlow CollectiveReduceV2 (NCCL)"
         pieces = ", in pieces" if self.transport == "ring_tuned" else ""
@@ -124,11 +124,11 @@ class ProcessGroup:
 
     @property
     def by_tensorflow(self) -> "ProcessGroup":
-        """The same workers, joined by TensorFlow's own collectives."""
+        """The same workers, connected by TensorFlow's own collectives."""
         return self
 
     def with_transport(self, name: str) -> "ProcessGroup":
-        """The same workers once more, joined by "ring", "ring_tuned" or "nccl"."""
+        """Returns a second group of the same workers, on "ring", "ring_tuned" or "nccl"."""
         group = copy.copy(self)
         vars(group).pop("for_users", None)
         group.transport = name
@@ -137,12 +137,12 @@ class ProcessGroup:
 
     @functools.cached_property
     def for_users(self) -> "ProcessGroup":
-        """The same workers once more, for the calls of users.
+        """A second group of the same workers, for calls from user code.
 
-        Its keys are its own: keys are numbered as they come, and a call that a user makes on some
-        of the workers only must not shift those of a program. Its ordering token is this group's:
-        a `tf.function` that holds collectives of both runs them in one order on all workers, as
-        NCCL requires of communicators that share a device.
+        It has its own keys: keys are numbered in order of first use, so a call that only some
+        workers make must not shift the keys of the training step. It shares the ordering token, so
+        that a `tf.function` with collectives of both groups runs them in the same order on all
+        workers, as NCCL requires of communicators that share a device.
         """
         group = copy.copy(self)
         group._take_keys()
@@ -156,7 +156,7 @@ class ProcessGroup:
             op: `"sum"`, `"max"` or `"min"`.
 
         Returns:
-            The results, in the same order, equal to the last bit on all workers.
+            The results, in the same order, bitwise equal on all workers.
         """
         results: list = [None] * len(tensors)
         for indices in in_vectors(tensors):
@@ -174,20 +174,20 @@ class ProcessGroup:
         return results
 
     def all_reduce_halves(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums numbers of one 16-bit type over the workers, which travel in 16 bits.
+        """Sums tensors of one 16-bit dtype over the workers, and sends them in 16 bits.
 
-        But for bfloat16 over NCCL, which not every NCCL sums.
+        The exception is bfloat16 over NCCL, which travels in 32: not every NCCL can sum it.
         """
         return self.all_reduce(tensors)
 
     def all_reduce_gradients(
         self, gradients: Sequence[tf.Tensor], weights: Sequence[keras.Variable | None]
     ) -> list[tf.Tensor]:
-        """Sums gradients over the workers, in buckets of `bucket_bytes`, by `compression`.
+        """Sums gradients over the workers, in buckets of `bucket_bytes`, with `compression`.
 
         Args:
-            gradients: In the order of their layers.
-            weights: What each is the gradient of; None for a sum that goes with them.
+            gradients: The gradients, in layer order.
+            weights: The weight of each gradient; None for other sums that travel with them.
         """
         results: list = [None] * len(gradients)
         sizes = [(g.shape.num_elements() or 0) * g.dtype.size for g in gradients]
@@ -202,30 +202,30 @@ class ProcessGroup:
         return results
 
     def reduce_scatter(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums each tensor over the workers; each worker gets its rows of the sum.
+        """Sums each tensor over the workers; each worker receives its rows of the sum.
 
-        It sends half of what a sum for all does. One collective for each dtype.
+        It sends half the bytes of an all-reduce. One collective for each dtype.
 
         Args:
-            tensors: Shape `(W·n, …)` each, of a size that is known, the same on all workers.
+            tensors: Shape `(W·n, …)` each, static, and the same on all workers.
 
         Returns:
             For each, shape `(n, …)`: rows w·n to (w + 1)·n of the sum, on worker w. Terms are added
-            in the order of the workers.
+            in worker order.
         """
         results: list = [None] * len(tensors)
         for indices in in_vectors(tensors):
             rows = [tf.reshape(tensors[i], [self.num_workers, -1]) for i in indices]
             widths = [row.shape[1] for row in rows]
-            own = self._scattered(tf.reshape(tf.concat(rows, 1), [-1]))
-            own = tf.ensure_shape(own, [sum(widths)])
-            for i, part in zip(indices, tf.split(own, widths), strict=True):
+            local_rows = self._scattered(tf.reshape(tf.concat(rows, 1), [-1]))
+            local_rows = tf.ensure_shape(local_rows, [sum(widths)])
+            for i, part in zip(indices, tf.split(local_rows, widths), strict=True):
                 number, *rest = tensors[i].shape
                 results[i] = tf.reshape(part, [number // self.num_workers, *rest])
         return results
 
     def _scattered(self, flat: tf.Tensor) -> tf.Tensor:
-        """This worker's share of the sum of vectors, whose size W divides."""
+        """Returns this worker's shard of the summed vector, whose size W divides."""
         shape = [self.num_workers, flat.shape[0] // self.num_workers]
         if self.transport == "nccl":
             return tf.reshape(self._collective("sum", flat), shape)[self.worker_index]
@@ -235,12 +235,12 @@ class ProcessGroup:
     def all_gather(
         self, tensors: Sequence[tf.Tensor], counts: Sequence, kind: str = SUMS
     ) -> list[tf.Tensor]:
-        """Joins the workers' rows, in the order of the workers. One collective for each dtype.
+        """Concatenates the workers' rows in worker order. One collective for each dtype.
 
         Args:
-            tensors: Shape `(counts[worker_index], …)` each, the same behind axis 0 on all workers.
-            counts: How many rows each worker has: integers, or scalar tensors equal on all.
-            kind: What they are counted as: `tfparallel.collectives.traffic`.
+            tensors: Shape `(counts[worker_index], …)` each; all workers agree beyond axis 0.
+            counts: Rows per worker: integers, or scalar tensors equal on all workers.
+            kind: The kind to count them as: see `tfparallel.collectives.traffic`.
 
         Returns:
             For each, shape `(Σ counts, …)`, equal on all workers.
@@ -263,33 +263,33 @@ class ProcessGroup:
         return results
 
     def all_gather_uneven(self, tensors: Sequence[tf.Tensor], kind: str = ROWS) -> list[tf.Tensor]:
-        """Joins rows whose numbers the other workers do not know; one more collective, for them.
+        """Like `all_gather`, when the workers do not know each other's number of rows.
 
-        As `all_gather`, of tensors that have the same number of rows each.
+        One more collective exchanges the counts. All `tensors` have the same number of rows.
         """
-        own = tf.reshape(tf.shape(tensors[0])[0], [1])
-        counts = self._collective("all_gather", own)
+        num_rows = tf.reshape(tf.shape(tensors[0])[0], [1])
+        counts = self._collective("all_gather", num_rows)
         return self.all_gather(tensors, tf.unstack(counts, num=self.num_workers), kind)
 
     def broadcast(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns worker 0's tensors on all workers, as sums of which all other terms are zero."""
+        """Returns worker 0's tensors on all workers, as sums in which all other terms are zero."""
         if self.worker_index:
             tensors = [tf.zeros_like(tensor) for tensor in tensors]
         sent = self.all_reduce([sendable(tensor) for tensor in tensors])
         return [tf.cast(s, tensor.dtype) for s, tensor in zip(sent, tensors, strict=True)]
 
     def exchange(self, content: Any, what: str) -> list[Any]:
-        """Sends what JSON can hold to all workers, outside a `tf.function`.
+        """Gathers a JSON value from every worker on all workers, outside a `tf.function`.
 
         Args:
-            content: This worker's own.
-            what: Names the call, in words that an error may show; it travels with the content.
+            content: This worker's value.
+            what: Describes the call, for error messages; it travels with the content.
 
         Returns:
-            Every worker's content, by worker.
+            The values, in worker order.
 
         Raises:
-            RuntimeError: On every worker, if they have reached calls of different names.
+            RuntimeError: On every worker, if the workers have reached different calls.
         """
         text = json.dumps([what, content], sort_keys=True).encode()
         (codes,) = self.all_gather_uneven([tf.constant(list(text), tf.int32)])
@@ -305,7 +305,7 @@ class ProcessGroup:
         return [content for _, content in sent]
 
     def _gather_rows(self, rows, counts, kind):
-        """Joins matrices of `counts[w]` rows, of one width."""
+        """Concatenates the workers' matrices of `counts[w]` rows each, all of the same width."""
         width = tf.shape(rows)[1]
         if all(isinstance(count, int) for count in counts):
             longest = max(counts)
@@ -315,17 +315,17 @@ class ProcessGroup:
         padded = tf.pad(rows, [[0, padding], [0, 0]])
         gathered = self._collective("all_gather", tf.reshape(padded, [-1]), kind)
         by_worker = tf.split(gathered, self.num_workers)
-        kept = [
+        unpadded = [
             tf.reshape(part[: longest * width], [longest, width])[:count]
             for part, count in zip(by_worker, counts, strict=True)
         ]
-        return tf.concat(kept, 0)
+        return tf.concat(unpadded, 0)
 
     def _collective(
         self, name: str, flat: tf.Tensor, kind: str = SUMS, one_in: int = 1
     ) -> tf.Tensor:
-        """Runs one collective on a vector; an unknown length is rounded up."""
-        # `name` is that of a reduction, "all_gather" or, of a known length, "all_to_all".
+        """Runs one collective on a vector; a dynamic length is rounded up."""
+        # `name` is a reduction, "all_gather" or, for a static length, "all_to_all".
         signature = self._signatures.setdefault(
             (name, flat.dtype, flat.shape[0]), len(self._signatures)
         )
@@ -349,7 +349,7 @@ class ProcessGroup:
             "instance_key": key,
             "timeout": self.timeout_seconds,
             "ordering_token": self._ordering_tokens[place].handle,
-            # Without a hint TensorFlow takes its ring, between GPUs too (tensorflow#50178).
+            # Without a hint TensorFlow uses its ring, even between GPUs (tensorflow#50178).
             "communication_hint": "nccl" if by_nccl else "ring",
         }
         if by_nccl and flat.dtype in _WIDENED:
@@ -382,12 +382,12 @@ class ProcessGroup:
     def _num_pieces(self, flat):
         if self.transport != "ring_tuned" or flat.shape[0] is None:
             return _STOCK_PIECES
-        wanted = flat.shape[0] * flat.dtype.size // (self.num_workers * _PIECE_BYTES)
-        return min(wanted, _MAX_PIECES) if wanted > 1 else _STOCK_PIECES
+        num_pieces = flat.shape[0] * flat.dtype.size // (self.num_workers * _PIECE_BYTES)
+        return min(num_pieces, _MAX_PIECES) if num_pieces > 1 else _STOCK_PIECES
 
 
 def _added_up(terms: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Their sum, in order; of 16 bits in 32, and rounded once."""
+    """Returns the sum of the terms, in order; 16-bit types accumulate in 32 and round once."""
     dtype = terms[0].dtype
     if dtype.size > 2:
         return functools.reduce(operator.add, terms)

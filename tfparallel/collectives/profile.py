@@ -1,8 +1,8 @@
-"""What was measured on this machine, kept for the runs that come after.
+"""Saved all-reduce measurements of this machine, for later runs.
 
-One file for each kind and number of ranks (devices of a process, or workers), in
-`$TFPARALLEL_PROFILES`, or else in `$XDG_CACHE_HOME/tfparallel` or `~/.cache/tfparallel`. It holds
-who measured (host, processor, ranks, versions) and, for each algorithm, the time at each size.
+One file per kind and number of ranks (devices of a process, or workers), in `$TFPARALLEL_PROFILES`,
+else in `$XDG_CACHE_HOME/tfparallel` or `~/.cache/tfparallel`. It holds the environment of the
+measurement (host, processor, ranks, versions) and, for each algorithm, the time at each size.
 """
 
 import json
@@ -22,7 +22,7 @@ Times = Mapping[str, Sequence[tuple[int, float]]]
 
 
 def path_of(ranks: Sequence[str]) -> pathlib.Path:
-    """Returns where the profile of these ranks ("CPU:0", …; "worker:HOST", …) is kept."""
+    """Returns the path of the profile of these ranks ("CPU:0", …; "worker:HOST", …)."""
     folder = os.environ.get(_VARIABLE)
     if not folder:
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -32,7 +32,7 @@ def path_of(ranks: Sequence[str]) -> pathlib.Path:
 
 
 def key_of(ranks: Sequence[str]) -> dict[str, Any]:
-    """Returns what must be the same for a profile to hold."""
+    """Returns the properties that must match for a profile to be valid."""
     return {
         "host": platform.node(),
         "cpu": f"{_cpu()}, {len(os.sched_getaffinity(0))} logical cores",
@@ -42,7 +42,7 @@ def key_of(ranks: Sequence[str]) -> dict[str, Any]:
 
 
 def save(ranks: Sequence[str], times: Times) -> pathlib.Path:
-    """Writes a profile, whole or not at all, and returns where it is."""
+    """Writes a profile atomically and returns its path."""
     path = path_of(ranks)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}")
@@ -57,7 +57,7 @@ def load(ranks: Sequence[str]) -> dict[str, list[tuple[int, float]]] | None:
 
     Raises:
         ValueError: If it was measured on another machine, with other ranks or versions, or is
-            no profile.
+            malformed.
     """
     path = path_of(ranks)
     try:
@@ -66,11 +66,11 @@ def load(ranks: Sequence[str]) -> dict[str, list[tuple[int, float]]] | None:
         return None
     except ValueError as error:
         raise ValueError(f"{path} is no profile ({error}). {_mend(path)}") from error
-    found, expected = content.get("key", {}), key_of(ranks)
+    saved, expected = content.get("key", {}), key_of(ranks)
     differing = [
-        f"{name} {found.get(name)!r} instead of {value!r}"
+        f"{name} {saved.get(name)!r} instead of {value!r}"
         for name, value in expected.items()
-        if found.get(name) != value
+        if saved.get(name) != value
     ]
     if differing:
         raise ValueError(
@@ -82,9 +82,9 @@ def load(ranks: Sequence[str]) -> dict[str, list[tuple[int, float]]] | None:
 
 
 def seconds_at(row: Sequence[tuple[int, float]], size_bytes: float) -> float:
-    """Returns the time at a size, between two measured ones by a straight line of logarithms.
+    """Returns the time at a size, by linear interpolation in log-log space.
 
-    Beyond the largest a time grows with the size; below the smallest it stays.
+    Beyond the largest measured size it grows in proportion; below the smallest it is constant.
     """
     ordered = sorted(row)
     if size_bytes <= ordered[0][0]:

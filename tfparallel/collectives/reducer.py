@@ -1,17 +1,17 @@
 """Σ_k g_k: gradients summed over the replicas of this worker, then over the workers.
 
-    dense     by the algorithm that was asked for, or on the first device; then over the workers,
-              in buckets if that was asked for (`packing.py`)
-    beside    what else is summed, and nobody waits for: losses, metrics; with the dense ones
-    sparse    reading by reading, laid end to end or added place by place, by what their indices
-              were made of (`indexed_slices.py`)
+    dense     by the chosen algorithm, or on the first device; then over the workers, optionally
+              in buckets (`packing.py`)
+    beside    other sums that nothing waits for (losses, metrics), together with the dense ones
+    sparse    lookup by lookup, concatenated or added row by row, depending on how their indices
+              were computed (`indexed_slices.py`)
 
-What computes gradients knows neither devices nor wires; what carries them (`cross_device.py`,
-`process_group.py`) knows no variables. Between the two is this.
+Code that computes gradients does not deal with devices or transports, and transports
+(`cross_device.py`, `process_group.py`) do not deal with variables. This module connects the two.
 
-A program (see `strategies/program.py`) goes on with one tensor, the first device's. The sums of the
-other devices are kept with it, so that each device updates its own copy of a variable with its own
-sum: an all-reduce is then one from end to end, and not a reduction whose result is sent once more.
+A program (see `strategies/program.py`) continues with one tensor, on the first device. The sums of
+the other devices are attached to it, and each device updates its copy of a variable with its own
+sum: the reduction stays a true all-reduce, with no broadcast of the result after it.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ from tfparallel.tracing.graphs import is_of_programs
 
 _COPIES = "_replica_copies"
 
-# Of a variable: a gradient of each replica, or None of each.
+# The gradients of one variable, one per replica, or all None.
 Terms = Sequence[tf.Tensor | tf.IndexedSlices | None]
 
 
@@ -36,8 +36,8 @@ class Reducer:
     """Sums the gradients of a step.
 
     Args:
-        ops: The algorithm between the devices of this process; None sums on the first of them.
-        workers: The workers, or None for one.
+        ops: The algorithm between the devices of this process; None sums on the first device.
+        workers: The workers; None if there is only one.
     """
 
     def __init__(self, ops: tf.distribute.CrossDeviceOps | None, workers: ProcessGroup | None):
@@ -54,28 +54,29 @@ class Reducer:
         """Sums the gradients of all variables.
 
         Args:
-            by_variable: Their terms, in the order of the layers.
-            kinds_of_readings: Called if there are sparse ones: by variable how each of its readings
-                is joined; None where the gradient itself tells (`indexed_slices.kinds_of`).
-            beside: Sums of this worker, of types that `is_summable` takes, to be summed over the
+            by_variable: The terms of each variable, in layer order.
+            kinds_of_readings: Called if there are sparse gradients. Returns, by variable, how to
+                join each of its lookups; None if the gradient itself determines it
+                (`indexed_slices.kinds_of`).
+            beside: Other sums of this worker, of types that `is_summable` accepts, to sum over the
                 workers in the same collective, or in the first of several buckets.
-            variables: The variables, by which workers know a gradient again that they compress;
-                None leaves the gradients as they are.
+            variables: The variables, which identify compressed gradients from step to step; None
+                disables compression.
 
         Returns:
-            For each variable, equal on all workers; None where nothing reaches it. And what was
-            summed beside.
+            The total for each variable, equal on all workers; None if it has no gradient. Then the
+            totals of `beside`.
         """
         results: list = [None] * len(by_variable)
         sparse = [i for i, terms in enumerate(by_variable) if _are_all(tf.IndexedSlices, terms)]
         dense = [i for i, terms in enumerate(by_variable) if terms[0] is not None]
         dense = [i for i in dense if i not in sparse]
-        own = self._dense([by_variable[i] for i in dense])
-        mark("backward", own)
-        summed = [*own, *beside]  # Buckets are filled from the last to the first.
+        local_sums = self._dense([by_variable[i] for i in dense])
+        mark("backward", local_sums)
+        summed = [*local_sums, *beside]  # Buckets are filled from the last to the first.
         if self._workers is not None:
-            known = variables or [None] * len(by_variable)
-            weights = [*(known[i] for i in dense), *[None] * len(beside)]
+            all_weights = variables or [None] * len(by_variable)
+            weights = [*(all_weights[i] for i in dense), *[None] * len(beside)]
             summed = self._workers.all_reduce_gradients(summed, weights)
         for i, total in zip(dense, summed[: len(dense)], strict=True):
             results[i] = total
@@ -85,13 +86,15 @@ class Reducer:
         return results, summed[len(dense) :]
 
     def _dense(self, by_variable):
-        """Summed over the replicas of this worker."""
+        """Sums dense gradients over the replicas of this worker."""
         listed = list(enumerate(by_variable))
-        mirrored = [i for i, own in listed if self._ops is not None and _are_all(tf.Tensor, own)]
-        terms = [by_variable[i] for i in mirrored]
-        found = cross_device.all_reduce(self._ops, terms) if terms else []
-        by_index = dict(zip(mirrored, map(_first, found), strict=True))
-        return [by_index[i] if i in by_index else added(own) for i, own in listed]
+        mirrored = [
+            i for i, terms in listed if self._ops is not None and _are_all(tf.Tensor, terms)
+        ]
+        mirrored_terms = [by_variable[i] for i in mirrored]
+        totals = cross_device.all_reduce(self._ops, mirrored_terms) if mirrored_terms else []
+        by_index = dict(zip(mirrored, map(_first, totals), strict=True))
+        return [by_index[i] if i in by_index else added(terms) for i, terms in listed]
 
     def slices(
         self, by_reader: Sequence[Sequence[tf.IndexedSlices]], kinds: Sequence | None
@@ -99,13 +102,13 @@ class Reducer:
         """Sums the sparse gradients of one variable.
 
         Args:
-            by_reader: Of each who reads it, a stage say, its terms, alike in each.
-            kinds: How each reading is joined, as of `totals`.
+            by_reader: The terms of each reader of the variable, such as a stage.
+            kinds: How to join each lookup, as in `totals`.
         """
-        found = [each for terms in by_reader for each in indexed_slices.joined(terms, kinds)]
+        readings = [each for terms in by_reader for each in indexed_slices.joined(terms, kinds)]
         if self._workers is not None:
-            found = [self._over_workers(reading) for reading in found]
-        return indexed_slices.together(found, by_reader[0][0].dense_shape)
+            readings = [self._over_workers(reading) for reading in readings]
+        return indexed_slices.together(readings, by_reader[0][0].dense_shape)
 
     def _over_workers(self, reading: indexed_slices.Reading) -> indexed_slices.Reading:
         if reading.kind == indexed_slices.ONCE:
@@ -119,10 +122,10 @@ def _are_all(cls: type, terms: Terms) -> bool:
 
 
 def added(terms: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Tensor:
-    """Sums one tensor over the replicas, a term on each one's device, on the first one's.
+    """Sums one tensor, a term on each replica's device, on the first replica's device.
 
-    Where XLA compiles what each device does, all devices add all terms: else the others would wait
-    for the first, until it has done all that it can.
+    If XLA compiles each device's work, every device adds all the terms: otherwise the other devices
+    would wait until the first has finished its program.
     """
     terms = [tf.convert_to_tensor(term) for term in terms]
     if len(terms) == 1 or not is_of_programs(tf.compat.v1.get_default_graph()):
@@ -136,13 +139,13 @@ def added(terms: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Tensor:
 
 
 def on_each_device(value):
-    """Returns each device's own sum of a total of `Reducer`; anything else as it is."""
+    """Returns the per-device copies of a total from `Reducer`; any other value unchanged."""
     copies = getattr(value, _COPIES, None)
     return value if copies is None else PerReplica(copies)
 
 
 def _first(copies):
     with tf.device(copies[0].device):
-        first = tf.identity(copies[0])  # A tensor of its own, to hang the others on.
+        first = tf.identity(copies[0])  # A new tensor, to attach the other copies to.
     setattr(first, _COPIES, (first, *copies[1:]))
     return first

@@ -1,9 +1,9 @@
-"""How many bytes a worker hands to the others, counted where they go to the transport.
+"""Counts the bytes that a worker passes to the transport.
 
-What is counted is what a collective is given: of a sum over workers the vector that is summed, of
-a join what this worker adds to it, padding and all. What of it travels, and how often, is the
-algorithm's: a ring of W workers sends 2(W - 1)/W bytes for a byte that is summed. A sum of which
-each worker gets a share sends half as many, and half of its vector is counted.
+It counts the input of each collective: the vector of an all-reduce, and this worker's contribution
+to an all-gather, including padding. The bytes on the wire depend on the algorithm: a ring of W
+workers sends 2(W - 1)/W bytes for each byte that is reduced. A reduce-scatter sends half of that,
+and is counted as half of its vector.
 """
 
 import tensorflow as tf
@@ -13,14 +13,14 @@ _CALLS = "calls"
 
 
 class Traffic:
-    """Counts bytes by what they are.
+    """Counts bytes by kind.
 
-    `SUMS` are of gradients, losses, metrics and moments, `SLICES` the gradients of embeddings, and
-    `ROWS` whatever has a row for each example, such as predictions where they meet.
+    `SUMS` are gradients, losses, metrics and moments; `SLICES` are the gradients of embeddings;
+    `ROWS` are tensors with a row for each example, such as gathered predictions.
     """
 
     def __init__(self):
-        # In a graph a variable counts, since its collectives run without Python.
+        # Collectives in a graph run without Python, so a variable counts them.
         with tf.init_scope(), tf.device("CPU:0"):
             self._in_graphs = {
                 k: tf.Variable(0, trainable=False, dtype=tf.int64) for k in (*KINDS, _CALLS)
@@ -28,12 +28,12 @@ class Traffic:
         self._in_python = dict.fromkeys((*KINDS, _CALLS), 0)
 
     def add(self, kind: str, num_bytes: int) -> None:
-        """Counts bytes now."""
+        """Counts bytes immediately."""
         self._in_python[kind] += num_bytes
         self._in_python[_CALLS] += kind == SUMS
 
     def add_tensor(self, kind: str, tensor: tf.Tensor, *, one_in: int = 1) -> None:
-        """Counts a tensor's bytes, one in so many: now, or whenever the traced graph runs."""
+        """Counts 1/`one_in` of a tensor's bytes: now, or whenever the traced graph runs."""
         size = tensor.shape.num_elements()
         if tf.executing_eagerly():
             self.add(kind, size * tensor.dtype.size // one_in)
@@ -47,11 +47,11 @@ class Traffic:
 
     @property
     def num_sums(self) -> int:
-        """How many collectives have carried sums so far."""
+        """Number of collectives so far that carried sums."""
         return self._of(_CALLS)
 
     def read(self) -> dict[str, int]:
-        """Returns the bytes so far, of each kind."""
+        """Returns the bytes so far, by kind."""
         return {kind: self._of(kind) for kind in KINDS}
 
     def _of(self, name):

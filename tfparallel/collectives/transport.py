@@ -1,19 +1,19 @@
-"""What carries tensors between workers, by name.
+"""Transports of tensors between workers, by name.
 
-| name | what runs |
+| name | implementation |
 | --- | --- |
 | `ring` | TensorFlow's ring over gRPC, with its own settings |
-| `ring_tuned` | the same, large sums in pieces that travel while others are summed |
+| `ring_tuned` | the same, but sends a large sum in pieces while it sums others |
 | `nccl` | NVIDIA's NCCL, between GPUs; NCCL_ALGO and NCCL_PROTO are read at its first use |
-| `tensorflow` | of TensorFlow's own the fastest: NCCL between GPUs, `ring_tuned` between CPUs |
+| `tensorflow` | the fastest of TensorFlow's own: NCCL between GPUs, `ring_tuned` between CPUs |
 | `mpi`, `mpi_…` | MPI, through host memory: `tfparallel.collectives.mpi` |
 | `auto` | the fastest, measured: `tfparallel.collectives.transport_selection` |
-| None | NCCL between GPUs; on one host `mpi` if all have it; else `ring_tuned` |
+| None | NCCL between GPUs; `mpi` on one host if all workers have it; else `ring_tuned` |
 
-What the environment's TFPARALLEL_ALL_REDUCE says stands before `auto` and None. NCCL needs a whole
-GPU for each worker (`nccl.py`). What TensorFlow's strategy sums by itself, in custom loops, goes
-over its ring unless the user's `communication_options` name NCCL: NCCL asks for one order of all
-that runs on a GPU, and TensorFlow's calls and these have no order between them.
+The environment variable TFPARALLEL_ALL_REDUCE overrides `auto` and None. NCCL needs a whole GPU for
+each worker (`nccl.py`). Sums that TensorFlow's strategy computes itself, in custom loops, use its
+ring unless the user's `communication_options` name NCCL: NCCL requires a single order of all
+collectives on a GPU, and TensorFlow's calls are not ordered against the ones here.
 """
 
 import os
@@ -31,10 +31,10 @@ NAMES = ("auto", _TENSORFLOWS, "ring", "ring_tuned", "nccl", *communicator.ALGOR
 
 
 def check_name(name: str | None, source: str = "all_reduce") -> None:
-    """Raises unless a transport has that name, whether it can run here or not.
+    """Checks that a transport of that name exists, whether or not it can run here.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If the name is unknown.
     """
     if name is not None and name not in NAMES:
         raise ValueError(
@@ -44,10 +44,10 @@ def check_name(name: str | None, source: str = "all_reduce") -> None:
 
 
 def chosen(name: str | None) -> str | None:
-    """Returns the transport that a user's `all_reduce` means, or what the environment says.
+    """Returns the transport that the user's `all_reduce` or the environment names.
 
     Raises:
-        ValueError: If there is none of that name, or it needs what is not here.
+        ValueError: If the name is unknown, or NCCL is named and there is no GPU.
     """
     source = "all_reduce"
     if name in (None, "auto") and os.environ.get(ALL_REDUCE):
@@ -62,35 +62,35 @@ def chosen(name: str | None) -> str | None:
 
 
 def options(
-    name: str | None, given: tf.distribute.experimental.CommunicationOptions | None
+    name: str | None, user_options: tf.distribute.experimental.CommunicationOptions | None
 ) -> tf.distribute.experimental.CommunicationOptions:
-    """Returns TensorFlow's options for a transport, with what the user has set in them."""
-    own = tf.distribute.experimental.CommunicationOptions
-    given = given or own()
+    """Returns TensorFlow's options for a transport, based on the user's options."""
+    options_class = tf.distribute.experimental.CommunicationOptions
+    user_options = user_options or options_class()
     if name is None or not name.startswith("ring"):
-        return given
-    return own(
-        bytes_per_pack=given.bytes_per_pack,
-        timeout_seconds=given.timeout_seconds,
+        return user_options
+    return options_class(
+        bytes_per_pack=user_options.bytes_per_pack,
+        timeout_seconds=user_options.timeout_seconds,
         implementation=tf.distribute.experimental.CommunicationImplementation.RING,
     )
 
 
 def named_by(
-    given: tf.distribute.experimental.CommunicationOptions | None,
+    user_options: tf.distribute.experimental.CommunicationOptions | None,
 ) -> str | None:
-    """Returns the transport that TensorFlow's own options name; None for none."""
+    """Returns the transport that the user's communication options name; None if none."""
     named = tf.distribute.experimental.CommunicationImplementation
     names = {named.NCCL: "nccl", named.RING: "ring_tuned"}
-    return names.get(given.implementation) if given is not None else None
+    return names.get(user_options.implementation) if user_options is not None else None
 
 
 def joined(group: ProcessGroup, name: str | None) -> ProcessGroup:
-    """Returns the workers, joined by a transport. Called by all workers at the same place.
+    """Connects the workers by a transport. All workers call it at the same point of the program.
 
     Args:
-        group: The workers, joined by TensorFlow.
-        name: The transport, of `NAMES`; None and "auto" for TensorFlow's ring, as it is.
+        group: The workers, connected by TensorFlow.
+        name: The transport, one of `NAMES`; None and "auto" leave the group unchanged.
 
     Raises:
         RuntimeError: If a worker lacks MPI.
@@ -114,5 +114,5 @@ def joined(group: ProcessGroup, name: str | None) -> ProcessGroup:
 
 
 def nccl_refusal(group: ProcessGroup) -> str:
-    """Returns why NCCL cannot join the workers; nothing if it can. Called by all of them."""
+    """Returns why NCCL cannot connect the workers; "" if it can. Called by all of them."""
     return nccl.refusal_between(group.exchange(nccl.offer(group.device), "the offers of GPUs"))

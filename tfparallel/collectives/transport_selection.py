@@ -1,12 +1,12 @@
-"""Which transport sums the gradients of a job's workers.
+"""Selects the transport that sums the gradients of a job's workers.
 
-Where nobody asks, the one that has been fastest wherever it was measured (docs/mpi.md): between
-GPUs NCCL, on one host MPI's shared memory if all workers have it, else TensorFlow's ring, tuned.
+The default is the one that was fastest in every measurement (docs/mpi.md): NCCL between GPUs, MPI's
+shared memory on one host if all workers have it, else TensorFlow's ring, tuned.
 
-Under "auto" it is measured for the job's own gradients, as `algorithm_selection.py` chooses among
-the algorithms of one process. Worker 0's profile decides for all (`tfparallel bench all_reduce
---nproc_per_node=2 --save_profile`), or, without one, a calibration in which all take part. A
-transport that needs what a worker lacks is no candidate.
+Under "auto" the transports are measured on the job's own gradients, like the algorithms of one
+process in `algorithm_selection.py`. Worker 0's profile decides for all workers (`tfparallel bench
+all_reduce --nproc_per_node=2 --save_profile`); without one, all workers run a calibration. A
+transport is a candidate only if every worker has it.
 """
 
 import dataclasses
@@ -24,24 +24,24 @@ from tfparallel.collectives.mpi import library, start
 from tfparallel.collectives.process_group import ProcessGroup
 
 _WHAT = "the choice of what joins the workers"  # Names the exchanges.
-_MAX_BYTES = 2**26  # More need not be moved to tell which transport moves a byte faster.
-# Of MPI's algorithms its own choice; TensorFlow's ring without pieces never won.
+_MAX_BYTES = 2**26  # Enough to rank the transports by bandwidth.
+# "mpi" is MPI's own choice of algorithm; TensorFlow's ring without pieces never won.
 _LIKELY = ("nccl", "ring_tuned", "mpi")
 _MIN_ROUNDS = 3
 _MAX_ROUNDS = 15
 
 
 class Outcome(NamedTuple):
-    """What was chosen: the workers, joined by it, and why."""
+    """The workers, connected by the chosen transport, and the choice with its reason."""
 
     workers: ProcessGroup
     choice: Choice
 
 
 def by_default(group: ProcessGroup) -> Outcome:
-    """Takes what is fastest of what is installed, where nobody asks for anything.
+    """Selects the default transport: the fastest of those installed.
 
-    Called by every worker, at the same place of the program, with what TensorFlow has joined.
+    Every worker calls it at the same point of the program, with the group that TensorFlow connects.
     """
     name, why = _default(group)
     if name != group.transport:
@@ -52,7 +52,7 @@ def by_default(group: ProcessGroup) -> Outcome:
 
 
 def _default(group) -> tuple[str, str]:
-    """The name of a transport, and why it is that one."""
+    """Returns the name of the default transport and the reason."""
     if not transport.nccl_refusal(group):
         return "nccl", "each worker has a GPU"
     offers = start.offers(group, _WHAT)
@@ -73,10 +73,11 @@ def _default(group) -> tuple[str, str]:
 
 
 class TransportChoice:
-    """Chooses once, for the gradients of the first model that is trained.
+    """Chooses a transport once, for the gradients of the first model that trains.
 
-    Made and called by every worker, at the same place of the program. Without a profile it is
-    measured if `calibrate` says so; a profile of worker 0 of another machine is a `ValueError`.
+    Every worker creates and calls it at the same point of the program. Without a profile, it
+    measures the transports if `calibrate` is set. A profile of worker 0 from another machine raises
+    `ValueError`.
     """
 
     def __init__(self, group: ProcessGroup, calibrate: bool = True):
@@ -86,11 +87,11 @@ class TransportChoice:
 
     @property
     def how(self) -> str:
-        """By what the choice will be made, in words."""
+        """How the choice will be made, as text for the user."""
         return algorithm_selection.how(self._profile, self._calibrate)
 
     def choose(self, size_bytes: int) -> Outcome:
-        """Chooses a transport for gradients of that many bytes in all."""
+        """Chooses a transport for gradients of `size_bytes` in total."""
         group, names = self._group, _candidates(self._group)
         size = f"{size_bytes / 2**20:.3g} MiB on {group.num_workers} workers"
         default = "nccl" if "nccl" in names else group.transport
@@ -101,55 +102,57 @@ class TransportChoice:
                 for name, row in self._profile.items()
                 if name in names
             }
-            found = algorithm_selection.fastest(seconds, default, "profile", size)
+            choice = algorithm_selection.fastest(seconds, default, "profile", size)
         elif self._calibrate:
             groups = _joined(group, [name for name in _LIKELY if name in names])
             seconds = _measured(groups, min(size_bytes, _MAX_BYTES))
-            found = algorithm_selection.fastest(seconds, default, "calibration", size)
+            choice = algorithm_selection.fastest(seconds, default, "calibration", size)
         else:
-            found = Choice(default, "default", f"{size}: no profile, and nothing was measured")
-        groups = groups or _joined(group, [found.algorithm])
-        if found.algorithm not in groups:
-            # MPI is installed, and cannot start.
+            choice = Choice(default, "default", f"{size}: no profile, and nothing was measured")
+        groups = groups or _joined(group, [choice.algorithm])
+        if choice.algorithm not in groups:
+            # MPI is installed but cannot start.
             groups = _joined(group, [group.transport])
-            found = Choice(group.transport, "default", f"{size}: {found.algorithm} failed to start")
-        workers = groups[found.algorithm]
-        found = dataclasses.replace(found, implementation=workers.implementation)
-        return Outcome(workers, found)
+            choice = Choice(
+                group.transport, "default", f"{size}: {choice.algorithm} failed to start"
+            )
+        workers = groups[choice.algorithm]
+        choice = dataclasses.replace(choice, implementation=workers.implementation)
+        return Outcome(workers, choice)
 
 
 def names_of(group: ProcessGroup) -> list[str]:
-    """Returns a name for each worker, by which a profile knows them: those of their hosts."""
+    """Returns the names of the workers in a profile, made of their host names."""
     return [f"worker:{host}" for host in group.exchange(platform.node(), _WHAT)]
 
 
 def _profile_of_first(group) -> profile.Times | None:
     names = names_of(group)
-    found, problem = None, None
+    times, problem = None, None
     if group.worker_index == 0:
         try:
-            found = profile.load(names)
+            times = profile.load(names)
         except ValueError as error:
             problem = str(error)
-    found, problem = group.exchange([found, problem], _WHAT)[0]
+    times, problem = group.exchange([times, problem], _WHAT)[0]
     if problem:
         raise ValueError(problem)
-    return found
+    return times
 
 
 def _candidates(group) -> list[str]:
-    """The transports that all workers have."""
-    found = ["ring", "ring_tuned"]
+    """Returns the transports that all workers have."""
+    names = ["ring", "ring_tuned"]
     if not transport.nccl_refusal(group):
-        found.append("nccl")
+        names.append("nccl")
     if all(group.exchange(library.is_installed(), _WHAT)):
-        found += [name for name in transport.NAMES if name.startswith("mpi")]
-    return found
+        names += [name for name in transport.NAMES if name.startswith("mpi")]
+    return names
 
 
 def _joined(group, names) -> dict[str, ProcessGroup]:
-    """The workers joined by each of the transports that starts on all of them."""
-    found = {}
+    """Connects the workers by each of the transports; omits those that fail to start anywhere."""
+    groups = {}
     for name in names:
         try:
             joined = transport.joined(group, name)
@@ -157,12 +160,12 @@ def _joined(group, names) -> dict[str, ProcessGroup]:
             logging.warning("%s does not start, and another transport is taken: %s", name, error)
             joined = None
         if all(group.exchange(joined is not None, _WHAT)):
-            found[name] = joined
-    return found
+            groups[name] = joined
+    return groups
 
 
 def _measured(groups, size_bytes) -> dict[str, float]:
-    """The lower quartile of the slowest worker's seconds, by transport, all taking turns."""
+    """Measures the transports in turns; returns lower quartiles of the slowest worker's times."""
     group = next(iter(groups.values()))
     vector = tf.Variable(tf.zeros([max(size_bytes // 4, 1)]), trainable=False)
     steps = {}
@@ -173,7 +176,7 @@ def _measured(groups, size_bytes) -> dict[str, float]:
 
         steps[name] = tf.function(reduce, autograph=False)
         steps[name]()
-    meet = tf.function(lambda here: group.all_reduce([here])[0], autograph=False)
+    meet = tf.function(lambda ones: group.all_reduce([ones])[0], autograph=False)
     times: dict[str, list[float]] = {name: [] for name in groups}
 
     def turn():
@@ -185,12 +188,12 @@ def _measured(groups, size_bytes) -> dict[str, float]:
 
     start = time.perf_counter()
     turn()
-    wanted = int(algorithm_selection.BUDGET_SECONDS / (time.perf_counter() - start))
-    num_rounds = max(min(group.exchange(wanted, _WHAT)[0], _MAX_ROUNDS), _MIN_ROUNDS)
+    num_affordable = int(algorithm_selection.BUDGET_SECONDS / (time.perf_counter() - start))
+    num_rounds = max(min(group.exchange(num_affordable, _WHAT)[0], _MAX_ROUNDS), _MIN_ROUNDS)
     for _ in range(num_rounds - 1):
         turn()
-    everyones = group.exchange(times, _WHAT)
+    by_worker = group.exchange(times, _WHAT)
     return {
-        name: statistics.quantiles(map(max, *[theirs[name] for theirs in everyones]), n=4)[0]
+        name: statistics.quantiles(map(max, *[seconds[name] for seconds in by_worker]), n=4)[0]
         for name in groups
     }

@@ -1,4 +1,4 @@
-"""What collectives send: tensors out of a user's value, checked on all workers alike."""
+"""Converts and validates the values that users pass to collectives, consistently on all workers."""
 
 import numbers
 from typing import Any
@@ -15,10 +15,10 @@ _DTYPES = {*_FLOATS, tf.int32, tf.int64, *SENT_AS}
 
 
 def agreed(name: str, value: Any, **options) -> tuple[Any, list[tf.Tensor]]:
-    """Finds who takes part in a collective; raises on all workers or on none.
+    """Validates a collective call; raises on all workers or on none.
 
     Returns:
-        The ranks, and the value's tensors in the order of `tf.nest.flatten`.
+        The participating ranks, and the value's tensors in the order of `tf.nest.flatten`.
     """
     ranks = group.find()
     problems, tensors, notes = _option_problems(ranks, **options), [], []
@@ -37,7 +37,7 @@ def agreed(name: str, value: Any, **options) -> tuple[Any, list[tf.Tensor]]:
         notes.append(where + note)
         problems += [where + problem] if problem else []
     if isinstance(ranks, group.Workers) and tf.executing_eagerly():
-        # A worker that cannot go on says so here, or the others would wait for it.
+        # Even a worker with an invalid value must take part here, or the others would hang.
         arguments = ", ".join(f"{key}={option!r}" for key, option in options.items())
         ranks.compare_notes(f"{name}({arguments}) of {', '.join(notes) or 'nothing'}")
     if problems:
@@ -59,7 +59,7 @@ def _option_problems(ranks, op="sum", root=0) -> list[str]:
 
 
 def _problem(tensor, ranks, name, op="sum", root=0) -> str:
-    """Returns what is wrong with a tensor; "" if nothing is."""
+    """Returns the problem with a tensor; "" if there is none."""
     dtype = tensor.dtype
     if dtype not in _DTYPES:
         return f"Numbers or truth values are required. Received: a tensor of type {dtype.name}."
@@ -85,7 +85,7 @@ def _problem(tensor, ranks, name, op="sum", root=0) -> str:
 
 def _tensor(leaf, min_ndim: int) -> tf.Tensor:
     if isinstance(leaf, bool | int | float):
-        leaf = np.asarray(leaf)  # 64 bits, as Python has them.
+        leaf = np.asarray(leaf)  # Keeps Python's 64 bits.
     tensor = tf.convert_to_tensor(leaf)
     return tensor[None] if min_ndim and tensor.shape.rank == 0 else tensor
 

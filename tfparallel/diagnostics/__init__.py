@@ -1,1 +1,1 @@
-"""Programs that look at a run and say what is wrong with it."""
+"""Programs that diagnose a training run or its environment."""

@@ -1,20 +1,19 @@
-"""Proves, or disproves, that a model trains in parallel to the weights of one device.
+"""Verifies that parallel training produces the weights of one device.
 
-The model is trained twice on the same batches from the same weights, plainly
-on one device and in parallel, and then every weight, every variable of
-every optimizer, every loss and every metric is compared.
+The model trains twice on the same batches from the same weights, once on one device and once in
+parallel. Then every weight, optimizer variable, loss and metric is compared.
 
-    at steps 1, 2, 4, 8, … and the last within the tolerance,
-    or within what rounding alone makes of the model ----------> match
+    within the tolerance or the rounding floor
+    at steps 1, 2, 4, 8, … and the last -----------------------> match
       | no                                                       (undetermined: rounding alone
-    does the model draw?                                          decides it from the start)
-      | yes: all trained again, draws off
-    that comparison within the same, and the parallel model trained
-    twice with one seed gives the same weights ----------------> reproducible
+    does the model have random layers?                            exceeds the tolerance)
+      | yes: train again with the random layers off
+    the new comparison is within the same limits, and two
+    parallel runs with one seed give the same weights ---------> reproducible
       | no
       +--------------------------------------------------------> differs
 
-`tfparallel.diagnostics.floor` says what rounding alone makes of a model.
+`tfparallel.diagnostics.floor` defines the rounding floor of a model.
 """
 
 import contextlib
@@ -56,19 +55,19 @@ def check_parity(
     seed: int = 0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> CheckReport:
-    """Compares parallel training with training on one device; `tfparallel.check` says how.
+    """Compares parallel training with training on one device, as `tfparallel.check` describes.
 
     Args:
-        build_model: Returns the model, not compiled.
-        compile_model: Compiles it in place; called on each model afresh.
-        batches: The steps, each `(x, y[, sample_weight])` in NumPy arrays. The first is compared
-            most sharply: it should divide unevenly.
-        make_parallel_model: Takes a function that builds the model, returns the model parallel.
+        build_model: Returns the uncompiled model.
+        compile_model: Compiles a model in place; called once for each model.
+        batches: The steps, each `(x, y[, sample_weight])` in NumPy arrays. The comparison is
+            sharpest at the first one, which should divide unevenly.
+        make_parallel_model: Takes a function that builds the model; returns the parallel model.
         seed: Seeds the weights and the random layers.
-        progress: Is told what is trained, before it is.
+        progress: Called with a description of each training before it starts.
 
     Raises:
-        ValueError: If there is no batch, or the parallel model has other weights.
+        ValueError: If there are no batches, or the parallel model has different weights.
     """
     if not batches:
         raise ValueError("At least one batch is required. Received: batches=[].")
@@ -79,19 +78,19 @@ def check_parity(
 
 @contextlib.contextmanager
 def _without_retracing_warnings() -> Iterator[None]:
-    """Within it TensorFlow does not warn of functions that are traced again.
+    """Silences TensorFlow's warnings about retracing.
 
-    Each training traces a step of its own, and TensorFlow counts them together.
+    Each training traces its own step, and TensorFlow counts all of them as one function.
     """
 
-    def hold_back(record: logging.LogRecord) -> bool:
+    def is_other_record(record: logging.LogRecord) -> bool:
         return "triggered tf.function retracing" not in record.getMessage()
 
-    tf.get_logger().addFilter(hold_back)
+    tf.get_logger().addFilter(is_other_record)
     try:
         yield
     finally:
-        tf.get_logger().removeFilter(hold_back)
+        tf.get_logger().removeFilter(is_other_record)
 
 
 def _compared(trial, make_parallel_model, batches, progress) -> CheckReport:
@@ -101,7 +100,7 @@ def _compared(trial, make_parallel_model, batches, progress) -> CheckReport:
     failing_at_once = bool(notes)
     if failed and drawing:
         judged = _Runs(trial, make_parallel_model, progress, draws=False)
-        # Also what agreed at first may differ now, and is no less wrong.
+        # Includes variables that agreed in the first comparison and differ only now.
         failed = judged.comparison.failed & set(runs.comparison.readings)
         notes.append("trained again with the draws of the random layers off")
         if not runs.repeats():
@@ -139,10 +138,10 @@ def _compared(trial, make_parallel_model, batches, progress) -> CheckReport:
 
 
 def uneven_first(batches: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Shortens the first batch to a number of examples that no number of devices divides.
+    """Shortens the first batch to a prime number of examples, which no number of devices divides.
 
-    What is wrong on uneven shards shows at the first step, then, where the floor is lowest. The
-    number is the largest prime up to half of its own.
+    Bugs with uneven shards then show at the first step, where the rounding floor is lowest. The
+    size is the largest prime up to half of the batch.
     """
     first = batches[0]
     half = len(tf.nest.flatten(first)[0]) // 2
@@ -155,10 +154,9 @@ def uneven_first(batches: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 def make_deterministic(*, operations: bool = True) -> None:
     """Turns on deterministic operations and turns off TF32, for this process.
 
-    Both change the speed, and TF32 keeps 10 bits of a float32's 23: no check could tell a wrong sum
-    from a rounded one. Set a random seed before the first operation that draws
-    (`keras.utils.set_random_seed`). Keras does not compile for XLA where `operations` are
-    deterministic.
+    Both affect speed. TF32 keeps only 10 of a float32's 23 mantissa bits, which makes a wrong sum
+    indistinguishable from a rounded one. Set a random seed before the first random operation
+    (`keras.utils.set_random_seed`). With deterministic `operations`, Keras does not use XLA.
     """
     if operations:
         tf.config.experimental.enable_op_determinism()
@@ -166,7 +164,7 @@ def make_deterministic(*, operations: bool = True) -> None:
 
 
 class _Runs:
-    """The trainings of one comparison: one device, in parallel, and one device moved."""
+    """The trainings of one comparison: one device, parallel, and one device with nudged weights."""
 
     def __init__(
         self,
@@ -189,14 +187,14 @@ class _Runs:
         self.comparison = self._compare(self.single, self.parallel)
 
     def repeats(self) -> bool:
-        """Whether the parallel model, trained twice with one seed, gives the same weights."""
+        """Whether a second parallel training with the same seed gives the same weights."""
         self._progress("training in parallel, once more")
         again = self._trial.run(self._make_parallel_model, draws=self._draws)
         return not self._compare(self.parallel, again).failed
 
     def _compare(self, expected: Outcome, received: Outcome) -> Comparison:
-        """Compares; where the first floor does not explain it, with others after it."""
-        found, floors = deviation(expected, received), {}
+        """Compares two trainings, against further floors if the first one is exceeded."""
+        differences, floors = deviation(expected, received), {}
         for num_units in rounding.MULTIPLES:
             is_finer = num_units == rounding.FINER
             if is_finer and self.dtype not in ("float16", "bfloat16"):
@@ -209,7 +207,7 @@ class _Runs:
                 )
                 self._floors[num_units] = deviation(self.single, other)
             floors[num_units] = self._floors[num_units]
-            comparison = rounding.compare(expected, found, floors, self.tolerance)
+            comparison = rounding.compare(expected, differences, floors, self.tolerance)
             if not comparison.failed:
                 break
         return comparison
@@ -218,7 +216,7 @@ class _Runs:
 def _items(
     runs: _Runs, judged: _Runs, failed: set[Key]
 ) -> tuple[tuple[VariableReport, ...], tuple[ValueReport, ...]]:
-    """Every variable and value with its verdict: `judged` decides, and `failed` differs in it."""
+    """Returns all variables and values with their verdicts; `failed` differ in `judged`."""
 
     def verdict(key: Key) -> tuple[str, int | None]:
         if key in failed:
@@ -226,8 +224,10 @@ def _items(
         if key in runs.comparison.failed:
             return "reproducible", None
         readings = runs.comparison.readings[key]
-        told = any(r.sharp for r in readings) or all(r.relative <= runs.tolerance for r in readings)
-        return "match" if told else "undetermined", None
+        is_match = any(r.sharp for r in readings) or all(
+            r.relative <= runs.tolerance for r in readings
+        )
+        return "match" if is_match else "undetermined", None
 
     last, readings = runs.single.last, runs.comparison.readings
     variables = tuple(
@@ -293,24 +293,24 @@ def _layer_that_differs(
         return first_difference(
             lambda: trial.build(draws=False), make_parallel_model, batch, tolerance
         )
-    # The verdict stands whatever happens in the search for the culprit, which
-    # runs the model in ways that its author may not have foreseen.
+    # The verdict holds even if this search fails: it runs the model in ways that its author may
+    # not have foreseen.
     except Exception as error:
         notes.append(f"the search for the first layer failed: {type(error).__name__}: {error}")
         return None
 
 
 def _variable_that_differs(runs: _Runs) -> str | None:
-    """What is furthest beyond rounding at the first step that differs, weights before slots."""
-    found = [
+    """Describes the variable that differs first; weights come before slots."""
+    differing = [
         (reading.step, getattr(runs.single.last.states.get(key), "kind", "") != "weight", index)
         for index, (key, readings) in enumerate(runs.comparison.readings.items())
         for reading in readings
         if not reading.matches
     ]
-    if not found:
+    if not differing:
         return None
-    step, _, index = min(found)
+    step, _, index = min(differing)
     key, readings = list(runs.comparison.readings.items())[index]
     reading = next(reading for reading in readings if reading.step == step)
     state = runs.single.last.states.get(key)

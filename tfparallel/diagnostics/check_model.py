@@ -1,4 +1,4 @@
-"""`tfparallel.check`: the check of a parallelism from Python, without a task file."""
+"""`tfparallel.check`: verifies a parallelism from Python, without a task file."""
 
 import importlib
 import importlib.util
@@ -42,42 +42,41 @@ def check(
 ) -> CheckReport:
     """Compares parallel training with training on one device, variable by variable.
 
-    Use it before you train your model on several devices, and where two runs give other weights and
-    you want to know whether rounding explains it. The model is trained from the same weights on the
-    same batches three times: on one device, in parallel, and on one device with the first
-    weights moved by one unit in the last place. A variable matches at a step if
+    Use it before you train your model on several devices, or when two runs give different weights
+    and you want to know whether rounding explains it. The model trains three times from the same
+    weights on the same batches: on one device, in parallel, and on one device with the initial
+    weights nudged by one unit in the last place. A variable matches at a step if
 
         max|a − b|  ≤  max(tolerance · max|a|,  multiple · max|a − m|)
 
-    with its value a on one device, b in parallel and m after the move. In float64
-    (`keras.config.set_dtype_policy("float64")`, `keras.config.set_floatx("float64")`, before any
-    layer is made) the comparison is sharpest.
+    where a is its value on one device, b in parallel, and m after the nudge. The comparison is
+    sharpest in float64 (call `keras.config.set_dtype_policy("float64")` and
+    `keras.config.set_floatx("float64")` before you create any layer).
 
     Args:
-        build_model: Returns the model, not compiled; called once for each training.
-        compile_model: Compiles the model that it is given, in place, with a new optimizer each
-            time.
-        data: `(x, y)` or `(x, y, sample_weight)` in arrays or nested structures of them; a
-            `tf.data.Dataset` of single examples, or whatever else a task file's `load_data` may
-            return for training.
+        build_model: Returns the uncompiled model; called once for each training.
+        compile_model: Compiles a model in place, with a new optimizer each time.
+        data: `(x, y)` or `(x, y, sample_weight)` in arrays or nested structures of them, a
+            `tf.data.Dataset` of single examples, or any other training data that a task file's
+            `load_data` may return.
         parallel: `"data"`, `"model"`, `"tensor"`, `"pipeline"` or `"hybrid"`; or a function that
             takes `build_model` and returns the parallel model.
         devices: Device names, such as `["GPU:0", "GPU:1"]`; by default all GPUs, or all logical CPU
             devices.
-        global_batch_size: Examples in a step. The first batch is shortened to a number that no
+        global_batch_size: Examples per step. The first batch is shortened to a number that no
             number of devices divides.
-        steps: How many steps are trained.
+        steps: Number of training steps.
         seed: Fixes the initial weights, the random layers and the order of the data.
-        plot: A path that ends in `.png`: draws how the difference and the floor grow.
+        plot: Path of a `.png` file, to plot how the difference and the floor grow.
         **options: Passed on to the builder (`num_micro_batches=4`).
 
     Returns:
-        The report. `print` shows its tables, `passed` says whether nothing differs, and
-        `to_json()` returns it as plain values.
+        The report. `print` it to see its tables; `passed` says whether nothing differs, and
+        `to_json()` returns plain values.
 
     Raises:
-        ValueError: If there is no such kind or device, the data are empty, or `devices` or options
-            are given with a function that needs none.
+        ValueError: If the parallelism or a device does not exist, the data are empty, or you pass
+            `devices` or options together with a function.
 
     Example:
         >>> devices = ["CPU:0", "CPU:1"]

@@ -1,4 +1,4 @@
-"""The plot of a check: how far the parallel run, and rounding alone, are off, step by step."""
+"""The plot of a check: the deviation of the parallel run and of rounding alone, by step."""
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -10,20 +10,20 @@ from tfparallel.diagnostics.compare import UNITS
 
 __all__ = ["draw"]
 
-# Okabe and Ito (2008): told apart in the dark, too.
+# Colors of Okabe and Ito (2008): safe for color-blind readers.
 _FORM, _FLOOR, _TOLERANCE = "#0072B2", "#E69F00", "#555555"
 
 
 def draw(path: str, report: CheckReport, *, title: str) -> None:
-    """Draws the difference of the parallel run, the rounding floor and the tolerance, as a PNG.
+    """Plots the difference of the parallel run, the rounding floor and the tolerance, as a PNG.
 
-    Lines are medians over the weights, bands reach up to the largest.
+    Lines are medians over the weights; bands extend to the maximum.
     """
     figure = Figure(figsize=(9, 5.4), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     steps = np.array([item.step for item in report.steps])
-    # Zero has no place on a logarithmic axis: nothing below a unit in the last place is a number.
+    # A log axis cannot show zero, so clip just below one unit in the last place.
     least = UNITS[report.dtype] / 4
     curves = (
         ("floor: first weights moved by one unit", _FLOOR, "s", "median_floor", "floor"),

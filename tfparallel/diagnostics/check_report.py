@@ -1,4 +1,4 @@
-"""What a check found: verdicts, curves and their text."""
+"""The report of a check: verdicts, curves and their text."""
 
 import dataclasses
 from collections import Counter
@@ -20,12 +20,12 @@ class VariableReport:
         path: Its path on one device.
         shape: Its shape.
         absolute: The largest absolute difference after the last step.
-        relative: That, over the largest magnitude in the variable.
-        floor: The relative difference that rounding alone makes after the last step.
-        verdict: `"match"`, `"reproducible"`, `"undetermined"` (rounding alone decides it from the
-            first step on) or `"differs"`.
-        first_step: The first of the compared steps at which it differs, or None.
-        digits: To how many decimal digits it agrees after the last step, if it matches.
+        relative: `absolute` / the largest magnitude in the variable.
+        floor: The relative difference that rounding alone causes after the last step.
+        verdict: `"match"`, `"reproducible"`, `"undetermined"` (rounding alone exceeds the tolerance
+            from the first step on) or `"differs"`.
+        first_step: The first compared step at which it differs, or None.
+        digits: Decimal digits that agree after the last step, if it matches.
     """
 
     path: str
@@ -60,7 +60,7 @@ class ValueReport:
 
     @property
     def relative(self) -> float:
-        """How far the two are apart, relative to their size."""
+        """Relative difference of the two values."""
         size = max(abs(self.single), abs(self.parallel))
         return abs(self.single - self.parallel) / size if size else 0.0
 
@@ -70,22 +70,21 @@ class CheckReport:
     """The outcome of a check; `print` shows it as tables.
 
     Attributes:
-        verdict: `"match"`, `"reproducible"`, `"undetermined"` (rounding alone decides more than
-            the parallel run could) or `"differs"`.
-        dtype: The coarsest type that the model computes in or keeps a trained weight in.
+        verdict: `"match"`, `"reproducible"`, `"undetermined"` (rounding alone exceeds the tolerance
+            in every variable that could be compared) or `"differs"`.
+        dtype: The coarsest dtype in which the model computes or stores a trainable weight.
         tolerance: The relative difference that counts as rounding in any model.
         batch_sizes: Examples in each step.
-        steps: The weights as a whole, after steps 1, 2, 4, 8, … and the last.
-        sharp_until: The last step up to which most weights were held against the tolerance
-            alone, or None.
-        growth: By how much a step multiplies rounding, or None where it does not grow.
+        steps: Statistics over the weights after steps 1, 2, 4, 8, … and the last.
+        sharp_until: The last step up to which the tolerance alone applied to most weights, or None.
+        growth: Factor by which each step amplifies rounding, or None if it does not grow.
         variables: Weights first, then the optimizers' variables.
         values: Losses and metrics.
-        random_layers: The layers that draw.
-        first_difference: What differs first, or None.
-        notes: What else a reader must know.
-        sent_bytes_in_a_step: What a step hands to other workers, of "sums", "slices" and "rows"
-            (`tfparallel.callbacks.SentBytes`); None without any.
+        random_layers: Names of the layers that draw random numbers.
+        first_difference: Description of the first difference, or None.
+        notes: Further remarks for the reader.
+        sent_bytes_in_a_step: Bytes that a step passes to other workers, by "sums", "slices" and
+            "rows" (`tfparallel.callbacks.SentBytes`); None without other workers.
     """
 
     verdict: str
@@ -109,7 +108,7 @@ class CheckReport:
 
     @property
     def digits(self) -> tuple[int, int] | None:
-        """To how many digits all weights agree after the first and the last step, if they match."""
+        """Digits to which all weights agree after the first and the last step, if they match."""
         if self.verdict != "match" or not self.steps:
             return None
         first, last = self.steps[0], self.steps[-1]
@@ -120,7 +119,7 @@ class CheckReport:
         return dataclasses.replace(self, notes=(*self.notes, note))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the report in types that JSON knows."""
+        """Returns the report as JSON-serializable values."""
         return {**dataclasses.asdict(self), "digits": self.digits}
 
     def __str__(self) -> str:
@@ -152,7 +151,7 @@ class CheckReport:
         return "\n".join(lines)
 
     def _of_digits(self) -> str:
-        """How far all weights agree, and how far they could."""
+        """Describes how closely all weights agree, and the limit set by rounding."""
         if self.digits is None:
             return ""
         first, last = self.digits
@@ -260,7 +259,7 @@ def _batches(sizes: tuple[int, ...]) -> str:
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    # Names to the left, numbers to the right, the verdict last and ragged.
+    # Names are left-aligned, numbers right-aligned; the verdict comes last, unpadded.
     last = len(head) - 1
 
     def line(row: list[str]) -> str:

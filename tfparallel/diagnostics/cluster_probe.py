@@ -1,8 +1,8 @@
-"""The doctor's probe of workers: two processes of this host train, over its network.
+"""The doctor's probe of multi-worker training: two processes on this host train together.
 
     python -m tfparallel.diagnostics.cluster_probe ours [theirs]
 
-prints a line of JSON. It loads no TensorFlow, which its workers do.
+prints a line of JSON. Only its workers load TensorFlow.
 """
 
 import importlib
@@ -21,18 +21,18 @@ _ERROR_CHARACTERS = 2000
 
 
 def main(whose: Sequence[str]) -> None:
-    """Trains by each of these strategies, and prints how far from one device each ends."""
-    # The doctor is asked beside a job too, whose cluster these workers are none of.
+    """Trains with each of these strategies, and prints the deviation from one device."""
+    # The doctor may run inside a job, whose cluster these workers must not join.
     for name in ("TF_CONFIG", "RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
-    found = {"probe": "two_workers", **{each: _tried(each) for each in whose}}
-    print(json.dumps(found), flush=True)
+    result = {"probe": "two_workers", **{each: _tried(each) for each in whose}}
+    print(json.dumps(result), flush=True)
 
 
 def _tried(whose: str) -> dict[str, Any]:
     try:
         return spawn(_trained, args=(whose,), device_type="cpu", timeout_seconds=_SPAWN_SECONDS)
-    # Whatever it is: it is what was asked for.
+    # Any error is a valid outcome of the probe.
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]}
 

@@ -1,4 +1,4 @@
-"""How far two runs lie apart, and whether that is more than rounding."""
+"""Measures the distance of two runs, for comparison with rounding errors."""
 
 import dataclasses
 import math
@@ -16,9 +16,8 @@ __all__ = [
     "owner_of_slot",
 ]
 
-# Relative to the largest magnitude of the same variable, after 20 steps.
-# Reordered sums differ by a few units in the last place; training amplifies
-# that, by a factor that seldom passes a thousand in 20 steps.
+# Relative to the largest magnitude of the same variable, after 20 steps. Reordered sums differ by a
+# few units in the last place; 20 steps of training rarely amplify that more than a thousandfold.
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
 
 # The unit in the last place of a number from 1 to 2.
@@ -27,11 +26,11 @@ UNITS = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16
 
 @dataclasses.dataclass(frozen=True)
 class Distance:
-    """How far one variable or value of a training is from that of one device.
+    """Distance of one variable or value from its counterpart on one device.
 
     Attributes:
-        absolute: The largest absolute difference of two elements; infinite if the shapes differ,
-            NaN if an element is not finite.
+        absolute: The largest absolute difference of an element; infinite if the shapes differ, NaN
+            if an element is not finite.
         magnitude: The largest magnitude of an element on one device.
         other_magnitude: The same in the other training.
     """
@@ -44,15 +43,15 @@ class Distance:
     def relative(self) -> float:
         """`absolute / magnitude`.
 
-        Elements are held against the largest of their variable, not against themselves: an element
-        near zero is a difference of larger numbers, and carries their rounding.
+        The reference is the largest element of the variable, not the element itself: an element
+        near zero is a difference of larger numbers, and carries their rounding error.
         """
         if self.absolute == 0:
             return 0.0
         return self.absolute / self.magnitude if self.magnitude else math.inf
 
     def is_within(self, tolerance: float) -> bool:
-        """Whether no difference is larger than a tolerance, relative to the magnitude."""
+        """Whether every difference is within a tolerance, relative to the magnitude."""
         return self.absolute <= tolerance * self.magnitude
 
 
@@ -63,14 +62,14 @@ def distance_between(expected: np.ndarray, received: np.ndarray) -> Distance:
 
 
 def largest_magnitude(value: np.ndarray) -> float:
-    """Returns the largest magnitude of an element; 0 of what holds no numbers."""
+    """Returns the largest magnitude of an element; 0 for an empty or non-numeric array."""
     if not value.size or not (is_float(value) or np.issubdtype(value.dtype, np.number)):
         return 0.0
     return float(np.max(np.abs(_wide(value))))
 
 
 def _wide(value: np.ndarray) -> np.ndarray:
-    """In a type that can be subtracted exactly, as bfloat16 and others cannot in NumPy."""
+    """Converts to float64 or complex128: NumPy cannot subtract bfloat16 and others exactly."""
     return value.astype(np.complex128 if np.iscomplexobj(value) else np.float64)
 
 
@@ -88,11 +87,11 @@ def _largest_difference(expected: np.ndarray, received: np.ndarray) -> float:
 
 
 def digits_that_agree(relative: float, dtype: str) -> int:
-    """Returns to how many decimal digits two values are the same.
+    """Returns the number of decimal digits to which two values agree.
 
     Args:
-        relative: Their difference, over the magnitude of the larger.
-        dtype: The type that they were computed in, which has no more digits than it has.
+        relative: Their relative difference.
+        dtype: The dtype of the computation, whose precision limits the result.
 
     Example:
         >>> digits_that_agree(3e-7, "float32"), digits_that_agree(0.0, "float64")
@@ -105,15 +104,15 @@ def digits_that_agree(relative: float, dtype: str) -> int:
 
 
 def is_float(value: np.ndarray) -> bool:
-    """Whether an array holds real numbers; NumPy does not know bfloat16 as such."""
+    """Whether an array holds real numbers; NumPy does not classify bfloat16 as a float."""
     return value.dtype.kind == "f" or value.dtype.name == "bfloat16"
 
 
 def owner_of_slot(slot_path: str, variable_paths: list[str]) -> int | None:
     """Returns the index of the variable that an optimizer's slot belongs to.
 
-    Keras names the slot of `dense/kernel` in Adam `adam/dense_kernel_momentum`; the longest name
-    that fits is taken.
+    Keras names Adam's slot of `dense/kernel` `adam/dense_kernel_momentum`; the longest matching
+    name wins.
     """
     name = slot_path.rpartition("/")[2]
     fits = [

@@ -1,7 +1,7 @@
-"""Looks at this host, this cluster and these versions, and says what will fail.
+"""Examines this host, the cluster and the installed versions, and reports what will fail.
 
-TensorFlow is loaded in processes of its own alone (probes.py), with a deadline:
-where it crashes or hangs at its start, that is a finding and not the end.
+TensorFlow runs only in subprocesses (probes.py), with a deadline: if it crashes or hangs at import,
+that becomes a finding.
 """
 
 import concurrent.futures
@@ -26,7 +26,7 @@ from tfparallel.startup import has_nvidia_gpu
 
 __all__ = ["KNOWN_FAULTS", "TWO_WORKERS", "examine", "run_probe"]
 
-# The probe of each known fault, and what it is that TensorFlow's own strategy does.
+# The probe of each known fault of TensorFlow's own strategy, with a description.
 KNOWN_FAULTS = {
     "gradient_accumulation": "gradient_accumulation_steps on 2 devices",
     "steps_per_execution": "steps_per_execution=2 on 2 devices",
@@ -35,7 +35,7 @@ KNOWN_FAULTS = {
 }
 TWO_WORKERS = "fit on 2 workers of this host"
 _CLUSTER_PROBE = "tfparallel.diagnostics.cluster_probe"
-# In float64 the order of a sum makes no such difference.
+# Reordered float64 sums stay well below this.
 _TOLERANCE = 1e-9
 
 
@@ -49,16 +49,16 @@ def examine(
     upstream: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Finding]:
-    """Yields the findings one by one, as they are found; the faults of others last.
+    """Yields the findings as they arise; upstream faults come last.
 
     Args:
-        folder: Where checkpoints go; by default the working folder.
-        min_free_mib: How much free disk the job needs; by default little is a warning only.
+        folder: The checkpoint folder; by default the working folder.
+        min_free_mib: Free disk space that the job needs; by default little space is only a warning.
         peer_timeout_seconds: How long another worker may take to answer.
-        probe_timeout_seconds: How long each process with TensorFlow may take.
-        quick: Whether to leave out what is tried for seconds: known faults, and two workers.
-        upstream: Whether to try TensorFlow's own strategy on two workers, too.
-        progress: Is told what takes a while, before it does.
+        probe_timeout_seconds: How long each TensorFlow subprocess may take.
+        quick: Whether to skip the slow probes: known faults, and two workers.
+        upstream: Whether to also try TensorFlow's own strategy on two workers.
+        progress: Called with a description of each slow examination before it starts.
     """
     progress("looking at this host")
     yield from _examine_versions()
@@ -76,40 +76,40 @@ def examine(
         progress("trying TensorFlow, and two workers of this host")
     faults = {} if quick else KNOWN_FAULTS
     of_workers = [sys.executable, "-m", _CLUSTER_PROBE, "ours", *(["theirs"] if upstream else [])]
-    # Each is most of the time a single core at work.
+    # Each probe keeps about one core busy.
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         in_one = pool.submit(run_probe, _command("installation", *faults), probe_timeout_seconds)
         workers = None if quick else pool.submit(run_probe, of_workers, probe_timeout_seconds)
     lines, error = in_one.result()
-    found = {line["probe"]: line for line in lines}
-    installation = _of_installation(found.get("installation"), error)
+    by_probe = {line["probe"]: line for line in lines}
+    installation = _of_installation(by_probe.get("installation"), error)
     yield from installation
-    # Without TensorFlow every one of them fails, and says nothing new.
+    # Without TensorFlow every probe would fail in the same way.
     if workers is None or installation[0].verdict == "broken":
         return
     lines, error_of_workers = workers.result()
     yield _of_workers(lines[-1] if lines else None, error_of_workers, of_workers)
     for name, what in faults.items():
-        yield _of_fault(what, found.get(name), error, _command(name))
+        yield _of_fault(what, by_probe.get(name), error, _command(name))
 
 
 def _examine_versions() -> Iterator[Finding]:
-    """Compares what is installed with what was tested: the ranges that setup.cfg names."""
+    """Compares the installed versions with the tested ranges from setup.cfg."""
     try:
         metadata = importlib.metadata.metadata("tfparallel")
     except importlib.metadata.PackageNotFoundError:
         text = "tfparallel runs from a folder that is not installed; no version was promised"
         yield Finding("versions", "warn", text, "install it: pip install .")
         return
-    found = {"Python": platform.python_version()}
+    installed = {"Python": platform.python_version()}
     required = {"Python": SpecifierSet(metadata["Requires-Python"] or "")}
     for requirement in map(Requirement, metadata.get_all("Requires-Dist") or []):
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            found[requirement.name] = version_of(requirement.name)
+            installed[requirement.name] = version_of(requirement.name)
             required[requirement.name] = requirement.specifier
     all_well = []
-    for name, version in found.items():
-        # TensorFlow may be a build of one's own: its start will tell.
+    for name, version in installed.items():
+        # TensorFlow may be a custom build without metadata; its own probe decides.
         if version is None and name != "tensorflow":
             yield Finding(name, "broken", "not installed", f"pip install {name}")
         elif version is None or required[name].contains(version, prereleases=True):
@@ -124,25 +124,25 @@ def _examine_versions() -> Iterator[Finding]:
     yield Finding("versions", "ok", ", ".join(all_well))
 
 
-def _of_installation(found: dict[str, Any] | None, error: str) -> list[Finding]:
-    if found is None:
+def _of_installation(result: dict[str, Any] | None, error: str) -> list[Finding]:
+    if result is None:
         advice = "reinstall it: pip install --force-reinstall tensorflow keras"
         text = f"it does not start: {error or 'it printed nothing'}"
         return [Finding("TensorFlow", "broken", text, advice)]
-    versions = found["versions"]
+    versions = result["versions"]
     text = f"{versions['tensorflow']} with Keras {versions['keras']} computes on "
-    findings = [Finding("TensorFlow", "ok", text + ", ".join(found["devices"]))]
+    findings = [Finding("TensorFlow", "ok", text + ", ".join(result["devices"]))]
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if has_nvidia_gpu() and not any(name.startswith("GPU") for name in found["devices"]):
+    if has_nvidia_gpu() and not any(name.startswith("GPU") for name in result["devices"]):
         if hidden is not None:
             text = f"this host has some, and CUDA_VISIBLE_DEVICES={hidden!r} hides them"
             advice = "unset it, if that is not meant"
-        elif found["cuda"] is None:
+        elif result["cuda"] is None:
             text = "this host has some, and this TensorFlow was built without CUDA"
             advice = "pip install 'tensorflow[and-cuda]'"
         else:
             text = (
-                f"this host has some, and TensorFlow, built for CUDA {found['cuda']}, cannot "
+                f"this host has some, and TensorFlow, built for CUDA {result['cuda']}, cannot "
                 "use them, most often for want of the CUDA libraries"
             )
             advice = "pip install 'tensorflow[and-cuda]', and compare `nvidia-smi`"
@@ -150,24 +150,24 @@ def _of_installation(found: dict[str, Any] | None, error: str) -> list[Finding]:
     return findings
 
 
-def _of_workers(found, error: str, command: Sequence[str]) -> Finding:
-    """What two workers did; what TensorFlow's own strategy does there is told if it was tried."""
-    if found is None or "theirs" in found:
-        return _of_fault(TWO_WORKERS, found, error, command)
-    finding = _of_fault(TWO_WORKERS, {**found, "theirs": {"difference": 0.0}}, error, command)
+def _of_workers(result, error: str, command: Sequence[str]) -> Finding:
+    """Returns the finding of the two-worker probe, with TensorFlow's own strategy if tried."""
+    if result is None or "theirs" in result:
+        return _of_fault(TWO_WORKERS, result, error, command)
+    finding = _of_fault(TWO_WORKERS, {**result, "theirs": {"difference": 0.0}}, error, command)
     if finding.verdict == "ok":
         return Finding(TWO_WORKERS, "ok", "they meet, and train to the weights of one device")
     return finding
 
 
 def _of_fault(
-    what: str, found: dict[str, Any] | None, error: str, command: Sequence[str]
+    what: str, result: dict[str, Any] | None, error: str, command: Sequence[str]
 ) -> Finding:
     alone = f"see it by itself: {' '.join(command)}"
-    if found is None:
+    if result is None:
         why = error or "it printed nothing"
         return Finding(what, "broken", f"it could not be tried: {why}", alone)
-    ours, theirs = _describe(found["ours"]), _describe(found["theirs"])
+    ours, theirs = _describe(result["ours"]), _describe(result["theirs"])
     if ours is not None:
         return Finding(what, "broken", f"tfparallel {ours}", f"{alone}; then report it")
     if theirs is not None:
@@ -183,7 +183,7 @@ def _of_fault(
 
 
 def _describe(result) -> str | None:
-    """Says how a training went wrong; None if it went right."""
+    """Describes how a training failed; None if it succeeded."""
     if "error" in result:
         return f"fails with {result['error'].partition(':')[0]}"
     if result["difference"] > _TOLERANCE:
@@ -198,9 +198,9 @@ def run_probe(command: Sequence[str], timeout_seconds: float) -> tuple[list[Any]
     """Runs a process that prints lines of JSON.
 
     Returns:
-        What it printed, as far as it came; and why it did not end well, or nothing.
+        The parsed output, possibly partial; and the reason of a failure, or "".
     """
-    # A session of its own, so that its children go with it.
+    # A new session, so that its children can be killed with it.
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""The grammar of faults that a user may ask for: `kill:worker=1,step=20`."""
+"""The grammar of injected faults: `kill:worker=1,step=20`."""
 
 import dataclasses
 
@@ -25,14 +25,14 @@ _PARTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What befalls a worker.
+    """A fault to inject into a worker.
 
     Attributes:
         kind: "kill", "hang", "exit", "preempt", "slow" or "corrupt_checkpoint".
         worker: The worker's index.
-        step: How many steps of the run are done when it strikes; None for "slow".
-        code: The exit code of "exit".
-        ms: The milliseconds of "slow", before each step.
+        step: Number of completed steps at which it strikes; None for "slow".
+        code: Exit code, for "exit".
+        ms: Milliseconds to wait before each step, for "slow".
     """
 
     kind: str
@@ -47,13 +47,13 @@ class Fault:
 
 
 def parse_fault(text: str) -> Fault:
-    """Reads a fault.
+    """Parses a fault.
 
     Args:
-        text: As `GRAMMAR` says.
+        text: A fault in the form of `GRAMMAR`.
 
     Raises:
-        ValueError: If it does not follow the grammar; with all that is wrong.
+        ValueError: If it violates the grammar; the message lists all problems.
 
     Example:
         >>> parse_fault("kill:worker=1,step=20")
@@ -71,7 +71,7 @@ def parse_fault(text: str) -> Fault:
         elif name in values:
             problems.append(f"{name} is given twice")
         else:
-            # Noted even when it is bad, or it would be called missing as well.
+            # Recorded even if invalid, so that it is not reported as missing too.
             values[name] = int(value) if value.isascii() and value.isdigit() else -1
             if values[name] < 0 or (name == "code" and not 0 < values[name] < 256):
                 range_ = "from 1 to 255" if name == "code" else "0 or more"

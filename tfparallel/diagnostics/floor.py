@@ -1,28 +1,29 @@
-"""The rounding floor: how far rounding alone carries a training, step by step.
+"""The rounding floor: how far rounding alone makes two trainings diverge, by step.
 
     step                    1      2      4      8
     one device              a₁     a₂     a₄     a₈
     in parallel             b₁     b₂     b₄     b₈      difference  max|a − b|
-    first weights moved     m₁     m₂     m₄     m₈      floor       max|a − m|
+    nudged initial weights  m₁     m₂     m₄     m₈      floor       max|a − m|
 
-A parallel run adds the same numbers in another order, and rounds otherwise. What training makes of
-that is a property of the model, not of the parallelism: a deep network with batch normalization may
-multiply it by ten a step. The third training shows how much: it is plain Keras on one device, its
-first weights moved by one unit in the last place. A variable matches at a step if
+A parallel run adds the same numbers in a different order, and so rounds differently. How much
+training amplifies that is a property of the model, not of the parallelism: a deep network with
+batch normalization may amplify it tenfold per step. The third training measures it: plain Keras on
+one device, with the initial weights nudged by one unit in the last place. A variable matches at a
+step if
 
     max|a − b|  ≤  max(tolerance · max|a|,  multiple · floor)
 
-The floor is the larger of two, both of that step: the variable's own, and the median over the
-model's variables of its kind, relative to their magnitudes. One moved training is one sample: where
-a variable happens to end near its first copy, the median says how far rounding carries its peers.
+The floor at a step is the larger of two: the variable's own, and the median over the model's
+variables of the same kind, relative to their magnitudes. The nudged training is a single sample: if
+a variable happens to end near its original, the median still reflects what rounding does to its
+peers.
 
-`docs/internals/check.md` says where the multiples come from (`MULTIPLES`), and which further
-trainings there are where a variable is beyond its floor.
+`docs/internals/check.md` explains the multiples (`MULTIPLES`) and the further trainings that run if
+a variable exceeds its floor.
 
-At the first steps the floor of a float64 training lies far below what any fault makes (1e-13
-against 1e-2); that of float32 lies below the tolerance in most variables. What happens there
-decides. At later steps, where the floor has grown, only what is far beyond rounding is a
-difference.
+At the first steps the floor of a float64 training is far below the effect of any bug (1e-13 against
+1e-2), and in float32 it is below the tolerance for most variables. Those steps decide. At later
+steps the floor has grown, and only a difference far beyond rounding counts.
 """
 
 import dataclasses
@@ -50,18 +51,18 @@ __all__ = [
 
 Key = tuple[int | None, str] | str
 
-# By how many units the first weights are moved -> how many times that floor is allowed; `FINER`
-# stands for the training in a finer type, of the weights as they are.
+# Units in the last place by which the weights are nudged -> allowed multiple of that floor. `FINER`
+# is the training in a finer dtype, with unchanged weights.
 FINER = 0
 MULTIPLES = {1: 10.0, 32: 3.0, FINER: 3.0}
 
-# A variable that rounding alone changes by a tenth of itself at the first step is made of rounding.
+# A variable that rounding alone changes by a tenth at the first step is pure noise.
 _NOISE = 0.1
-# Above it the floor has stopped to grow: two trainings cannot be further apart than they are long.
+# Above this the floor saturates: the distance of two trainings is bounded by their magnitudes.
 _SATURATED = 1e-2
 
 
-# By step, then by variable or value.
+# Distances by step, then by variable or value.
 Deviation = Mapping[int, Mapping[Key, Distance]]
 
 
@@ -72,10 +73,10 @@ class Reading:
     Attributes:
         step: The step.
         absolute: The largest absolute difference.
-        relative: That, over the largest magnitude on one device.
-        floor: What a move of the first weights by one unit makes of `relative`.
-        matches: Whether the difference is rounding.
-        sharp: Whether no more than the tolerance was allowed.
+        relative: `absolute` / the largest magnitude on one device.
+        floor: The same for the training that was nudged by one unit.
+        matches: Whether the difference is explained by rounding.
+        sharp: Whether the limit was the tolerance alone.
     """
 
     step: int
@@ -88,16 +89,16 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
-    """The weights at one step; those that are made of rounding are left out.
+    """Statistics over the weights at one step, without those that are pure noise.
 
     Attributes:
         step: The step.
-        difference: The largest relative difference of a weight in parallel.
-        median_difference: The median of the weights' differences.
-        floor: The largest relative difference that one unit in the last place makes.
-        median_floor: The median of these.
-        num_sharp: The weights that were held against the tolerance alone.
-        num_weights: All that were compared.
+        difference: The largest relative difference between the parallel run and one device.
+        median_difference: The median of these differences.
+        floor: The largest relative difference caused by one unit in the last place.
+        median_floor: The median of these floors.
+        num_sharp: Number of weights whose limit was the tolerance alone.
+        num_weights: Number of weights compared.
     """
 
     step: int
@@ -110,17 +111,17 @@ class StepReport:
 
     @property
     def sharp(self) -> bool:
-        """Whether most weights were held against the tolerance alone."""
+        """Whether the tolerance alone was the limit for most weights."""
         return 2 * self.num_sharp > self.num_weights
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A parallel training beside that of one device and its floors.
+    """A parallel training, compared with one device and its floors.
 
     Attributes:
-        readings: The steps of each variable and value.
-        steps: The weights as a whole, by step.
+        readings: One reading per step, for each variable and value.
+        steps: Statistics over the weights, by step.
     """
 
     readings: dict[Key, tuple[Reading, ...]]
@@ -128,7 +129,7 @@ class Comparison:
 
     @property
     def failed(self) -> set[Key]:
-        """What differs by more than rounding at a step."""
+        """The variables and values that differ by more than rounding at some step."""
         return {
             key
             for key, readings in self.readings.items()
@@ -136,16 +137,16 @@ class Comparison:
         }
 
     def first_step(self, key: Key) -> int | None:
-        """The first step at which a variable or value differs, or None."""
+        """Returns the first step at which a variable or value differs, or None."""
         return next((r.step for r in self.readings[key] if not r.matches), None)
 
 
 def deviation(single: Outcome, other: Outcome) -> Deviation:
-    """Returns how far a training is from that of one device, by step; NaN for what it lacks."""
-    found = {}
+    """Returns the distances of a training from that of one device; NaN for missing variables."""
+    by_step = {}
     for step, snapshot in single.snapshots.items():
         theirs = other.snapshots.get(step, Snapshot({}, {}))
-        found[step] = {
+        by_step[step] = {
             key: distance_between(state.value, theirs.states[key].value)
             if key in theirs.states
             else Distance(math.nan, math.nan, math.nan)
@@ -153,20 +154,20 @@ def deviation(single: Outcome, other: Outcome) -> Deviation:
         }
         for name, value in snapshot.values.items():
             received = theirs.values.get(name, math.nan)
-            found[step][name] = Distance(abs(value - received), abs(value), abs(received))
-    return found
+            by_step[step][name] = Distance(abs(value - received), abs(value), abs(received))
+    return by_step
 
 
 def compare(
     single: Outcome, parallel: Deviation, floors: Mapping[int, Deviation], tolerance: float
 ) -> Comparison:
-    """Tells what rounding does from what the parallelism does.
+    """Separates the effects of rounding from those of the parallelism.
 
     Args:
         single: The training on one device.
-        parallel: How far the parallel one is from it.
-        floors: How far those with moved weights are, by the number of units, 1 among them; and
-            that in a finer type, by `FINER`.
+        parallel: The deviation of the parallel training.
+        floors: The deviations of the nudged trainings, by number of units, which must include 1;
+            and that of the training in a finer dtype, under `FINER`.
         tolerance: The relative difference that counts as rounding in any model.
     """
     noise = _made_of_rounding(single, floors[1])
@@ -186,11 +187,11 @@ def compare(
             )
             readings.setdefault(key, []).append(reading)
         steps.append(_step_report(step, single, readings, noise))
-    return Comparison({key: tuple(found) for key, found in readings.items()}, tuple(steps))
+    return Comparison({key: tuple(by_step) for key, by_step in readings.items()}, tuple(steps))
 
 
 class _Limits:
-    """What is allowed at one step."""
+    """The allowed differences at one step."""
 
     def __init__(
         self,
@@ -214,9 +215,9 @@ class _Limits:
                 self._scales[state.kind] = largest
 
     def of(self, key: Key, state: State | None, magnitude: float) -> tuple[float, float]:
-        """Returns the tolerance, and what is allowed in all, of a variable or (None) a value."""
+        """Returns the tolerance and the full limit, for a variable or (`state=None`) a value."""
         if state is not None and not is_float(state.value):
-            # Counts are equal, or rounding alone changes them, as it may a loss scale.
+            # Integers must be equal, unless rounding alone changes them, as with a loss scale.
             return 0.0, max(
                 MULTIPLES[units] * _finite(floor[key].absolute)
                 for units, floor in self._floors.items()
@@ -228,20 +229,20 @@ class _Limits:
             typical = self._medians[units].get(kind, 0.0) * magnitude
             allowed.append(MULTIPLES[units] * max(_finite(floor[key].absolute), typical))
         if state is not None and state.owner in self._noise:
-            # It has no magnitude of its own, and is held against its peers, and against what
-            # noise has made of it.
+            # Pure noise has no meaningful magnitude: compare it with its peers, and with what noise
+            # has made of it.
             allowed.append(self._tolerance * self._scales[kind])
             allowed.append(MULTIPLES[1] * max(magnitude, self._floors[1][key].other_magnitude))
         return strict, max(allowed)
 
 
 def _finite(floor: float) -> float:
-    """A floor that is not finite says nothing."""
+    """Returns the floor; 0 if it is not finite, and so carries no information."""
     return floor if math.isfinite(floor) else 0.0
 
 
 def sharp_until(steps: Sequence[StepReport]) -> int | None:
-    """Returns the last step before any that is not sharp; None if the first is not."""
+    """Returns the last step before the first that is not sharp; None if that is the first step."""
     last = None
     for report in steps:
         if not report.sharp:
@@ -251,9 +252,9 @@ def sharp_until(steps: Sequence[StepReport]) -> int | None:
 
 
 def growth(steps: Sequence[StepReport]) -> float | None:
-    """Returns by how much a step multiplies rounding; None if it is not seen to grow.
+    """Returns the factor by which each step amplifies rounding; None if no growth is visible.
 
-    The slope of the logarithm of the floor over the steps, up to where it stops to grow.
+    It is fitted to the logarithm of the floor over the steps, up to its saturation.
     """
     floors = [(report.step, report.median_floor) for report in steps if report.median_floor > 0]
     last = next((i for i, (_, floor) in enumerate(floors) if floor > _SATURATED), len(floors))
@@ -266,11 +267,11 @@ def growth(steps: Sequence[StepReport]) -> float | None:
 
 
 def _made_of_rounding(single: Outcome, floor: Deviation) -> frozenset[int]:
-    """The weights whose true gradient is zero: rounding alone decides where they go.
+    """Finds the weights whose true gradient is zero, so that only rounding moves them.
 
-    A bias before batch normalization or the bias of an attention key changes nothing: what is
-    computed as its gradient is noise, and an optimizer such as Adam scales noise up to full steps.
-    All that belongs to such a weight, slots included, is another after a move by one unit.
+    A bias before batch normalization, or the bias of an attention key, has no effect: its computed
+    gradient is noise, which an optimizer such as Adam scales up to full steps. After a nudge by one
+    unit, such a weight and all its slots end up completely different.
     """
     step, snapshot = next(iter(single.snapshots.items()))
     smallest: dict[int, float] = {}
@@ -284,7 +285,7 @@ def _made_of_rounding(single: Outcome, floor: Deviation) -> frozenset[int]:
 def _medians(
     states: Mapping[Key, State], floor: Mapping[Key, Distance], noise: frozenset[int]
 ) -> dict[str, float]:
-    """The median of the relative floors, by kind; `""` stands for losses and metrics."""
+    """Returns the median of the relative floors by kind; `""` stands for losses and metrics."""
     by_kind: dict[str, list[float]] = {}
     for key, state in states.items():
         if state.owner is None or state.owner in noise or not is_float(state.value):
@@ -292,7 +293,7 @@ def _medians(
         relative = floor[key].relative
         if math.isfinite(relative):
             by_kind.setdefault(state.kind, []).append(relative)
-    medians = {kind: float(np.median(found)) for kind, found in by_kind.items()}
+    medians = {kind: float(np.median(floors)) for kind, floors in by_kind.items()}
     # A loss is a function of the weights.
     return medians | {"": medians.get("weight", 0.0)}
 

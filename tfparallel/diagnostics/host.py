@@ -1,4 +1,4 @@
-"""This host, for the doctor: free disk, free memory, cores and the limits of its container."""
+"""Examines this host for the doctor: free disk and memory, cores, and container limits."""
 
 import os
 import pathlib
@@ -13,24 +13,25 @@ __all__ = ["WORKER_MIB", "examine_cores", "examine_disk", "examine_memory", "fre
 
 _MIB = 2**20
 _ENOUGH_DISK_MIB = 1024
-WORKER_MIB = 1024  # A worker needs this much free: it holds 500 before it loads data.
+WORKER_MIB = 1024  # Free memory that a worker needs; it uses 500 before it loads data.
 _CGROUP = pathlib.Path("/sys/fs/cgroup")
 
 
 def examine_disk(folder: str | None, min_free_mib: float | None) -> Iterator[Finding]:
-    """Looks whether checkpoints can be written, and how much of them.
+    """Examines whether checkpoints can be written, and how much space there is.
 
     Args:
-        folder: Where they go, made or not yet; by default the working folder.
-        min_free_mib: What the job needs; less is broken. By default little space is a warning.
+        folder: The checkpoint folder, which need not exist; by default the working folder.
+        min_free_mib: Space that the job needs; less is "broken". By default, little space is a
+            warning.
     """
     folder = os.path.abspath(folder or os.curdir)
-    there = folder
-    while not os.path.exists(there):
-        there = os.path.dirname(there)
+    existing = folder
+    while not os.path.exists(existing):
+        existing = os.path.dirname(existing)
     try:
-        # Tried, since access rights do not tell of a read-only mount, nor of a full disk.
-        with tempfile.NamedTemporaryFile(dir=there) as file:
+        # Write a file: access rights do not reveal a read-only mount or a full disk.
+        with tempfile.NamedTemporaryFile(dir=existing) as file:
             file.write(bytes(4096))
             file.flush()
     except OSError as error:
@@ -41,7 +42,7 @@ def examine_disk(folder: str | None, min_free_mib: float | None) -> Iterator[Fin
             "name a folder of yours with --checkpoint_dir, or make space",
         )
         return
-    free_mib = shutil.disk_usage(there).free / _MIB
+    free_mib = shutil.disk_usage(existing).free / _MIB
     text = f"{_size(free_mib)} free for {folder}"
     if min_free_mib is not None and free_mib < min_free_mib:
         text += f", and {_size(min_free_mib)} are required (--min_free_mib)"
@@ -54,7 +55,7 @@ def examine_disk(folder: str | None, min_free_mib: float | None) -> Iterator[Fin
 
 
 def examine_memory(num_local_workers: int) -> Iterator[Finding]:
-    """Looks how much memory is free, for the host and within the limit of the container."""
+    """Examines the free memory of the host and within the container's limit."""
     free = _free_memory()
     if not free:
         return
@@ -71,12 +72,12 @@ def examine_memory(num_local_workers: int) -> Iterator[Finding]:
 
 
 def free_memory_mib() -> float | None:
-    """Returns how much memory is free, within the limit of the container; None if nobody knows."""
+    """Returns the free memory, within the container's limit; None if unknown."""
     return min(_free_memory().values(), default=None)
 
 
 def examine_cores(num_local_workers: int) -> Iterator[Finding]:
-    """Looks how many cores there are, and whether a quota gives less time than they suggest."""
+    """Examines the number of cores, and whether a CPU quota limits their use."""
     num_cores, quota = len(available_cores()), _cpu_quota()
     text = f"{num_cores} core{'s' * (num_cores > 1)}"
     if quota is not None and quota < num_cores:
@@ -114,7 +115,7 @@ def _free_of_host():
 def _free_of_cgroup():
     limit = _read(_CGROUP / "memory.max", _CGROUP / "memory" / "memory.limit_in_bytes").strip()
     used = _read(_CGROUP / "memory.current", _CGROUP / "memory" / "memory.usage_in_bytes").strip()
-    # "max", or in version 1 a number next to 2**63, is no limit.
+    # "max", or in cgroup v1 a number near 2**63, means no limit.
     if not limit.isdigit() or not used.isdigit() or int(limit) >= 2**60:
         return None
     return (int(limit) - int(used)) / _MIB
@@ -125,12 +126,12 @@ def _cpu_quota():
     if not period:
         quota = _read(_CGROUP / "cpu" / "cpu.cfs_quota_us").strip()
         period = _read(_CGROUP / "cpu" / "cpu.cfs_period_us").strip()
-    # "max", or in version 1 "-1", is no quota.
+    # "max", or in cgroup v1 "-1", means no quota.
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
 
 
 def _read(*paths):
-    """The text of the first of these files that is there; else nothing."""
+    """Returns the text of the first of these files that is readable, else ""."""
     for path in paths:
         try:
             return pathlib.Path(path).read_text()

@@ -1,4 +1,4 @@
-"""Has a fault strike a worker while it trains, to see how the job takes it."""
+"""Injects a fault into a training worker, to test how the job handles it."""
 
 import glob
 import os
@@ -19,21 +19,20 @@ _RESTART_COUNT = "TFPARALLEL_RESTART_COUNT"
 
 
 class Inject(keras.callbacks.Callback):
-    """Strikes the model's worker with a fault, in the first attempt of a job only.
+    """Injects a fault into a worker, in the first attempt of a job only.
 
-    A restarted job (`tfparallel launch --max_restarts`) passes the step unharmed. Give it behind
-    `tfparallel.callbacks.Checkpoint`, which then writes before the fault strikes.
+    A restarted job (`tfparallel launch --max_restarts`) passes the step unharmed. List it after
+    `tfparallel.callbacks.Checkpoint`, so that the checkpoint is written before the fault strikes.
 
     Args:
         fault: A `Fault`, or its text: "kill:worker=1,step=20", "hang:worker=0,step=5",
             "exit:worker=1,step=3,code=5", "preempt:worker=1,step=20", "slow:worker=1,ms=50",
-            "corrupt_checkpoint:worker=0,step=20". Workers count from 0, and so do steps, through
-            all epochs: the fault strikes once `step` of them are done.
-        checkpoint_dir: The folder of the checkpoints, for the last of these.
+            "corrupt_checkpoint:worker=0,step=20". Workers count from 0. Steps count across all
+            epochs: the fault strikes after `step` steps.
+        checkpoint_dir: The checkpoint folder, for "corrupt_checkpoint".
 
     Raises:
-        ValueError: If the text does not follow the grammar, or, from `fit`, if there is no such
-            worker.
+        ValueError: If the text violates the grammar, or, in `fit`, if the worker does not exist.
 
     Example:
         >>> model.fit(dataset, callbacks=[checkpoint, Inject("kill:worker=1,step=20")])
@@ -61,11 +60,11 @@ class Inject(keras.callbacks.Callback):
                 f"The job has {num_workers} worker{'s' * (num_workers > 1)}, counted from 0, and "
                 f"the fault needs one of them. Received: {self._fault}."
             )
-        own = 0 if workers is None else workers.worker_index
-        self._strikes = self._is_first_attempt and own == self._fault.worker
+        worker_index = 0 if workers is None else workers.worker_index
+        self._strikes = self._is_first_attempt and worker_index == self._fault.worker
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Counts the steps of the epochs before, of a run that was resumed too."""
+        """Counts the steps of all earlier epochs, including those before a resume."""
         self._epoch_start = epoch * (self.params.get("steps") or self._num_steps)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -96,14 +95,14 @@ class Inject(keras.callbacks.Callback):
         if self._fault.kind in ("kill", "corrupt_checkpoint"):
             os.kill(os.getpid(), signal.SIGKILL)
         elif self._fault.kind == "exit":
-            # Past TensorFlow's own shutdown, which would wait for the other workers.
+            # Skips TensorFlow's shutdown, which would wait for the other workers.
             os._exit(self._fault.code)
         while True:
             time.sleep(3600)
 
 
 def _damage(checkpoint_dir):
-    """Turns a byte in the middle of the newest checkpoint."""
+    """Flips a byte in the middle of the newest checkpoint."""
     CheckpointFolder(checkpoint_dir, keep=1).settle()
     newest = max(glob.glob(os.path.join(checkpoint_dir, "step_*", "state.npy")))
     with open(newest, "r+b") as file:

@@ -1,4 +1,4 @@
-"""What a check must know of a model's layers: which draw, and which differ first."""
+"""Finds the random layers of a model, and the first layer that differs in parallel."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from tfparallel.seams.keras import layers_in, takes_training
 __all__ = ["first_difference", "random_layers", "turn_off_draws"]
 
 Build = Callable[[], keras.Model]
-# The attributes that say how strongly Keras's random layers draw.
+# The attributes that hold the rates of Keras's random layers.
 _RATES = ("rate", "stddev", "dropout", "recurrent_dropout", "_dropout", "drop_rate")
 
 
@@ -26,8 +26,8 @@ def random_layers(model: keras.Model) -> list[str]:
 def turn_off_draws(model: keras.Model) -> keras.Model:
     """Makes the random layers of a model inactive, in place.
 
-    Known rates are set to 0. A layer without one that takes `training` is always called with
-    `training=False`. A layer with neither keeps drawing.
+    Known rates are set to 0. A layer without a rate that takes `training` always receives
+    `training=False`. A layer with neither stays random.
     """
     for layer in layers_in(model, include_self=False):
         if not _draws(layer):
@@ -46,16 +46,16 @@ def first_difference(
     batch: tuple[Any, ...],
     tolerance: float,
 ) -> str | None:
-    """Names the first layer that does something else in parallel.
+    """Finds the first layer whose output differs in parallel.
 
     Args:
-        build: Returns the model with the initial weights, draws off.
+        build: Returns the model with its initial weights and random layers off.
         make_parallel_model: Makes it parallel.
         batch: `(x, y[, sample_weight])` in NumPy arrays.
-        tolerance: The largest relative difference that is rounding.
+        tolerance: The largest relative difference that counts as rounding.
 
     Returns:
-        The layer's name and what differs; None if the layers' outputs do not tell the two apart.
+        The layer's name and the difference; None if all outputs agree.
     """
     names: list[str] = []
 
@@ -72,18 +72,19 @@ def first_difference(
     pairs = zip(single_names, *outputs, strict=True)
     for name, one, other in pairs:
         one, other = np.asarray(one), np.asarray(other)
-        found = distance_between(one, other)
-        if not found.is_within(tolerance if is_float(one) or np.iscomplexobj(one) else 0.0):
-            return f"layer {name!r}: its output differs by {found.absolute:.1e} on the first batch"
+        distance = distance_between(one, other)
+        if not distance.is_within(tolerance if is_float(one) or np.iscomplexobj(one) else 0.0):
+            return (
+                f"layer {name!r}: its output differs by {distance.absolute:.1e} on the first batch"
+            )
     return None
 
 
 def _with_all_outputs(model: keras.Model) -> tuple[list[str], keras.Model]:
-    """A model on the same layers that puts out what each of them does, with the layers' names.
+    """Builds a model of the same layers that outputs every layer's result; returns its layer names.
 
-    All layers are called again, one by one, those of models within the model too, named
-    `"inner/dense"`: what such a model computes inside of itself hangs on inputs of its own, and on
-    none of the outer model's.
+    It calls all layers again one by one, including those of nested models, named `"inner/dense"`:
+    the existing tensors inside a nested model depend on its own inputs, not on the outer model's.
     """
     names: list[str] = []
     outputs: list[keras.KerasTensor] = []
@@ -101,13 +102,13 @@ def _with_all_outputs(model: keras.Model) -> tuple[list[str], keras.Model]:
             return call_model(layer, f"{prefix}{layer.name}/", args[0])
         name = f"{prefix}{layer.name}"
         if holders.setdefault(layer.name, layer) is not layer:
-            # Two models within may name their layers alike; one model may not.
+            # Layers of two nested models may share a name; layers of one model may not.
             layer.name = name.replace("/", "_")
         result = layer(*args, **kwargs)
         if isinstance(layer, keras.layers.Layer):
-            found = tf.nest.flatten(result)
-            names.extend([name] * len(found))
-            outputs.extend(found)
+            layer_outputs = tf.nest.flatten(result)
+            names.extend([name] * len(layer_outputs))
+            outputs.extend(layer_outputs)
         return result
 
     call_model(model, "", model.inputs[0] if isinstance(model, keras.Sequential) else model.input)
@@ -115,7 +116,7 @@ def _with_all_outputs(model: keras.Model) -> tuple[list[str], keras.Model]:
 
 
 def _draws(layer: keras.Layer) -> bool:
-    """Whether a layer itself, not one that it holds, draws random numbers in training."""
+    """Whether a layer itself, not a sublayer, draws random numbers in training."""
     if not any(isinstance(v, keras.random.SeedGenerator) for v in vars(layer).values()):
         return False
     rates = _rates_of(layer).values()

@@ -1,10 +1,10 @@
-"""The doctor's probes of TensorFlow and Keras, each run in a process of its own.
+"""The doctor's probes of TensorFlow and Keras, which run in subprocesses.
 
     python -m tfparallel.diagnostics.probes NAME [NAME …]
 
-prints a line of JSON for each. A known fault is tried, not assumed: the same small net is trained
-on one device, by TensorFlow's strategy and by tfparallel's, and the weights are compared. Those of
-workers are started by cluster_probe.py, which needs no TensorFlow itself.
+prints a line of JSON for each. A probe reproduces a known fault: it trains the same small network
+on one device, with TensorFlow's strategy and with tfparallel's, and compares the weights.
+`cluster_probe.py` starts the probes of several workers, and does not import TensorFlow itself.
 """
 
 import contextlib
@@ -22,33 +22,33 @@ from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirrored
 
 __all__ = ["PROBES", "main", "trained_by_workers"]
 
-# Logical CPUs: the probes run on any machine, beside a job that holds its GPUs.
+# Logical CPUs, so that the probes run on any machine, even while a job uses its GPUs.
 _DEVICES = ["CPU:0", "CPU:1"]
 _ERROR_CHARACTERS = 2000
 
 
 def installation() -> dict[str, Any]:
-    """Runs an operation, and tells the versions and the devices."""
+    """Runs an operation on each device; returns the versions and the devices."""
     build = tf.sysconfig.get_build_info()
-    found = {
+    result = {
         "versions": {"tensorflow": tf.__version__, "keras": keras.__version__},
-        # Of the CPUs the one that is there before a probe splits it.
+        # Without the second logical CPU, which the probes create.
         "devices": [name for name in devices.list_devices() if name not in _DEVICES[1:]],
         "cuda": build.get("cuda_version") if build.get("is_cuda_build") else None,
     }
-    for device in found["devices"]:
+    for device in result["devices"]:
         with tf.device(device):
             tf.debugging.assert_equal(tf.reduce_sum(tf.ones([2, 2]) @ tf.ones([2, 2])), 8.0)
-    return found
+    return result
 
 
 def gradient_accumulation() -> dict[str, Any]:
-    """Keras's accumulation, which crashes where a replica calls `merge_call` (keras#20582)."""
+    """Keras's accumulation, which crashes if a replica calls `merge_call` (keras#20582)."""
     return _compare(optimizer=lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
 
 
 def steps_per_execution() -> dict[str, Any]:
-    """Several steps in a call, whose control flow loses the collectives (keras#19246)."""
+    """Several steps per call, in control flow that breaks the collectives (keras#19246)."""
     return _compare(steps_per_execution=2)
 
 
@@ -58,19 +58,19 @@ def gradient_clipping() -> dict[str, Any]:
 
 
 def uneven_batches() -> dict[str, Any]:
-    """A last batch that the replicas do not divide."""
+    """A last batch that does not divide by the number of replicas."""
     return _compare(num_examples=41)
 
 
 def trained_by_workers(whose: str) -> dict[str, Any]:
-    """`fit` in one of several workers: how far its weights are from those of one device.
+    """Runs `fit` in one of several workers; returns the deviation from one device.
 
-    By the strategy that is "ours", or "theirs": TensorFlow's (keras#20585).
+    `whose` selects the strategy: "ours", or "theirs" for TensorFlow's (keras#20585).
     """
     strategies = {"ours": MultiWorkerMirroredStrategy}
     strategies["theirs"] = tf.distribute.MultiWorkerMirroredStrategy
     weights = _train(strategies[whose]().scope())
-    # Behind the strategy, which must come before anything computes.
+    # Runs after the strategy, which must be created before any computation.
     return _difference(_train(contextlib.nullcontext()), lambda: weights)
 
 
@@ -84,7 +84,7 @@ PROBES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def main(names: Sequence[str]) -> None:
-    """Runs probes, one after the other, and prints what each found."""
+    """Runs probes one after the other, and prints their results."""
     if set(names) != {"installation"}:
         devices.split_cpu(len(_DEVICES))
     for name in names:
@@ -104,20 +104,20 @@ def _compare(**options) -> dict[str, Any]:
 
 
 def _difference(expected, train) -> dict[str, Any]:
-    """Returns the largest difference in a weight, or the error that there was instead."""
+    """Returns the largest difference of a weight, or the error that training raised."""
     try:
         weights = train()
-    # Whatever it is: it is what was asked for.
+    # Any error is a valid outcome of the probe.
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]}
     pairs = zip(weights, expected, strict=True)
-    return {"difference": max(float(np.max(np.abs(own - other))) for own, other in pairs)}
+    return {"difference": max(float(np.max(np.abs(ours - alone))) for ours, alone in pairs)}
 
 
 def _train(scope, *, optimizer=None, num_examples=48, **compile_options) -> list[np.ndarray]:
-    """Trains a small net in float64, where no order of a sum makes a difference that counts.
+    """Trains a small network in float64, where reordered sums make no relevant difference.
 
-    Beside a GPU, Keras compiles for it by XLA, which then finds the weights on the CPU.
+    XLA is off: if there is a GPU, Keras compiles for it, but these weights are on the CPU.
     """
     random = np.random.default_rng(0)
     x = random.normal(size=(num_examples, 8))

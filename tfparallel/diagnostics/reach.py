@@ -1,7 +1,7 @@
-"""The cluster, for the doctor: who is named, whether the own port is free, who can be reached.
+"""Examines the cluster for the doctor: its members, this worker's port, and reachable peers.
 
-Nothing is sent. A peer that has not started refuses the connection, and that
-answer is enough: the host is there, and no firewall stands between.
+It sends no data. A peer that has not started refuses the connection, and that is enough to show
+that its host is up and no firewall is in between.
 """
 
 import concurrent.futures
@@ -20,10 +20,10 @@ _MAX_CONNECTIONS = 64
 
 
 def examine_cluster(timeout_seconds: float) -> tuple[Cluster, list[Finding]]:
-    """Looks at the cluster that the environment names, whose peers may take so long to answer.
+    """Examines the cluster from the environment; a peer has `timeout_seconds` to answer.
 
     Returns:
-        The cluster, a single process where none can be read; and the findings.
+        The cluster (a single process if the environment is invalid) and the findings.
     """
     try:
         cluster = Cluster.from_env()
@@ -70,13 +70,13 @@ def _examine_own(cluster: Cluster) -> Iterator[Finding]:
 
 
 def _is_another_hosts(host):
-    """Whether a name leads to addresses none of which can be bound here."""
+    """Whether none of the host's addresses can be bound on this machine."""
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
-        # Whether it can be found is asked of peers; a host need not know its own name.
+        # A host need not resolve its own name; for peers, resolution is examined elsewhere.
         return False
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in addresses:
         try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.bind(address)

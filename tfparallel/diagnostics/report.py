@@ -1,4 +1,4 @@
-"""What reports are made of: the machine and the run, and what the doctor finds."""
+"""Building blocks of reports: versions, memory, the doctor's findings."""
 
 import dataclasses
 import json
@@ -18,14 +18,14 @@ VERDICTS = ("ok", "warn", "broken")
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's.
+    """One line of the doctor's report.
 
     Attributes:
-        check: What was looked at, a word or two.
-        verdict: `"ok"`; `"warn"`, to be known; or `"broken"`: training will fail, or go wrong.
-        meaning: What was found, and what that means.
-        advice: What to do about it; empty if nothing is to be done.
-        is_upstream: Whether it is of TensorFlow's own strategies, and no trouble of this host.
+        check: The subject, in a word or two.
+        verdict: `"ok"`; `"warn"`, worth knowing; or `"broken"`: training will fail or go wrong.
+        meaning: The finding and its consequence.
+        advice: How to fix it; empty if nothing needs fixing.
+        is_upstream: Whether it concerns TensorFlow's own strategies rather than this host.
     """
 
     check: str
@@ -36,15 +36,15 @@ class Finding:
 
 
 def worst(findings: list[Finding]) -> str:
-    """Returns the gravest of the verdicts; `"ok"` if there are none."""
+    """Returns the worst verdict; `"ok"` if there are no findings."""
     return max((finding.verdict for finding in findings), key=VERDICTS.index, default="ok")
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that a result rests on."""
+    """Returns the versions of Python and of the packages that affect results."""
     result = {"python": platform.python_version()}
     for package in ("tfparallel", "tensorflow", "keras", "numpy"):
-        # Run from a checkout, none of them need be installed.
+        # When run from a checkout, a package may be importable but not installed.
         version = version_of(package) or getattr(sys.modules.get(package), "__version__", None)
         if version is not None:
             result[package] = version

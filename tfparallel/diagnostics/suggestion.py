@@ -1,4 +1,4 @@
-"""Which command suits this machine: what `tfparallel doctor --suggest` prints."""
+"""Suggests a command for this machine, for `tfparallel doctor --suggest`."""
 
 import dataclasses
 import importlib.util
@@ -15,15 +15,15 @@ _TRAIN = "tfparallel train TASK.py"
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What the choice rests on.
+    """The properties of a machine that determine the suggestion.
 
     Attributes:
-        num_gpus: GPUs that this process may use.
-        num_cores: CPU cores that it may use.
-        free_mib: Free memory, or None if nobody knows.
+        num_gpus: GPUs available to this process.
+        num_cores: CPU cores available to it.
+        free_mib: Free memory, or None if unknown.
         has_mpi: Whether MPI can carry tensors between workers.
-        num_workers: Of the job that the environment names; 1 without one.
-        source: Who names it.
+        num_workers: Number of workers in the job that the environment describes; 1 without a job.
+        source: Where the environment describes it.
     """
 
     num_gpus: int
@@ -36,12 +36,12 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Suggestion:
-    """A command, and the reason for it in a line.
+    """A suggested command, with a one-line reason.
 
     Attributes:
-        command: It can be pasted, with the path of a task file.
+        command: The command to paste, with the path of a task file.
         why: The reason.
-        then: A command that tells whether it was the right one, and what that says.
+        then: A command that verifies the suggestion, and what it reports.
     """
 
     command: str
@@ -50,10 +50,10 @@ class Suggestion:
 
 
 def this_machine() -> Machine:
-    """Looks at this host, its GPUs' driver and the environment; loads no TensorFlow.
+    """Examines this host, its GPU driver and the environment, without TensorFlow.
 
     Raises:
-        ValueError: If the environment names a cluster that cannot be.
+        ValueError: If the environment describes an invalid cluster.
     """
     cluster = Cluster.from_env()
     return Machine(
@@ -67,7 +67,7 @@ def this_machine() -> Machine:
 
 
 def suggested(machine: Machine) -> Suggestion:
-    """Returns the command for a model that fits one device: what, where, workers, transport."""
+    """Returns the command for a model that fits on one device: devices, workers, transport."""
     fits = (
         f"tfparallel plan TASK.py --num_devices={max(machine.num_gpus, 2)}",
         "what every other parallelism would take, and where the model is cut if it does not fit",

@@ -1,4 +1,4 @@
-"""One training of a parity check, and everything that it leaves behind."""
+"""One training of a parity check, and its results."""
 
 import contextlib
 import dataclasses
@@ -27,9 +27,9 @@ class State:
     Attributes:
         path: Its Keras path.
         value: Its value.
-        owner: The index, in `model.weights`, of the weight itself or of the
-            one that a slot belongs to; None for the rest of an optimizer.
-        kind: `"weight"`, or what the slot is: `"adam/momentum"`.
+        owner: The index in `model.weights` of the weight itself, or of the weight that a slot
+            belongs to; None for other optimizer variables.
+        kind: `"weight"`, or the kind of slot: `"adam/momentum"`.
     """
 
     path: str
@@ -40,11 +40,11 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """Everything that a training has made up to one step.
+    """The state of a training after one step.
 
     Attributes:
-        states: Weights, then the optimizers' variables, by a key that is the
-            same in every run: model and layer names count up within a process.
+        states: Weights, then the optimizers' variables, by a key that is the same in every run
+            (names are not: Keras numbers models and layers within a process).
         values: Losses and metrics, by name.
     """
 
@@ -54,13 +54,13 @@ class Snapshot:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a training left behind.
+    """The results of a training.
 
     Attributes:
-        snapshots: By step: 1, 2, 4, 8, … and the last, which has the losses
-            and metrics of `evaluate`, too.
-        running_loss: Keras's running mean of the loss, one entry a step.
-        sent_bytes: What a step hands to other workers, by kind; None without any.
+        snapshots: Snapshots after steps 1, 2, 4, 8, … and the last, which also has the losses and
+            metrics of `evaluate`.
+        running_loss: Keras's running mean of the loss, one entry per step.
+        sent_bytes: Bytes that a step passes to other workers, by kind; None without other workers.
         model: The trained model.
     """
 
@@ -71,19 +71,19 @@ class Outcome:
 
     @property
     def last(self) -> Snapshot:
-        """The end of the training."""
+        """The snapshot at the end of the training."""
         return list(self.snapshots.values())[-1]
 
 
 def plain(build_model: Build) -> keras.Model:
-    """Builds a model on one device: what all others are held against."""
+    """Builds the model on one device, as the reference."""
     return build_model()
 
 
 class Trial:
-    """Trains a model again and again from the same weights on the same batches.
+    """Trains a model repeatedly from the same weights on the same batches.
 
-    It takes what `check_parity` does.
+    The arguments are those of `check_parity`.
     """
 
     def __init__(
@@ -119,15 +119,14 @@ class Trial:
         """Trains once.
 
         Args:
-            make_model: Makes the model of a builder parallel.
-            draws: Whether random layers draw.
-            moved_by: Units in the last place by which the first weights are moved, up or down as
-                the seed says.
-            in_float32: Whether layers that mixed precision would run in half precision run in
-                float32.
+            make_model: Takes a function that builds the model; returns the model to train.
+            draws: Whether random layers are on.
+            moved_by: Units in the last place by which the initial weights are nudged; the seed
+                determines the signs.
+            in_float32: Whether to run layers that use mixed precision in float32 instead.
 
         Raises:
-            ValueError: If the parallel model is one with other weights.
+            ValueError: If the parallel model has different weights.
         """
         batches = self._batches
         keras.utils.set_random_seed(self._seed)
@@ -144,7 +143,7 @@ class Trial:
                 "`compile_model` must compile the model that it is given. Received: a model that "
                 "is not compiled afterwards. Call `model.compile(optimizer=..., loss=...)` in it."
             )
-        # Again: building draws as often as there are weights, on every replica.
+        # Again, because building draws random numbers for each weight on every replica.
         keras.utils.set_random_seed(self._seed)
         sent = SentBytes()
         seen = _Snapshots(len(batches))
@@ -174,7 +173,7 @@ class Trial:
 
 @contextlib.contextmanager
 def _computing_in_float32() -> Iterator[None]:
-    """Has layers that are made in it, and name no type, compute in float32."""
+    """Makes layers created in this context compute in float32, unless they specify a dtype."""
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy("float32")
     try:
@@ -184,10 +183,10 @@ def _computing_in_float32() -> Iterator[None]:
 
 
 def _moved_weights(model: keras.Model, num_units: int, seed: int) -> list[np.ndarray]:
-    """Returns a model's weights, each moved by units in the last place, up or down as drawn.
+    """Returns the weights, each nudged up or down at random by `num_units` in the last place.
 
-    A unit is that of the type that the model computes in: of a float32 weight that is cast to
-    bfloat16 first, a float32's last place is cut off. Zeros and integers stay.
+    The unit is that of the coarsest dtype of the model: a float32 weight that is cast to bfloat16
+    loses float32's last places. Zeros and integers do not change.
     """
     generator = np.random.default_rng(seed)
     move = num_units * UNITS[coarsest_dtype(model)]
@@ -205,19 +204,19 @@ def _moved_weights(model: keras.Model, num_units: int, seed: int) -> list[np.nda
 
 
 def coarsest_dtype(model: keras.Model) -> str:
-    """Returns the coarsest type that a layer computes in or a trained weight is kept in.
+    """Returns the coarsest dtype in which a layer computes or a trainable weight is stored.
 
-    The two are not the same: Keras keeps LoRA's weights in float32 in a model of float64.
+    The two can differ: Keras stores LoRA weights in float32 even in a float64 model.
     """
     layers = layers_in(model, include_self=False)
     types = {getattr(layer, "compute_dtype", None) for layer in layers}
     types |= {keras.backend.standardize_dtype(weight.dtype) for weight in model.trainable_weights}
-    found = [dtype for dtype in TOLERANCES if dtype in types]
-    return found[-1] if found else keras.config.floatx()
+    dtypes = [dtype for dtype in TOLERANCES if dtype in types]
+    return dtypes[-1] if dtypes else keras.config.floatx()
 
 
 class _Snapshots(keras.callbacks.Callback):
-    """Reads everything after steps 1, 2, 4, 8, … and the last."""
+    """Takes snapshots after steps 1, 2, 4, 8, … and the last."""
 
     def __init__(self, num_steps: int):
         super().__init__()
@@ -230,7 +229,7 @@ class _Snapshots(keras.callbacks.Callback):
         values = {f"fit: {name}": float(value) for name, value in (logs or {}).items()}
         if "fit: loss" in values:
             self.running_loss.append(values["fit: loss"])
-        step = batch + 1  # The last of those that ran, where `steps_per_execution` is above 1.
+        step = batch + 1  # The last of them, if `steps_per_execution` is above 1.
         if step >= self._next or step == self._num_steps:
             self.snapshots[step] = Snapshot(_states(self.model), values)
             self._next = 2 * step
@@ -248,8 +247,8 @@ def _states(model: keras.Model) -> dict[tuple[int | None, str], State]:
             slot = variable.path.rpartition("/")[2]
             if owner is None:
                 kind = f"{name}/{slot}"
-                # Two variables of one name, such as the two counters of a
-                # LossScaleOptimizer and its inner one.
+                # Two variables may share a name, such as the step counters of a
+                # LossScaleOptimizer and of its inner optimizer.
                 key = (None, kind if (None, kind) not in states else f"{kind}_{position}")
             else:
                 kind = f"{name}/{slot.removeprefix(paths[owner].replace('/', '_') + '_')}"
@@ -260,11 +259,11 @@ def _states(model: keras.Model) -> dict[tuple[int | None, str], State]:
 
 
 def _optimizers(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
-    # A model with its own train_step may hold several.
-    held = {"optimizer": getattr(model, "optimizer", None), **vars(model)}
-    found: dict[str, keras.optimizers.Optimizer] = {}
-    for name, value in held.items():
-        is_new = not any(value is other for other in found.values())
+    # A model with a custom train_step may have several.
+    attributes = {"optimizer": getattr(model, "optimizer", None), **vars(model)}
+    optimizers: dict[str, keras.optimizers.Optimizer] = {}
+    for name, value in attributes.items():
+        is_new = not any(value is other for other in optimizers.values())
         if isinstance(value, keras.optimizers.Optimizer) and is_new:
-            found[name] = value
-    return found
+            optimizers[name] = value
+    return optimizers

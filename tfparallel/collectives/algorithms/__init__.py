@@ -1,4 +1,4 @@
-"""All-reduce algorithms, one a file: who sends what to whom, and what it costs. Plain Python.
+"""All-reduce algorithms, one per module: message schedules and costs, in plain Python.
 
 `tfparallel.collectives.cross_device` executes a schedule in TensorFlow; `cost_model` times it.
 """
@@ -25,5 +25,5 @@ ALGORITHMS = {
     "hierarchical": hierarchical,
     "hierarchical_ring": hierarchical_ring,
 }
-# Those that are told how many ranks share a host.
+# Algorithms that depend on the number of ranks per host.
 GROUPED = ("hierarchical", "hierarchical_ring")

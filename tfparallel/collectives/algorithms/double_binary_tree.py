@@ -1,6 +1,6 @@
-"""Double binary tree: each half of the vector goes up a tree of its own, packet after packet.
+"""Double binary tree: each half of the vector moves up its own tree, packet by packet.
 
-A rank that is a leaf of one tree is inside the other, so that every rank's wire is busy both ways:
+A rank that is a leaf of one tree is an inner node of the other, so all links are busy both ways:
 
     first tree, n = 8           second: the same, mirrored (n even) or shifted by one (n odd)
 
@@ -10,11 +10,11 @@ A rank that is a leaf of one tree is inside the other, so that every rank's wire
          ↗ ↖   ↗ ↖                     ↗ ↖   ↗ ↖
         1   3 5   7                   6   4 2   0
 
-Each half is cut into k packets. A rank sends to two parents and receives from two children, one
-message a step each way: the messages of both trees are the edges of a graph in which every
-sender and every receiver has at most two, so two colours suffice, and the edges of a colour may
-be used in every other step. A packet rises a level in at most two steps, and packets follow each
-other at every second, so a phase takes at most
+Each half is split into k packets. A rank sends to at most two parents and receives from at most two
+children, one message per step in each direction. The messages of both trees form a graph in which
+every sender and every receiver has at most two edges, so two colours suffice, and each colour can
+be used in every other step. A packet moves up a level in at most two steps, and the next packet
+follows two steps later, so a phase takes at most
 
     2⌈log₂ n⌉ + 2k steps,    T ≤ 2·(2⌈log₂ n⌉ + 2k)·(α + S/2k·β) + (2⌈log₂ n⌉ + 2k)·S/2k·γ
 
@@ -35,7 +35,7 @@ import numpy as np
 from tfparallel.collectives.algorithms.schedule import MessageSchedule, Step, Terms, log2_ceiling
 
 NUM_PACKETS = 2
-_MAX_COUNTED = 64  # Ranks; counting takes as long as the schedule.
+_MAX_COUNTED = 64  # Ranks; counting the steps means generating the schedule.
 
 
 def schedule(num_ranks: int, num_packets: int = NUM_PACKETS) -> MessageSchedule:
@@ -51,7 +51,7 @@ def schedule(num_ranks: int, num_packets: int = NUM_PACKETS) -> MessageSchedule:
 
 
 def terms(num_ranks: int, num_packets: int = NUM_PACKETS) -> Terms:
-    """Returns what it costs: the steps counted, or for many ranks the most that they can be."""
+    """Returns the cost, from the number of steps, or their upper bound for many ranks."""
     if num_ranks <= _MAX_COUNTED:
         steps = _num_rising(num_ranks, num_packets)
     else:
@@ -86,7 +86,7 @@ def parents(num_ranks: int) -> tuple[list[int], list[int]]:
 
 
 def _parent(rank, num_ranks):
-    """The in-order tree: even ranks are inside, the lowest bit that is set tells the level."""
+    """Parent in the in-order tree: even ranks are inner nodes; the lowest set bit is the level."""
     if rank == 0:
         return -1
     low = rank & -rank
@@ -99,7 +99,7 @@ def _twin(rank, num_ranks):
 
 
 def _rising(num_ranks, num_packets) -> Iterator[Step]:
-    """The reduction: steps alternate between two colours; what is ready early may go early."""
+    """The reduction: steps alternate between two colours, but ready packets may go early."""
     trees = parents(num_ranks)
     edges = [
         (rank, parent, tree)
@@ -136,10 +136,10 @@ def _rising(num_ranks, num_packets) -> Iterator[Step]:
 
 
 def _two_colours(edges) -> list[int]:
-    """Colours edges so that no two of a sender, and no two of a receiver, are alike.
+    """Colours edges so that edges of the same sender, or of the same receiver, differ.
 
-    Of each end there are at most two edges, so the graph is made of paths and of even circles:
-    along each the colours alternate.
+    Each end has at most two edges, so the graph consists of paths and even cycles, along which the
+    colours alternate.
     """
     at_end: dict[tuple[str, int], list[int]] = {}
     for index, (source, target, _) in enumerate(edges):

@@ -1,6 +1,6 @@
-"""Halving-doubling: exchange half of what is left with a partner, ever nearer; then back.
+"""Halving-doubling: exchange half of the remaining data with ever nearer partners; then back.
 
-    p = 2^⌊log₂ n⌋ ranks take part; each of the other n−p adds its vector to a neighbour's before.
+    p = 2^⌊log₂ n⌋ ranks participate; each of the other n−p first adds its vector to a neighbour's.
 
     step s = 0 … log₂p − 1:   rank r ◄──► rank r xor (p/2ˢ⁺¹)
                               each sends the half of its part that belongs to the partner's side
@@ -11,7 +11,7 @@
 
     T = 2·log₂p·α + 2(p−1)/p·Sβ + (p−1)/p·Sγ      and, if n > p,   2α + 2Sβ + Sγ
 
-The bytes of the ring in far fewer messages, where n is a power of two.
+As many bytes as the ring in far fewer messages, if n is a power of two.
 
 References:
     Rajeev Thakur, Rolf Rabenseifner, William Gropp, "Optimization of Collective Communication
@@ -34,14 +34,14 @@ def schedule(num_ranks: int) -> MessageSchedule:
     """Returns the schedule of n ranks, in p blocks."""
     members, others = fold(num_ranks)
     p = len(members)
-    own = np.arange(p)  # A member's index, which is also the block that it ends up with.
+    index = np.arange(p)  # Index of each member, and of the block that it ends up with.
     num_folds = int(num_ranks > p)
 
     def step(s):
         if s < num_folds:
             return whole(others, members[: len(others)], p)
         half = p >> (s - num_folds + 1)
-        partner = own ^ half
+        partner = index ^ half
         # The partner's side of the 2·half blocks that the two still share.
         starts = partner // half * half
         return Step(members, members[partner], starts, starts + half)
@@ -50,7 +50,7 @@ def schedule(num_ranks: int) -> MessageSchedule:
 
 
 def terms(num_ranks: int) -> Terms:
-    """Returns what it costs."""
+    """Returns the cost."""
     p = 1 << (num_ranks.bit_length() - 1)
     folds = int(num_ranks > p)
     share = (p - 1) / p
@@ -62,7 +62,7 @@ def terms(num_ranks: int) -> Terms:
 
 
 def fold(num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the p ranks that take part and the n−p others, each beside the member it joins."""
+    """Returns the p participating ranks and the n−p others, which fold into the first members."""
     check_num_ranks(num_ranks)
     p = 1 << (num_ranks.bit_length() - 1)
     num_others = num_ranks - p

@@ -4,13 +4,13 @@ n = g·k ranks: k groups of g neighbours each (the devices of a host), rank r = 
 
     reduce-scatter   in each group j   ring over g blocks       rank (j, i) has block (i+1) mod g
     reduce           for each i        tree over the k groups   group 0 has the sum of its block
-    and all of it backwards
+    and the same in reverse
 
             group 0        group 1
-          ┌─0 ─► 1─┐     ┌─4 ─► 5─┐        inside: (g−1) steps of S/g on the fast wire
+          ┌─0 ─► 1─┐     ┌─4 ─► 5─┐        inside: (g−1) steps of S/g on fast links
           └─3 ◄─ 2─┘     └─7 ◄─ 6─┘
-            0 ◄──────────── 4              across: ⌈log₂ k⌉ steps of S/g on the slow one,
-            1 ◄──────────── 5, …           g messages side by side
+            0 ◄──────────── 4              across: ⌈log₂ k⌉ steps of S/g on slow links,
+            1 ◄──────────── 5, …           g messages in parallel
 
     T = 2(g−1)·α + 2(g−1)/g·Sβ  +  ⌈log₂ k⌉·(2α' + 2S/g·β')  +  ((g−1) + ⌈log₂ k⌉)/g·Sγ
 """
@@ -51,7 +51,7 @@ def schedule(num_ranks: int, local_ranks: int | None = None) -> MessageSchedule:
 
 
 def terms(num_ranks: int, local_ranks: int | None = None) -> Terms:
-    """Returns what it costs."""
+    """Returns the cost."""
     g, k = groups(num_ranks, local_ranks)
     levels = log2_ceiling(k)
     return Terms(
@@ -84,6 +84,6 @@ def groups(num_ranks: int, local_ranks: int | None = None) -> tuple[int, int]:
 def ring_inside(g: int, k: int, s: int, num_parts: int) -> Step:
     """Returns step s of a ring in each of k groups, over g blocks of `num_parts` blocks each."""
     ranks = np.arange(g * k)
-    first, own = ranks - ranks % g, ranks % g
-    starts = (own - s) % g * num_parts
-    return Step(ranks, first + (own + 1) % g, starts, starts + num_parts)
+    first, local = ranks - ranks % g, ranks % g
+    starts = (local - s) % g * num_parts
+    return Step(ranks, first + (local + 1) % g, starts, starts + num_parts)

@@ -1,14 +1,14 @@
-"""Recursive doubling: exchange everything with a partner, ever further away.
+"""Recursive doubling: exchange the whole vector with ever more distant partners.
 
-    p = 2^⌊log₂ n⌋ ranks take part; each of the other n−p adds its vector to a neighbour's before,
-    and receives the sum after.
+    p = 2^⌊log₂ n⌋ ranks participate; each of the other n−p first adds its vector to a neighbour's,
+    and receives the sum at the end.
 
     step s = 0 … log₂p − 1:   rank r ◄──whole vector──► rank r xor 2ˢ,   both add
 
     T = log₂p·(α + Sβ + Sγ)      and, if n > p,   2α + 2Sβ + Sγ
 
-Half the messages of halving-doubling, and more bytes: for small vectors. Partners add the same
-two numbers, a + b and b + a, so all ranks hold the same bits.
+Half the messages of halving-doubling, but more bytes: for small vectors. Partners compute a + b and
+b + a, which are equal, so the results are bitwise equal on all ranks.
 
 References:
     Rajeev Thakur, Rolf Rabenseifner, William Gropp, "Optimization of Collective Communication
@@ -26,14 +26,14 @@ def schedule(num_ranks: int) -> MessageSchedule:
     """Returns the schedule of n ranks, in one block."""
     members, others = fold(num_ranks)
     p = len(members)
-    own = np.arange(p)
+    index = np.arange(p)
 
     def steps():
         into = whole(others, members[: len(others)], 1)
         if len(others):
             yield into
         for s in range(p.bit_length() - 1):
-            yield whole(members, members[own ^ 1 << s], 1)
+            yield whole(members, members[index ^ 1 << s], 1)
         if len(others):
             yield into.backwards()
 
@@ -41,7 +41,7 @@ def schedule(num_ranks: int) -> MessageSchedule:
 
 
 def terms(num_ranks: int) -> Terms:
-    """Returns what it costs."""
+    """Returns the cost."""
     p = 1 << (num_ranks.bit_length() - 1)
     folds = int(num_ranks > p)
     exchanges = p.bit_length() - 1

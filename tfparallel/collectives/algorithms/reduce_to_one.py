@@ -1,11 +1,11 @@
-"""Reduce to one: rank 0 receives from each of the others, sums, and sends to each.
+"""Reduce to one: rank 0 receives from all other ranks, sums, and sends the sum to each.
 
-    step s = 0 … n−2:   rank s+1 ──x_{s+1}──► rank 0          then all of it backwards
+    step s = 0 … n−2:   rank s+1 ──x_{s+1}──► rank 0          then the same in reverse
 
     T = 2(n−1)·(α + Sβ) + (n−1)·Sγ
 
-Rank 0 takes one message at a time. In one process, where nothing is sent, it is one sum of n
-vectors and nothing more, and hard to beat.
+Rank 0 handles one message at a time. Within one process nothing is sent: it is a single sum of n
+vectors, and hard to beat.
 """
 
 import numpy as np
@@ -24,6 +24,6 @@ def schedule(num_ranks: int) -> MessageSchedule:
 
 
 def terms(num_ranks: int) -> Terms:
-    """Returns what it costs."""
+    """Returns the cost."""
     others = num_ranks - 1
     return Terms(latencies=2 * others, sent=2 * others, added=others)

@@ -1,8 +1,8 @@
-"""Ring: n blocks travel round, growing by a term at each rank; then the sums travel round.
+"""Ring: n blocks travel around, and each rank adds its term; then the sums travel around.
 
     step s = 0 … n−2:   rank r ──block (r−s) mod n──► rank (r+1) mod n, which adds it
 
-    After n−1 steps rank r holds the sum of block (r+1) mod n. The way back is the same backwards.
+    After n−1 steps rank r holds the sum of block (r+1) mod n. The rest is the same in reverse.
 
               blocks 0    1    2                 block 0 of n = 3
     rank 0   ──►  x₀   ·    ·             0 ──x₀──► 1 ──x₀+x₁──► 2   (the sum is at 2)
@@ -11,8 +11,8 @@
 
     T = 2(n−1)·α + 2(n−1)/n·Sβ + (n−1)/n·Sγ
 
-No rank sends more than 2S, the least that there is, whatever n; but messages wait for 2(n−1)
-others. For large vectors and few ranks.
+No rank sends more than 2S bytes for any n, which is optimal, but 2(n−1) messages follow one
+another. For large vectors and few ranks.
 
 References:
     Pitch Patarasuk, Xin Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
@@ -36,6 +36,6 @@ def schedule(num_ranks: int) -> MessageSchedule:
 
 
 def terms(num_ranks: int) -> Terms:
-    """Returns what it costs."""
+    """Returns the cost."""
     share = (num_ranks - 1) / num_ranks
     return Terms(latencies=2 * (num_ranks - 1), sent=2 * share, added=share)

@@ -1,12 +1,11 @@
-"""Who sends which blocks to whom, step by step.
+"""Message schedules: which rank sends which blocks to which rank, step by step.
 
-The vector of S bytes that each of n ranks holds is divided into blocks. In a step, ranks send
-blocks to others, which add them to their own (*reduce*) or replace their own by them (*gather*).
-Within a step all is sent as it was before the step.
+Each of n ranks holds a vector of S bytes, divided into blocks. In a step, ranks send blocks to
+others, which add them to their own (*reduce*) or overwrite their own (*gather*). All messages of a
+step carry the values from before the step.
 
-Most all-reduces are a reduction and the same once more, played backwards: what was sent to be
-summed comes back, summed, along the same way. A schedule prints itself, each message with the
-blocks that it carries:
+Most all-reduces are a reduction, followed by the same steps in reverse, which return the sums along
+the same paths. A schedule prints each message with the blocks that it carries:
 
     >>> print(ring.schedule(3))
     step 0  add   0 ─0─► 1   1 ─1─► 2   2 ─2─► 0
@@ -23,14 +22,14 @@ import numpy as np
 
 
 class Step(NamedTuple):
-    """What is sent at the same time: message i takes blocks `starts[i]` to `stops[i]`.
+    """Messages that are sent at the same time; message i carries blocks `starts[i]` to `stops[i]`.
 
     Attributes:
         sources: Ranks that send, shape `(messages,)`.
         targets: Ranks that receive.
         starts: First block of each message.
-        stops: One past its last block.
-        adds: Whether targets add what they receive, or take it for their own.
+        stops: One past the last block of each message.
+        adds: Whether targets add what they receive, or overwrite their own blocks.
     """
 
     sources: np.ndarray
@@ -40,11 +39,11 @@ class Step(NamedTuple):
     adds: bool = True
 
     def backwards(self) -> "Step":
-        """Returns the step by which what was summed comes back."""
+        """Returns the reverse step, which sends the sums back."""
         return Step(self.targets, self.sources, self.starts, self.stops, adds=False)
 
     def messages(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yields source, target, first block and one past the last, in whole numbers."""
+        """Yields source, target, first block and one past the last, as Python integers."""
         columns = (self.sources, self.targets, self.starts, self.stops)
         yield from zip(*(column.tolist() for column in columns), strict=True)
 
@@ -55,8 +54,8 @@ class MessageSchedule:
 
     Attributes:
         num_ranks: n.
-        num_blocks: Into how many blocks of equal size, ±1 element, a vector is divided.
-        steps: Returns the steps, one after the other; they are made as they are asked for.
+        num_blocks: Number of blocks, of equal size ±1 element.
+        steps: Returns a lazy iterator over the steps.
     """
 
     num_ranks: int
@@ -67,7 +66,7 @@ class MessageSchedule:
         check_num_ranks(self.num_ranks)
 
     def __str__(self):
-        """A line a step. Blocks 2 to 4 are written 2-4; where there is one block, no number."""
+        """One line per step. Blocks 2 to 4 print as 2-4; a schedule of one block prints none."""
         lines = []
         for number, step in enumerate(self.steps()):
             messages = []
@@ -79,19 +78,19 @@ class MessageSchedule:
         return "\n".join(lines)
 
     def bounds(self, count) -> list:
-        """Returns where the blocks of `count` elements begin, and the end: `num_blocks + 1`."""
+        """Returns the `num_blocks + 1` boundaries of the blocks in a vector of `count` elements."""
         return [block * count // self.num_blocks for block in range(self.num_blocks + 1)]
 
 
 class Terms(NamedTuple):
-    """What an all-reduce of S bytes costs: T = (a·α + b·S·β) + (a'·α' + b'·S·β') + c·S·γ.
+    """Cost of an all-reduce of S bytes: T = (a·α + b·S·β) + (a'·α' + b'·S·β') + c·S·γ.
 
     Attributes:
-        latencies: a, messages that wait for one another, within a group.
-        sent: b, what a rank sends in them, in sizes S.
-        added: c, what a rank adds, in sizes S.
-        latencies_across: a', messages between groups.
-        sent_across: b', what a rank sends in them.
+        latencies: a, number of consecutive messages within a group.
+        sent: b, the volume that a rank sends in them, in units of S.
+        added: c, the volume that a rank adds, in units of S.
+        latencies_across: a', number of consecutive messages between groups.
+        sent_across: b', the volume that a rank sends in them, in units of S.
     """
 
     latencies: float
@@ -104,7 +103,7 @@ class Terms(NamedTuple):
 def there_and_back(
     num_ranks: int, num_blocks: int, num_steps: int, step: Callable[[int], Step]
 ) -> MessageSchedule:
-    """Returns the schedule of steps 0 to `num_steps` − 1, and then the same backwards."""
+    """Returns the schedule of steps 0 to `num_steps` − 1, followed by the same in reverse."""
 
     def steps():
         for number in range(num_steps):
@@ -116,27 +115,27 @@ def there_and_back(
 
 
 def holdings(schedule: MessageSchedule) -> np.ndarray:
-    """Returns whose terms each rank holds of each block after the last step.
+    """Counts the terms in each block of each rank after the last step, to verify a schedule.
 
     Returns:
         Counts of shape `(num_ranks, num_blocks, num_ranks)`: how often rank r's block b contains
-        the term of each rank. An all-reduce ends with 1 everywhere.
+        the term of each rank. A correct all-reduce ends with 1 everywhere.
     """
     num_ranks = schedule.num_ranks
-    held = np.zeros((num_ranks, schedule.num_blocks, num_ranks), int)
-    held[np.arange(num_ranks), :, np.arange(num_ranks)] = 1
+    counts = np.zeros((num_ranks, schedule.num_blocks, num_ranks), int)
+    counts[np.arange(num_ranks), :, np.arange(num_ranks)] = 1
     for step in schedule.steps():
-        before = held.copy()
+        before = counts.copy()
         for source, target, start, stop in step.messages():
             if step.adds:
-                held[target, start:stop] += before[source, start:stop]
+                counts[target, start:stop] += before[source, start:stop]
             else:
-                held[target, start:stop] = before[source, start:stop]
-    return held
+                counts[target, start:stop] = before[source, start:stop]
+    return counts
 
 
 def check_num_ranks(num_ranks: int) -> None:
-    """Raises unless there is a rank.
+    """Checks that there is at least one rank.
 
     Raises:
         ValueError: If `num_ranks` is below 1.

@@ -1,4 +1,4 @@
-"""Tree: pairs, then pairs of sums; and back.
+"""Tree: sum pairs, then pairs of sums; then the same in reverse.
 
     step s = 0 … ⌈log₂ n⌉ − 1:   rank r ──its sum──► rank r − 2ˢ,   for r mod 2ˢ⁺¹ = 2ˢ
 
@@ -8,8 +8,8 @@
 
     T = ⌈log₂ n⌉·(2α + 2Sβ + Sγ)
 
-For small vectors on many ranks. Half of the ranks are done after the first step, so large ones
-leave most wires idle.
+For small vectors on many ranks. Half of the ranks are done after the first step, so large vectors
+leave most links idle.
 """
 
 import numpy as np
@@ -35,6 +35,6 @@ def schedule(num_ranks: int) -> MessageSchedule:
 
 
 def terms(num_ranks: int) -> Terms:
-    """Returns what it costs."""
+    """Returns the cost."""
     levels = log2_ceiling(num_ranks)
     return Terms(latencies=2 * levels, sent=2 * levels, added=levels)

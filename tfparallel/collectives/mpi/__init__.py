@@ -1,1 +1,1 @@
-"""Collectives between workers through MPI, instead of TensorFlow's ring over gRPC."""
+"""Collectives between workers over MPI, instead of TensorFlow's ring over gRPC."""

@@ -1,10 +1,9 @@
-"""Result buffers that are kept from call to call, and are never written while they are read.
+"""Reusable result buffers, which are never overwritten while something still reads them.
 
-A fresh array a call costs as much in page faults as the exchange itself. A kept one is aliased by
-TensorFlow, not copied, if it is aligned as TensorFlow aligns its own; so it must not be written
-again while a tensor, or a variable that took the tensor over, still reads it. NumPy knows: whoever
-reads the memory holds a reference to the array that was handed out, and when the last has gone the
-memory comes back here. Nothing is guessed from steps or calls.
+A new array for each call costs as much in page faults as the exchange itself. TensorFlow aliases an
+aligned array instead of copying it, so a buffer must not be reused while a tensor, or a variable
+that took over the tensor, still reads it. Reference counting tells: every reader holds a reference
+to the array that was handed out, and the memory returns to the pool once the last one is gone.
 
     memory ──lease──> array ──> views ──> tensors of TensorFlow
        ^                │
@@ -22,14 +21,14 @@ _MIN_BYTES = 4096
 
 
 class KeptBuffers:
-    """Memory by size, in powers of two and halves between them."""
+    """A pool of memory by size: powers of two, and the midpoints between them."""
 
     def __init__(self):
         self._free: dict[int, collections.deque] = collections.defaultdict(collections.deque)
         self.num_made = 0
 
     def take(self, size_bytes: int) -> np.ndarray:
-        """Returns memory that nobody reads: uint8, shape `(size_bytes,)`, aligned."""
+        """Returns unused, aligned memory: uint8, shape `(size_bytes,)`."""
         size = _rounded_up(size_bytes)
         free = self._free[size]
         try:
@@ -39,7 +38,7 @@ class KeptBuffers:
             self.num_made += 1
             if hasattr(mmap, "MADV_HUGEPAGE") and size >= 2**21:
                 memory.madvise(mmap.MADV_HUGEPAGE)
-        # An array over something that is no array: views of it refer to it, not past it.
+        # The memory is not an array itself, so that views reference this array and not its base.
         lease = np.frombuffer(memory, np.uint8)
         weakref.finalize(lease, free.append, memory).atexit = False
         return lease[:size_bytes]
@@ -52,7 +51,7 @@ def _rounded_up(size_bytes):
 
 
 def layout(sizes_bytes: list[int]) -> tuple[list[int], int]:
-    """Returns where arrays start that stand one behind the other, aligned, and their end."""
+    """Returns the aligned start offsets of consecutive arrays, and their end."""
     starts, end = [], 0
     for size in sizes_bytes:
         starts.append(end)

@@ -1,15 +1,15 @@
-"""Collectives of NumPy arrays through MPI, checked, with deadlines.
+"""Collectives of NumPy arrays over MPI, with consistency checks and deadlines.
 
-Before a collective the workers compare digests of what they are about to do: its number, name,
-shapes and types. Those that disagree raise, with what each of them said; none is left waiting.
-On one host that costs nothing, as the digest travels with the first barrier; between hosts it is
-one more exchange of 8 bytes.
+Before a collective, the workers compare digests of the call: its number, name, shapes and dtypes.
+On a mismatch all of them raise an error that shows each worker's call; none is left waiting. On one
+host that is free, as the digest travels with the first barrier; between hosts it is one more
+exchange of 8 bytes.
 
-| algorithm | how |
+| algorithm | implementation |
 | --- | --- |
-| `mpi` | `mpi_shared_memory` where all workers share memory, else `mpi_library` |
+| `mpi` | `mpi_shared_memory` if all workers share memory, else `mpi_library` |
 | `mpi_shared_memory` | `shared_memory.py` |
-| `mpi_library` and the rest of `library.py` | MPI_Iallreduce, asked for its end again and again |
+| `mpi_library` and the others in `library.py` | MPI_Iallreduce, polled for completion |
 """
 
 import contextlib
@@ -42,15 +42,15 @@ _OPS = {"sum": "SUM", "max": "MAX", "min": "MIN"}
 
 
 class Communicator:
-    """The workers of a job, and the buffers of this one.
+    """Collectives between the workers of a job, with the buffers of this worker.
 
     Every worker must make the same calls in the same order.
 
     Args:
         mpi: The module `mpi4py.MPI`.
-        comm: A communicator whose ranks are the workers' indices.
-        algorithm: One of `ALGORITHMS`, for sums.
-        waiting: How to wait for the others.
+        comm: A communicator whose ranks are the worker indices.
+        algorithm: The algorithm for sums, one of `ALGORITHMS`.
+        waiting: How to wait for the other workers.
 
     Raises:
         ValueError: If the algorithm cannot run here.
@@ -71,10 +71,10 @@ class Communicator:
         self.use(algorithm)
 
     def use(self, algorithm: str) -> None:
-        """Takes another of `ALGORITHMS` for the sums from now on, on all workers.
+        """Switches the algorithm for sums; all workers must call it.
 
         Raises:
-            ValueError: If it cannot run here.
+            ValueError: If the algorithm is unknown or cannot run here.
         """
         if algorithm not in ALGORITHMS:
             raise ValueError(
@@ -92,7 +92,7 @@ class Communicator:
         self.algorithm = algorithm
 
     def implementation(self, collective: str) -> str:
-        """Returns what truly runs a collective, in words."""
+        """Returns the name of a collective's implementation."""
         is_sum = collective == "all_reduce"
         if (is_sum and self.algorithm == "mpi_shared_memory") or (
             self._shared is not None and collective in ("all_gather", "reduce_scatter")
@@ -105,17 +105,17 @@ class Communicator:
         return " ".join([*words, f"({chosen})"] if is_chosen else words)
 
     def all_reduce(self, op: str, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Reduces each array over the workers, all at once.
+        """Reduces several arrays over the workers, in one message.
 
         Args:
             op: "sum", "max" or "min".
-            arrays: Of one type, contiguous.
+            arrays: Contiguous arrays of one dtype.
 
         Returns:
-            The results, in buffers that are kept: see `KeptBuffers`.
+            The results, in reusable buffers: see `KeptBuffers`.
 
         Raises:
-            WorkerLostError: If a worker has ended, or did not come in time.
+            WorkerLostError: If a worker has ended, or missed the deadline.
             ValueError: If the workers do not make the same call.
         """
         dtype = arrays[0].dtype
@@ -138,7 +138,7 @@ class Communicator:
                     packed = self._buffers.take(num_bytes)
                     for source, start in zip(sources, starts, strict=True):
                         packed[start : start + source.size] = source
-                # MPICH cannot halve what has fewer elements than there are workers.
+                # MPICH's halving needs at least one element per worker.
                 is_tiny = packed.size < self.num_ranks * dtype.itemsize
                 self._write("mpi_library" if is_tiny else self.algorithm)
                 sent, received = packed.view(dtype), out[: packed.size].view(dtype)
@@ -150,7 +150,7 @@ class Communicator:
         ]
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
-        """Joins the workers' arrays, of one shape, along axis 0."""
+        """Concatenates the workers' arrays, all of one shape, along axis 0."""
         source = _bytes_of(array)
         with self._lock:
             out = self._buffers.take(source.size * self.num_ranks)
@@ -162,7 +162,7 @@ class Communicator:
         return out.view(array.dtype).reshape(-1, *array.shape[1:])
 
     def reduce_scatter(self, array: np.ndarray) -> np.ndarray:
-        """Sums the workers' arrays, of a size that divides; each receives its share."""
+        """Sums the workers' arrays; each worker receives its share. W must divide the size."""
         with self._lock:
             out = self._buffers.take(array.nbytes // self.num_ranks).view(array.dtype)
             self._announce(f"reduce_scatter() of {array.dtype.name} {array.shape}")
@@ -183,7 +183,7 @@ class Communicator:
         return out.view(array.dtype).reshape(array.shape)
 
     def all_to_all(self, array: np.ndarray) -> np.ndarray:
-        """Sends part k of the array, of n equal ones, to worker k."""
+        """Splits the array into n equal parts, and sends part k to worker k."""
         with self._lock:
             out = self._buffers.take(array.nbytes)
             self._announce(f"all_to_all() of {array.dtype.name} {array.shape}")
@@ -193,9 +193,9 @@ class Communicator:
     def part(self, timeout_seconds: float) -> None:
         """Waits for pending messages to the other workers, with a deadline.
 
-        On one host there are none. Between hosts the last may be on their way when a collective
-        returns; all workers are through once all have come here. MPI_Finalize would do that and
-        more, without a deadline; and another worker may have failed and never come.
+        On one host there are none. Between hosts, messages may still be in flight when a collective
+        returns; they have arrived once all workers have reached this call. MPI_Finalize would wait
+        too, but without a deadline, and a worker that has failed would never arrive.
         """
         if self._shared is None:
             self._waiting.timeout_seconds = timeout_seconds
@@ -228,8 +228,8 @@ class Communicator:
             )
 
     def _compare(self, note, digest):
-        own, digests = np.array([digest]), np.empty(self.num_ranks, np.int64)
-        self._finish(self._comm.Iallgather(own, digests), may_sleep=True)
+        local_digest, digests = np.array([digest]), np.empty(self.num_ranks, np.int64)
+        self._finish(self._comm.Iallgather(local_digest, digests), may_sleep=True)
         if (digests == digest).all():
             return None
         text = np.zeros(_NOTE_BYTES, np.uint8)
@@ -245,9 +245,9 @@ class Communicator:
 
 @functools.lru_cache(maxsize=1024)
 def _planned(op, dtype, shapes):
-    """Where the parts of a message start, its size, and what to call it.
+    """Returns the start of each part of a message, its size, and a description of the call.
 
-    Kept, as each step sums the same hundreds of shapes.
+    Cached, since each step sums the same hundreds of shapes.
     """
     starts, num_bytes = layout([math.prod(shape) * dtype.itemsize for shape in shapes])
     parts = ", ".join(f"{dtype.name} {shape}" for shape in shapes)

@@ -1,16 +1,16 @@
-"""MPI's library as mpi4py finds it, and the all-reduce algorithms that MPICH has.
+"""The MPI library that mpi4py finds, and the all-reduce algorithms of MPICH.
 
 | name | algorithm | latency and volume, n ranks, S bytes |
 | --- | --- | --- |
-| `mpi_recursive_doubling` | partners at distance 1, 2, 4, … swap all they have | log₂n·(α + Sβ) |
-| `mpi_reduce_scatter_all_gather` | the same by halves, there and back (Rabenseifner) | \
+| `mpi_recursive_doubling` | partners at distance 1, 2, 4, … swap full vectors | log₂n·(α + Sβ) |
+| `mpi_reduce_scatter_all_gather` | the same by halves, and back (Rabenseifner) | \
 2log₂n·α + 2(n−1)/n·Sβ |
 | `mpi_ring` | 2(n−1) steps around a ring, S/n each | 2(n−1)α + 2(n−1)/n·Sβ |
 | `mpi_tree` | up a tree and down again, in pipelined pieces | 2log₂n·α + 2Sβ |
-| `mpi_library` | the library's own choice, whichever library it is | |
+| `mpi_library` | the library's own choice, with any MPI library | |
 
-MPICH chooses by *control variables*, which MPI's tool interface (MPI-3, chapter 15) can write
-while the program runs. mpi4py does not wrap that interface; it is called by ctypes here.
+In MPICH, *control variables* select the algorithm. MPI's tool interface (MPI-3, chapter 15) can set
+them at run time. mpi4py does not wrap that interface, so this module calls it through ctypes.
 
 References:
     Rajeev Thakur, Rolf Rabenseifner, William Gropp, "Optimization of Collective Communication
@@ -27,7 +27,7 @@ import types
 from collections.abc import Iterator
 
 PIP = "pip install 'tfparallel[mpi]'"
-# Values of MPICH's variable, by the order in which it lists them.
+# Values of MPICH's variable, in the order of its own list.
 MPICH_ALGORITHMS = {
     "mpi_library": 0,
     "mpi_recursive_doubling": 4,
@@ -37,18 +37,18 @@ MPICH_ALGORITHMS = {
 }
 _ALGORITHM_VARIABLE = "MPIR_CVAR_IALLREDUCE_INTRA_ALGORITHM"
 _FALLBACK_VARIABLE = "MPIR_CVAR_COLLECTIVE_FALLBACK"
-_RAISE = 0  # Rather than to take another algorithm than the one asked for.
+_RAISE = 0  # Fail, instead of silently falling back to another algorithm.
 _THREAD_MULTIPLE = 3
 _MEMORY_EVENTS, _RDMA = "UCX_MEM_EVENTS", "/sys/class/infiniband"
 
 
 def is_installed() -> bool:
-    """Whether mpi4py is there; it may still find no library."""
+    """Whether mpi4py is installed; it may still not find an MPI library."""
     return importlib.util.find_spec("mpi4py") is not None
 
 
 def missing() -> str | None:
-    """Returns why mpi4py and its library cannot be used here, or None; MPI is not started."""
+    """Returns why mpi4py and its library cannot be used here, or None. Does not start MPI."""
     try:
         _module()
     except (ImportError, RuntimeError) as error:
@@ -57,16 +57,16 @@ def missing() -> str | None:
 
 
 def speaks_pmi() -> bool:
-    """Whether the library is started as MPICH is, so that `start` can do it; it must be there."""
+    """Whether `start` can start the library the way it starts MPICH; it must be installed."""
     version = _module().Get_library_version()
     return "MPICH" in version or version.startswith("Intel(R) MPI")
 
 
 def load() -> types.ModuleType:
-    """Starts MPI, unless the program has.
+    """Starts MPI, unless it is already running.
 
-    mpi4py would start it while it is imported, and hold Python's lock until all processes have
-    met; called through ctypes, other threads go on, such as the one that they meet in.
+    mpi4py would start MPI during its import, and hold the GIL until all processes have connected.
+    Called through ctypes, MPI lets other threads run, such as the server that they connect to.
 
     Returns:
         The module `mpi4py.MPI`.
@@ -81,7 +81,7 @@ def load() -> types.ModuleType:
         failed = start(None, None, _THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
         if failed:
             raise RuntimeError(f"MPI cannot start. Received: error {failed} from MPI_Init_thread.")
-        # As mpi4py does: errors become exceptions.
+        # As in mpi4py, turn errors into exceptions.
         mpi.COMM_WORLD.Set_errhandler(mpi.ERRORS_RETURN)
         mpi.COMM_SELF.Set_errhandler(mpi.ERRORS_RETURN)
     return mpi
@@ -90,17 +90,17 @@ def load() -> types.ModuleType:
 def _module() -> types.ModuleType:
     rc = importlib.import_module("mpi4py").rc
     rc.initialize = False
-    rc.finalize = False  # It waits for the others, of which one may be dead.
+    rc.finalize = False  # MPI_Finalize waits for the other workers, which may be dead.
     with _without_memory_events():
         return importlib.import_module("mpi4py.MPI")
 
 
 @contextlib.contextmanager
 def _without_memory_events() -> Iterator[None]:
-    """Has UCX, below MPICH, not follow each mapping of memory, where it has no use for that.
+    """Stops UCX, which MPICH uses, from tracking memory mappings on hosts without RDMA.
 
-    It keeps 144 bytes for each until a network card with RDMA reads them; and Python maps memory
-    for each call from a thread of TensorFlow's. UCX reads its environment once, when it is loaded.
+    UCX stores 144 bytes per mapping until an RDMA network card consumes them, and Python maps
+    memory for each call from a TensorFlow thread. UCX reads its environment once, when loaded.
     """
     if _MEMORY_EVENTS in os.environ or os.path.isdir(_RDMA):
         yield
@@ -113,7 +113,7 @@ def _without_memory_events() -> Iterator[None]:
 
 
 class AlgorithmVariable:
-    """MPICH's variable that chooses the algorithm of all-reduces, in this process."""
+    """MPICH's control variable for the all-reduce algorithm, in this process."""
 
     def __init__(self, mpi: types.ModuleType):
         self._mpi = mpi
@@ -121,10 +121,10 @@ class AlgorithmVariable:
         self._handle = None
 
     def write(self, name: str) -> None:
-        """Makes all-reduces that do not block use one of `MPICH_ALGORITHMS` from now on.
+        """Selects one of `MPICH_ALGORITHMS` for non-blocking all-reduces.
 
         Raises:
-            ValueError: If the library is not MPICH, or has no such algorithm.
+            ValueError: If the library is not MPICH, or lacks the algorithm.
         """
         try:
             if self._handle is None:

@@ -1,26 +1,27 @@
-"""All-reduce of workers on one host, through memory that all of them have mapped.
+"""All-reduce between workers on one host, through shared memory.
 
-Each worker has a window of a few blocks. A sum of many blocks goes through it as through a pipe,
-with one barrier a block, so that the windows stay in the cache and each worker's own memory is
-read once and written once:
+Each worker has a window of a few blocks. A long vector is pipelined through the windows with one
+barrier per block, so that the windows stay in the cache, and each worker's own memory is read once
+and written once:
 
     barrier   worker 0                  worker 1
-       0      x[0] ─> window            x[0] ─> window                 block 0: put in
-       1      x[1] ─> window            x[1] ─> window                 block 1: put in
-              Σ first half of block 0   Σ second half of block 0       block 0: sum own part
+       0      x[0] ─> window            x[0] ─> window                 block 0: copy in
+       1      x[1] ─> window            x[1] ─> window                 block 1: copy in
+              Σ first half of block 0   Σ second half of block 0       block 0: each sums a part
        2      x[2] ─> window            x[2] ─> window                 …
               Σ first half of block 1   Σ second half of block 1
-              y[0] <─ both halves       y[0] <─ both halves            block 0: take out
+              y[0] <─ both halves       y[0] <─ both halves            block 0: copy out
 
-One worker sums an element, in the order of the workers: the result is the same everywhere to the
-last bit, and from run to run. A message below `SMALL_BYTES` takes one barrier: all sum all of it.
+Each element is summed by one worker, in worker order: the result is bitwise equal on all workers
+and from run to run. A message of at most `SMALL_BYTES` takes one barrier: every worker sums all of
+it.
 
-The windows are MPI's (MPI_Win_allocate_shared), and so is the order of reads and writes
-(MPI_Win_sync, MPI-3 §11.7). What is written before barrier t may be read until barrier t + 1, and
-its place is written again only behind that: places alternate with t.
+The windows are allocated by MPI (MPI_Win_allocate_shared), which also orders reads and writes
+(MPI_Win_sync, MPI-3 §11.7). Data written before barrier t may be read until barrier t + 1, and its
+slot is overwritten only after that: slots alternate with t.
 
-Every call is announced at its first barrier by a digest of what it is; a worker that reads another
-digest than its own goes no further.
+At the first barrier of a call, each worker publishes a digest of the call; if the digests differ,
+all workers stop there.
 """
 
 import bisect
@@ -31,25 +32,25 @@ import numpy as np
 
 from tfparallel.collectives.mpi.waiting import Waiting
 
-BLOCK_BYTES = 2**20  # Large enough that barriers cost little, small enough for a cache.
+BLOCK_BYTES = 2**20  # Large enough that barriers cost little, small enough for the cache.
 SMALL_BYTES = 64 * 1024
 _NOTE_BYTES = 2000
 _CONTROL_BYTES = 8192
 _SUMS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
-# Indices of 64-bit numbers in a control area; of the digest there are two, in turn.
+# Indices of 64-bit numbers in the control area; the digest alternates between two.
 _BARRIER, _DIGEST = 0, 8
-_NOTES = 256  # Bytes from the start.
+_NOTES = 256  # Offset in bytes.
 
 
 class SharedMemory:
-    """The windows of the workers of a host, as one of them sees them.
+    """The windows of all workers of a host, as seen from one worker.
 
-    A message is given and taken as bytes, uint8; `dtype` says what the bytes are.
+    Messages are passed as bytes (uint8); `dtype` is their element type.
 
     Args:
         mpi: The module `mpi4py.MPI`.
         comm: A communicator of all workers, which share memory.
-        waiting: How to wait for the others.
+        waiting: How to wait for the other workers.
     """
 
     def __init__(self, mpi: types.ModuleType, comm, waiting: Waiting):
@@ -63,42 +64,42 @@ class SharedMemory:
         ]
         self._controls = [memoryview(area[:_NOTES]).cast("q") for area in whole]
         self._notes = [area[_NOTES:_CONTROL_BYTES] for area in whole]
-        self._own, self._others = self._controls[self._rank], list(self._controls)
-        del self._others[self._rank]
+        self._control, self._other_controls = self._controls[self._rank], list(self._controls)
+        del self._other_controls[self._rank]
         blocks = [area[_CONTROL_BYTES:].reshape(4, BLOCK_BYTES) for area in whole]
         self._inputs = [area[:2] for area in blocks]
         self._sums = [area[2:] for area in blocks]
         self._turn = 0
-        self._own[_BARRIER] = 0
+        self._control[_BARRIER] = 0
         comm.Barrier()
 
     def announce(self, note: Callable[[], str], digest: int) -> list[str] | None:
-        """Tells the others what comes next, at a barrier; returns everyone's note if they differ.
+        """Publishes the next call at a barrier; returns all workers' notes if they differ.
 
         Args:
-            note: Says what the call is, for people; asked if the workers differ.
-            digest: A number of 63 bits that stands for it.
+            note: Returns a readable description of the call; called only if the workers differ.
+            digest: A 63-bit digest of the call.
         """
         place = _DIGEST + (self._turn + 1) % 2
-        self._own[place] = digest
+        self._control[place] = digest
         self._barrier()
-        if all(other[place] == digest for other in self._others):
+        if all(other[place] == digest for other in self._other_controls):
             return None
-        # Where two workers differ, each differs from one: all of them come here.
+        # If any two workers differ, then every worker sees a difference, and reaches this point.
         text = note().encode()[:_NOTE_BYTES] + b"\0"
         self._notes[self._rank][: len(text)] = np.frombuffer(text, np.uint8)
         self._barrier()
-        found = [area.tobytes() for area in self._notes]
-        return [text.partition(b"\0")[0].decode(errors="replace") for text in found]
+        notes = [area.tobytes() for area in self._notes]
+        return [text.partition(b"\0")[0].decode(errors="replace") for text in notes]
 
     def put_small(self, sources: list[np.ndarray], starts: list[int]) -> None:
-        """Puts a message of at most `SMALL_BYTES` in, before the barrier of `announce`."""
+        """Copies a message of at most `SMALL_BYTES` in, before the barrier of `announce`."""
         window = self._inputs[self._rank][(self._turn + 1) % 2]
         for source, start in zip(sources, starts, strict=True):
             window[start : start + source.size] = source
 
     def sum_small(self, op: str, out: np.ndarray, dtype: np.dtype) -> None:
-        """Writes to `out` the "sum", "max" or "min" of what all have put in, behind the barrier."""
+        """Reduces the messages of all workers into `out`, after the barrier of `announce`."""
         terms = [inputs[self._turn % 2, : out.size].view(dtype) for inputs in self._inputs]
         _reduce(op, terms, out.view(dtype))
 
@@ -106,14 +107,14 @@ class SharedMemory:
         self, op: str, sources: list[np.ndarray], starts: list[int], out: np.ndarray,
         dtype: np.dtype,
     ) -> None:
-        """Writes to `out` the "sum", "max" or "min" of messages of any size.
+        """Reduces messages of any size into `out`.
 
         Args:
-            op: Which of them.
+            op: "sum", "max" or "min".
             sources: The parts of this worker's message.
-            starts: Where each part starts in the message.
-            out: The whole message.
-            dtype: What the bytes are.
+            starts: Offset of each part in the message.
+            out: The reduced message.
+            dtype: The element type.
         """
         num_bytes, rank = out.size, self._rank
         num_blocks = -(-num_bytes // BLOCK_BYTES)
@@ -126,15 +127,15 @@ class SharedMemory:
                 begin, end = (first + k for k in self._part(turn, num_bytes, rank, dtype))
                 if _whole(sources, starts, begin, end) is None:
                     _copy(sources, starts, first, last, window)
-                else:  # What this worker sums itself it need not put in.
+                else:  # This worker sums its own part itself, so it need not copy it in.
                     _copy(sources, starts, first, begin, window)
                     _copy(sources, starts, end, last, window[end - first :])
             if 0 <= turn - 1 < num_blocks:
                 first = (turn - 1) * BLOCK_BYTES
                 begin, end = self._part(turn - 1, num_bytes, rank, dtype)
                 terms = [inputs[before, begin:end] for inputs in self._inputs]
-                own = _whole(sources, starts, first + begin, first + end)
-                terms[rank] = terms[rank] if own is None else own
+                local_term = _whole(sources, starts, first + begin, first + end)
+                terms[rank] = terms[rank] if local_term is None else local_term
                 terms = [term.view(dtype) for term in terms]
                 _reduce(op, terms, self._sums[rank][before, begin:end].view(dtype))
             if 0 <= turn - 2:
@@ -147,7 +148,7 @@ class SharedMemory:
                 self._barrier()
 
     def all_gather(self, source: np.ndarray, out: np.ndarray) -> None:
-        """Joins the workers' messages, of one size, in the order of the workers."""
+        """Concatenates the workers' messages, all of one size, in worker order."""
         rows = out.reshape(self._num_ranks, -1)
         for first in range(0, source.size, BLOCK_BYTES):
             part = source[first : first + BLOCK_BYTES]
@@ -157,7 +158,7 @@ class SharedMemory:
                 row[first : first + part.size] = inputs[self._turn % 2, : part.size]
 
     def reduce_scatter(self, source: np.ndarray, out: np.ndarray, dtype: np.dtype) -> None:
-        """Sums the workers' messages, a share for each worker in order; each takes its share."""
+        """Sums the workers' messages; worker w receives share w of the sum."""
         rank, n = self._rank, self._num_ranks
         shares = source.reshape(n, -1)
         size = BLOCK_BYTES // (n * dtype.itemsize) * dtype.itemsize
@@ -175,7 +176,7 @@ class SharedMemory:
             _reduce("sum", [term.view(dtype) for term in terms], out[first:last].view(dtype))
 
     def _part(self, block, num_bytes, rank, dtype):
-        """The bytes of a block that a worker sums."""
+        """Returns the range of bytes of a block that a worker sums."""
         size = min(BLOCK_BYTES, num_bytes - block * BLOCK_BYTES) // dtype.itemsize
         n = self._num_ranks
         return (size * rank // n) * dtype.itemsize, (size * (rank + 1) // n) * dtype.itemsize
@@ -184,8 +185,8 @@ class SharedMemory:
         self._turn += 1
         turn = self._turn
         self._window.Sync()
-        self._own[_BARRIER] = turn
-        for other in self._others:
+        self._control[_BARRIER] = turn
+        for other in self._other_controls:
             if other[_BARRIER] < turn:
                 self._waiting.until(lambda other=other: other[_BARRIER] >= turn, self._late)
         self._window.Sync()
@@ -203,7 +204,7 @@ def _reduce(op, terms, out):
     if len(terms) == 1:
         out[:] = terms[0]
         return
-    # A sum of infinities is the model's business; between parts lies what was there before.
+    # Overflow is the model's concern, and the padding between parts holds arbitrary bytes.
     with np.errstate(all="ignore"):
         _SUMS[op](terms[0], terms[1], out=out)
         for term in terms[2:]:
@@ -211,7 +212,7 @@ def _reduce(op, terms, out):
 
 
 def _copy(sources, starts, first, last, window):
-    """Copies bytes `first` to `last` of a message that lies in parts."""
+    """Copies bytes `first` to `last` of a message that consists of parts."""
     for source, start in zip(sources, starts, strict=True):
         begin, end = max(first, start), min(last, start + source.size)
         if begin < end:
@@ -219,7 +220,7 @@ def _copy(sources, starts, first, last, window):
 
 
 def _whole(sources, starts, begin, end):
-    """Returns bytes `begin` to `end` of a message if one part of it holds them all."""
+    """Returns bytes `begin` to `end` of a message if a single part holds them, else None."""
     index = bisect.bisect_right(starts, begin) - 1
     source, start = sources[index], starts[index]
     return source[begin - start : end - start] if end <= start + source.size else None

@@ -1,9 +1,9 @@
-"""Makes the workers of a job, whoever started them, ranks of one MPI program.
+"""Makes the workers of a job ranks of one MPI program, whatever launched them.
 
-Under `mpiexec` and `srun` MPI knows its processes already. Under `tfparallel launch`, TF_CONFIG or
-Kubernetes nobody has told it: worker 0 then serves the little that MPI's library asks of the one
-that starts processes (`tfparallel.cluster.pmi`), and they join just as if `mpiexec` had started
-them, at the same speed; our supervisor keeps its grip on them.
+Under `mpiexec` and `srun`, MPI already knows its processes. Under `tfparallel launch`, TF_CONFIG or
+Kubernetes it does not: worker 0 then serves the small part of the process-management interface that
+the MPI library needs (`tfparallel.cluster.pmi`). The workers connect as if `mpiexec` had started
+them, at the same speed, and stay under the control of our supervisor.
 """
 
 import atexit
@@ -23,10 +23,10 @@ from tfparallel.collectives.mpi.waiting import Waiting
 from tfparallel.collectives.mpi.workers import MpiProcessGroup
 from tfparallel.collectives.process_group import ProcessGroup
 
-# Of processes that `mpiexec` or `srun` started: PMI-1 and 2 (MPICH, Intel, Slurm), PMIx (Open MPI).
+# Set by `mpiexec` and `srun`: PMI-1 and 2 (MPICH, Intel, Slurm), PMIx (Open MPI).
 _STARTED_BY_MPI = ("PMI_RANK", "PMI_FD", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
-# What MPI's libraries, UCX and libfabric, connect over: they listen on a wire even if shared memory
-# carries all.
+# Network devices of UCX and libfabric, which listen on the network even if all traffic goes through
+# shared memory.
 _LOOPBACK_ONLY = {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}
 _WHAT = "the start of MPI"  # Names the exchanges.
 _CONNECT_SECONDS = 30.0
@@ -34,26 +34,26 @@ _END_SECONDS = 5.0
 
 
 def offers(group: ProcessGroup, what: str) -> list[dict[str, Any]]:
-    """Returns what each worker, in order, has to join the others by MPI; MPI is not started.
+    """Returns each worker's MPI capabilities, in worker order. Does not start MPI.
 
-    "missing" says what it lacks, or None; "starts" whether its library can be started here;
-    "started" whether MPI's own starter did; "memory" names the memory that it shares; "cores" are
-    those that it may use. `what` names the exchange.
+    "missing" is what the worker lacks, or None; "starts" whether its library can be started from
+    here; "started" whether MPI's own launcher started it; "memory" identifies the memory that it
+    shares; "cores" are the cores available to it. `what` names the exchange.
     """
     missing = library.missing()
     started = any(name in os.environ for name in _STARTED_BY_MPI)
-    own = {
+    offer = {
         "missing": missing,
         "starts": missing is None and (started or library.speaks_pmi()),
         "started": started,
         "memory": _memory_name(),
         "cores": available_cores(),
     }
-    return group.exchange(own, what)
+    return group.exchange(offer, what)
 
 
 def join(group: ProcessGroup, algorithm: str) -> MpiProcessGroup:
-    """Joins workers, whom TensorFlow has joined, through MPI; see `Communicator` for `algorithm`.
+    """Connects the workers of a TensorFlow group by MPI; see `Communicator` for `algorithm`.
 
     Raises:
         RuntimeError: If mpi4py or MPI's library is missing on a worker, or MPI did not start all
@@ -74,8 +74,8 @@ def join(group: ProcessGroup, algorithm: str) -> MpiProcessGroup:
     if worker == 0:
         token = secret.derived(nonce)
         server = _serve(host, [other["memory"] for other in said], token)
-    own = {"port": server.port, "nonce": nonce} if server else None
-    place = group.exchange(own, _WHAT)[0]
+    endpoint = {"port": server.port, "nonce": nonce} if server else None
+    place = group.exchange(endpoint, _WHAT)[0]
     address, token = (host, place["port"]), secret.derived(place["nonce"])
     if not any(other["started"] for other in said):
         mpi = _load_by(address, token, worker, len(said))
@@ -102,14 +102,14 @@ def join(group: ProcessGroup, algorithm: str) -> MpiProcessGroup:
 def _serve(host, memories, token):
     try:
         server = pmi.Server(host, memories, token)
-    except OSError:  # A name or an address that this host does not know as its own.
+    except OSError:  # The name or address is not one of this host's own.
         server = pmi.Server("0.0.0.0", memories, token)
     server.start()
     return server
 
 
 def _load_by(address, token, worker, num_workers):
-    """Starts MPI with our own server as its process manager."""
+    """Starts MPI, with our own server as its process manager."""
     connected = pmi.connect(address, token, worker, "pmi", _CONNECT_SECONDS)
     settings = {
         "PMI_FD": str(connected.detach()),
@@ -122,13 +122,13 @@ def _load_by(address, token, worker, num_workers):
     try:
         return library.load()
     finally:
-        # Else processes started from here would take themselves for this rank.
+        # Otherwise child processes would mistake themselves for this rank.
         for name in settings:
             del os.environ[name]
 
 
 def _have_cores(said) -> bool:
-    """Whether no host has more workers than cores that they may use."""
+    """Whether every host has at least one available core per worker."""
     by_host: dict[str, list] = {}
     for other in said:
         by_host.setdefault(other["memory"], []).append(other["cores"])
@@ -136,7 +136,7 @@ def _have_cores(said) -> bool:
 
 
 def _memory_name() -> str:
-    """Names the memory that processes share: a host's, or a container's of its own."""
+    """Identifies the shared memory of this process: that of the host, or of its container."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         status = os.stat("/dev/shm")
@@ -147,9 +147,9 @@ def _memory_name() -> str:
 
 
 def _forget_names(mpi) -> None:
-    """Removes the files of MPICH's shared memory, which every worker has mapped by now.
+    """Unlinks the files of MPICH's shared memory, which every worker has mapped by now.
 
-    A worker that is killed would leave them behind.
+    Otherwise a killed worker would leave them behind.
     """
     with contextlib.suppress(OSError), open("/proc/self/maps") as file:
         for line in file:

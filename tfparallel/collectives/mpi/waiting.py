@@ -1,4 +1,4 @@
-"""Waiting for the other workers: with a deadline, and an end when one of them is lost."""
+"""Waits for other workers, with a deadline, and stops if one of them is lost."""
 
 import os
 import time
@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 from tfparallel.collectives.lost_worker import WorkerLostError, lost_error
 
-# Spin while the answer may come at any moment, and then sleep: who sleeps is woken in time on a
-# busy machine, while who has used up its share of a core comes back milliseconds later. Workers
-# that share cores do not spin but yield: what waits must not take the core of what it waits for.
-# While it spins it must not sleep at all, not for zero seconds either: that gives the core up, and
-# the whole call takes twice as long (docs/internals/mpi.md). Python's other threads get their turn
-# by the interpreter's own switch, every 5 ms.
+# Spin while the answer is imminent, then sleep. On a busy machine a sleeping process is woken
+# promptly, while one that has used up its time slice resumes milliseconds later. Workers that share
+# cores yield instead of spinning, so as not to occupy the core of the worker they wait for. A spin
+# must not sleep, not even for zero seconds: that releases the core and doubles the time of the call
+# (docs/internals/mpi.md). Python's other threads still run: the interpreter switches every 5 ms.
 _SPIN_SECONDS = 3e-4
 _NUM_SPINS = 50
 _SLEEP_SECONDS = 5e-5
@@ -20,12 +19,12 @@ _LOOK_EVERY = 256
 
 
 class Waiting:
-    """How this worker waits.
+    """Waits for other workers.
 
     Args:
         lost: Returns the index of a worker that has ended, or None.
-        timeout_seconds: How long a collective waits for the others; 0 for ever.
-        has_core: Whether every worker has a core to itself.
+        timeout_seconds: How long a collective waits for the other workers; 0 means forever.
+        has_core: Whether every worker has its own core.
     """
 
     def __init__(
@@ -44,10 +43,10 @@ class Waiting:
         """Returns once `done()` is true.
 
         Args:
-            done: Asked again and again.
-            late: Says who is missing, for the error.
-            may_sleep: Whether the others may be far; a transfer that is going on needs this
-                process to ask.
+            done: Called repeatedly.
+            late: Describes the missing workers, for the error.
+            may_sleep: Whether to sleep during a long wait; False for a transfer that only
+                progresses while this process polls.
 
         Raises:
             WorkerLostError: If another worker has ended, or the deadline has passed.
@@ -63,7 +62,7 @@ class Waiting:
             if turns % _LOOK_EVERY == 0 or is_far:
                 self._look(waited, late)
             if is_far:
-                # A hundredth of what it has waited for already: who waits for seconds asks seldom.
+                # Sleep for a hundredth of the time waited so far: long waits poll rarely.
                 time.sleep(min(max(_SLEEP_SECONDS, waited / 100), _MOST_SLEEP_SECONDS))
             elif waited > self._spin_seconds:
                 os.sched_yield()

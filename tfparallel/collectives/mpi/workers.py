@@ -1,10 +1,10 @@
-"""The workers of a job whose tensors travel through MPI.
+"""The workers of a job, connected by MPI.
 
-A collective is a Python function in TensorFlow's graph (`tf.numpy_function`), which reads the
-tensors where they lie and returns arrays that TensorFlow takes over as they are. All collectives
-of a worker run in the order of its program: each reads, and then writes, one variable.
+A collective is a Python function in TensorFlow's graph (`tf.numpy_function`) that reads the tensors
+in place and returns arrays that TensorFlow aliases. All collectives of a worker run in program
+order, because each one reads and then writes the same variable.
 
-Numbers of 16 bits are summed in 32, rounded once, and not, as in TensorFlow's ring, at every step.
+16-bit numbers are summed in 32 bits and rounded once, not at every step as in TensorFlow's ring.
 """
 
 import functools
@@ -24,7 +24,7 @@ _HALVES = (tf.float16, tf.bfloat16)
 
 
 class MpiProcessGroup(ProcessGroup):
-    """The workers of a job, joined by TensorFlow in `group`, by MPI in `communicator`."""
+    """The workers of a job, connected by TensorFlow in `group` and by MPI in `communicator`."""
 
     def __init__(self, group: ProcessGroup, communicator: Communicator):
         vars(self).update({k: v for k, v in vars(group).items() if k != "for_users"})
@@ -34,17 +34,17 @@ class MpiProcessGroup(ProcessGroup):
 
     @functools.cached_property
     def for_users(self) -> "MpiProcessGroup":
-        """The same; every call is compared, and so none of a user's can meet a program's."""
+        """The same group: every call is compared, so user calls cannot pair with other calls."""
         return self
 
     @property
     def implementation(self) -> str:
-        """What truly sums."""
+        """Name of the implementation that computes the sums."""
         return self.communicator.implementation("all_reduce")
 
     @property
     def by_tensorflow(self) -> ProcessGroup:
-        """The same workers, joined by TensorFlow's own collectives."""
+        """The same workers, connected by TensorFlow's own collectives."""
         return self._group
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
@@ -59,16 +59,16 @@ class MpiProcessGroup(ProcessGroup):
         return results
 
     def reduce_scatter(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums each tensor over the workers, which have shares of it; see `ProcessGroup`."""
+        """Sums each tensor over the workers; each receives its rows. See `ProcessGroup`."""
         wide = [tf.cast(x, tf.float32) if x.dtype in _HALVES else x for x in tensors]
         pairs = zip(super().reduce_scatter(wide), tensors, strict=True)
         return [tf.cast(y, x.dtype) for y, x in pairs]
 
     def all_reduce_halves(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums numbers of one 16-bit type over the workers, which travel in 16 bits.
+        """Sums tensors of one 16-bit dtype over the workers, and sends them in 16 bits.
 
-        MPI has no sums of them. Each worker gets its part of all vectors, adds it up in 32 bits,
-        and sends the others what comes of it, rounded once.
+        MPI cannot sum such types. Each worker receives its part of all vectors, sums it in 32 bits,
+        rounds once, and sends the result to the others.
         """
         flats = [tf.reshape(tensor, [-1]) for tensor in tensors]
         sizes = [flat.shape[0] for flat in flats]
@@ -80,8 +80,8 @@ class MpiProcessGroup(ProcessGroup):
         return [tf.reshape(part, tensor.shape) for part, tensor in parts]
 
     def _scattered(self, flat: tf.Tensor) -> tf.Tensor:
-        (own,) = self._run("reduce_scatter", self._reduce_scatter, [flat])
-        return own
+        (shard,) = self._run("reduce_scatter", self._reduce_scatter, [flat])
+        return shard
 
     def _collective(self, name: str, flat: tf.Tensor, kind: str = SUMS) -> tf.Tensor:
         if name != "all_gather":
@@ -91,7 +91,7 @@ class MpiProcessGroup(ProcessGroup):
         return tf.ensure_shape(joined, [None if length is None else length * self.num_workers])
 
     def run_on_arrays(self, name: str, tensor: tf.Tensor) -> tf.Tensor:
-        """Runs a collective that only a benchmark asks for: "reduce_scatter" and so on."""
+        """Runs a collective that only benchmarks use, such as "reduce_scatter"."""
         function = getattr(self.communicator, name)
         return self._run(name, lambda array: [function(array)], [tensor])[0]
 
@@ -104,7 +104,7 @@ class MpiProcessGroup(ProcessGroup):
         return [self.communicator.reduce_scatter(array)]
 
     def _reduce_halves(self, array: np.ndarray) -> list[np.ndarray]:
-        self.traffic.add(SUMS, array.nbytes)  # A sum of so many bytes, whatever it consists of.
+        self.traffic.add(SUMS, array.nbytes)  # Counted as one sum, despite its two steps.
         bits = self.communicator.all_to_all(array.view(np.uint16))
         terms = bits.view(array.dtype).reshape(self.num_workers, -1).astype(np.float32)
         total = terms.sum(0).astype(array.dtype)
@@ -121,7 +121,7 @@ class MpiProcessGroup(ProcessGroup):
                 with around_python(f"{name} {arrays[0].dtype}[{size}]"):
                     return function(*arrays)
             except Exception as error:
-                ProcessGroup.failure = error  # TensorFlow keeps its text alone.
+                ProcessGroup.failure = error  # TensorFlow preserves only its text.
                 raise
 
         dtypes = [tensor.dtype for tensor in tensors]
@@ -133,7 +133,7 @@ class MpiProcessGroup(ProcessGroup):
                     if ProcessGroup.failure is None:
                         raise
                     raise ProcessGroup.failure from error
-            # A read is ordered behind the last write, and a write behind the last read.
+            # TensorFlow orders a read after the last write, and a write after the last read.
             ordering_token = self._ordering_tokens[self._host]
             before = ordering_token.read_value()
             with tf.control_dependencies([before]):
