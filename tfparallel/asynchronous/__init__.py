@@ -1,1 +1,1 @@
-"""Asynchronous training: workers that do not wait for each other, and a server of the weights."""
+"""Asynchronous training: workers that do not wait for each other, and parameter servers."""

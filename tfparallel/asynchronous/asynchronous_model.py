@@ -1,15 +1,16 @@
-"""The Keras model whose steps are dealt out to workers, each of which updates the weights: `async`.
+"""`sync="async"`: a Keras model whose steps run on workers that each update the weights.
 
-    chief      deals out a batch, whole, to a worker that is free, and goes on
+    chief      dispatches a whole batch to a free worker, and continues
     worker     v ← version, θ ← weights, g ← gradient of the batch
-    server     θ ← update(θ, g), version ← version + 1; one at a time, so that none is torn
+    server     θ ← update(θ, g), version ← version + 1; one at a time, so that updates are atomic
 
-The gradient is of weights that others may have updated since: its staleness is how many did. It is
-counted for each step, and bounded (`in_flight.py`). So this is not the training of one device. A
-batch is an update, as there; nothing is summed between workers.
+Other workers may update the weights after a worker has read them: the staleness of its gradient is
+the number of such updates. It is counted for each step, and bounded (`in_flight.py`). So the result
+differs from training on one device. As there, each batch is one update; gradients are not summed
+between workers.
 
-Metrics are the chief's. Those whose states add up come as numbers; of the others the predictions
-do. A batch that a worker was computing when it ended is dealt out again.
+The chief holds the metrics. For metrics with additive state, workers return the sums; for others,
+the predictions. If a worker ends during a batch, that batch is dispatched again.
 
 References:
     Jeffrey Dean et al., "Large Scale Distributed Deep Networks", NeurIPS 2012.
@@ -41,7 +42,7 @@ from tfparallel.user_log import notice
 
 __all__ = ["AsynchronousModel", "extend_model"]
 
-# What only Keras's own may do.
+# Methods that the user's model must not override.
 _KERASS = ("train_step", "compute_metrics", "fit", "train_on_batch", "make_train_function")
 
 
@@ -70,10 +71,10 @@ class AsynchronousModel:
 
     @property
     def staleness(self) -> dict[str, Any]:
-        """Of the updates of all `fit`s: how many, the mean and the largest staleness, the bound."""
-        return self._told(self._seen_staleness)
+        """Statistics over the updates of all `fit`s: count, mean and largest staleness, bound."""
+        return self._staleness_of(self._seen_staleness)
 
-    def _told(self, seen: collections.Counter) -> dict[str, Any]:
+    def _staleness_of(self, seen: collections.Counter) -> dict[str, Any]:
         number = sum(seen.values())
         return {
             "updates": number,
@@ -84,9 +85,9 @@ class AsynchronousModel:
 
     @property
     def bytes_of_a_step(self) -> dict[str, int]:
-        """What a worker reads of the weights, and hands over of their gradients, in a step.
+        """Bytes of weights that a worker reads, and of gradients that it sends, in a step.
 
-        Of an embedding that a layer looks up, the rows of a batch alone travel; it counts whole.
+        Embeddings count in full, although only the rows of a batch travel.
         """
         return {
             "weights": _bytes_of(self.variables),
@@ -94,10 +95,10 @@ class AsynchronousModel:
         }
 
     def compile(self, *args, **kwargs):
-        """Configures training, as `keras.Model.compile`; the servers hold the optimizer."""
-        asked = inspect.signature(keras.Model.compile).bind(self, *args, **kwargs).arguments
+        """Configures training like `keras.Model.compile`; the servers hold the optimizer."""
+        arguments = inspect.signature(keras.Model.compile).bind(self, *args, **kwargs).arguments
         for name in ("jit_compile", "run_eagerly"):
-            if asked.get(name) is True:
+            if arguments.get(name) is True:
                 raise ValueError(
                     "Under sync='async' a step is a graph that TensorFlow runs on a worker. "
                     f"{name}=False is required. Received: {name}=True."
@@ -111,17 +112,17 @@ class AsynchronousModel:
         self.train_function = None
 
     def fit(self, *args, **kwargs):
-        """Trains the model, as `keras.Model.fit`; each batch is a step of one worker."""
-        own = [
+        """Trains the model like `keras.Model.fit`; each batch is a step on one worker."""
+        overridden = [
             name
             for name in _KERASS
             if name in vars(self)
             or getattr(original_class(self), name) is not getattr(keras.Model, name)
         ]
-        if own:
+        if overridden:
             raise ValueError(
                 "Under sync='async' the chief deals out Keras's own step. A model without one of "
-                f"its own is required. Received: `{own[0]}` of class "
+                f"its own is required. Received: `{overridden[0]}` of class "
                 f"{original_class(self).__name__}. Take sync='every_step'."
             )
         before = collections.Counter(self._seen_staleness)
@@ -134,15 +135,15 @@ class AsynchronousModel:
                 self._servers.coordinator.join()
             self._in_flight.forget()
             attach(self, _is_in_epoch=False)
-        told = self._told(collections.Counter(self._seen_staleness) - before)
-        if told["updates"]:
+        stats = self._staleness_of(collections.Counter(self._seen_staleness) - before)
+        if stats["updates"]:
             notice(
-                f"async: {told['updates']} updates, of a mean staleness of {told['mean']:.2f}, at "
-                f"most {told['largest']} (bound {told['bound']})."
+                f"async: {stats['updates']} updates, of a mean staleness of {stats['mean']:.2f}, "
+                f"at most {stats['largest']} (bound {stats['bound']})."
             )
         return history
 
-    # What reads or writes weights waits until all steps that have begun are done.
+    # Methods that read or write weights wait for all steps in flight.
 
     def save(self, *args, **kwargs):
         self._in_flight.end_all()
@@ -170,12 +171,12 @@ class AsynchronousModel:
 
     @contextlib.contextmanager
     def settled_workers(self):
-        """Within it no step is on its way: what is written is of all that were dealt out."""
+        """Waits for all steps in flight, so that a checkpoint includes every dispatched batch."""
         self._in_flight.end_all()
         yield
 
     def train_on_batch(self, *args, **kwargs):
-        """Refused: a step alone would be waited for."""
+        """Raises an error: the chief would wait for each single step."""
         raise ValueError(
             "Under sync='async' steps are dealt out by `fit`. Received: `train_on_batch`. Take "
             "`fit`, or sync='every_step'."
@@ -188,30 +189,30 @@ class AsynchronousModel:
         if iterator is not None:
             batches = batches_of(iterator)
             data_batch = types_of_batches(batches)
-            if self._batch_spec is None:  # Of a `fit` that begins; what follows is of a validation.
+            if self._batch_spec is None:  # At the start of `fit`; later calls are for validation.
                 attach(self, _batch_spec=batches.element_spec)
         if not all(layer.built for layer in layers_in(self)):
             self._outputs_of(keras.utils.unpack_x_y_sample_weight(data_batch)[0])
         if self.optimizer is not None and not self.optimizer.built:
             with self._servers.scope():
                 self.optimizer.build(self.trainable_variables)
-        # Losses and metrics are the chief's own.
+        # The chief holds losses and metrics.
         with traced_apart():
             self._symbolic_build(data_batch=data_batch)
 
     def _metrics_of_rows_together(self) -> dict[int, str]:
-        """The metrics that are no sums over the rows, by id, with the reason."""
+        """Returns the metrics that are not sums over the rows, by id, with the reason."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self._batch_spec)
         return metrics_of_rows_together(self, y, self._outputs_of(x), sample_weight)
 
     def _outputs_of(self, x):
-        """The shapes and types of what the model, built in it, makes of such inputs."""
+        """Builds the model; returns the shapes and dtypes of its outputs for inputs like `x`."""
         x = keras.tree.map_structure(lambda v: keras.KerasTensor(v.shape, v.dtype.name), x)
         with self._servers.scope(), traced_apart():
             return compute_output_spec(self, x, training=False)
 
     def make_train_function(self, force=False):
-        """Makes what deals out a step, and hands over the logs of those that have ended."""
+        """Creates the function that dispatches steps, and returns the logs of completed ones."""
         if self.train_function is not None and not force:
             return self.train_function
         with self._servers.scope(), tf.device(self._servers.device):
@@ -230,16 +231,16 @@ class AsynchronousModel:
             if not self._is_in_epoch:
                 attach(self, _is_in_epoch=True, _latest_logs={})
             batches = itertools.islice(iterator, self.steps_per_execution)
-            self._in_flight.begin(deal, next(batches))  # Raises where there is none.
+            self._in_flight.begin(deal, next(batches))  # Raises at the end of the data.
             for batch in batches:
                 self._in_flight.begin(deal, batch)
-            return self._latest_logs  # Of the steps that have ended; at first there are none.
+            return self._latest_logs  # The logs of completed steps; empty at first.
 
         self.train_function = deal_several
         return deal_several
 
     def _fetch(self, remote) -> Any:
-        """What a step has found; None if its worker has ended since, and taken it along."""
+        """Returns the results of a step; None if they were lost with its worker."""
         try:
             return remote.fetch()
         except tf.errors.UnavailableError:
@@ -247,9 +248,9 @@ class AsynchronousModel:
                 raise
             return None
 
-    def _take(self, found, batch) -> None:
-        """Adds what a step has found to the logs."""
-        numbers, outputs, masks = found
+    def _take(self, results, batch) -> None:
+        """Adds the results of a step to the logs."""
+        numbers, outputs, masks = results
         self._seen_staleness[int(numbers[STALENESS])] += 1
         if self._step_metrics.joined is not None:
             _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
@@ -261,16 +262,16 @@ class AsynchronousModel:
         attach(self, _latest_logs=self._added_up(tf.constant(numbers), are_alike))
 
     def _add_up(self, numbers: tf.Tensor, are_alike: bool) -> dict[str, tf.Tensor]:
-        """Adds the numbers of a `WorkerStep` to what metrics hold, and returns the logs.
+        """Adds the numbers of a `WorkerStep` to the metrics, and returns the logs.
 
-        It is traced; `are_alike` says whether all batches have as many rows.
+        It is traced; `are_alike` tells whether all batches have the same number of rows.
         """
         loss, rows, _ = tf.unstack(numbers[: STALENESS + 1])
         loss_tracker(self).update_state(loss, sample_weight=rows)
         start = STALENESS + 1
         for tracker in loss_trackers(self):
             if tracker is not None:
-                # Only then Keras weighs them by their rows.
+                # Keras weights them by their rows only in this case.
                 tracker.update_state(numbers[start], sample_weight=rows if are_alike else None)
                 start += 1
         for variable in states(self._step_metrics.summed):
@@ -281,21 +282,21 @@ class AsynchronousModel:
         return self.get_metrics_result()
 
     def _get_metrics_result_or_logs(self, logs):
-        # Keras's loop calls it behind the steps of an epoch, before any callback.
+        # Keras's loop calls this after the steps of an epoch, before any callback.
         if self._is_in_epoch:
             self._in_flight.end_all()
             attach(self, _is_in_epoch=False)
-            return self.get_metrics_result()  # The step's logs may be of none.
+            return self.get_metrics_result()  # The logs passed in may be empty.
         return super()._get_metrics_result_or_logs(logs)
 
 
 def extend_model(model: keras.Model, servers: Servers, staleness: int | None) -> keras.Model:
-    """Makes `model`, whose variables the servers hold, train asynchronously, in place.
+    """Extends `model`, whose variables are on the servers, to train asynchronously, in place.
 
-    The bound on the staleness is one that keeps the workers busy if it is None.
+    If `staleness` is None, the bound is one that keeps the workers busy.
 
     Raises:
-        ValueError: If the bound cannot be kept.
+        ValueError: If the bound is too low for the number of workers.
     """
     _refuse_hidden_names(model)
     number = servers.num_workers
@@ -320,7 +321,7 @@ def extend_model(model: keras.Model, servers: Servers, staleness: int | None) ->
 
 
 def _refuse_hidden_names(model: keras.Model) -> None:
-    """Raises if something of the user's has a name that the extended class takes."""
+    """Raises if the user's class has a name that the extended class uses."""
     hidden = [
         name
         for name in vars(AsynchronousModel)

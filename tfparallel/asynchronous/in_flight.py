@@ -1,13 +1,14 @@
-"""Steps that workers compute while others are dealt out, and how stale a gradient can be.
+"""The steps in flight, and the bound on the staleness of a gradient.
 
-A step's staleness is how many updates others have made between its reading of the weights and its
-own update. Steps are dealt out in order, and step i only once step i - 1 - A has ended, so that A
-others can begin while one is computed. Of W workers, at most W - 1 were computing when it began:
+The staleness of a step is the number of updates by other steps between its read of the weights and
+its own update. Steps are dispatched in order, and step i only after step i - 1 - A has ended, so A
+others can start during a step. When it starts, at most W - 1 of W workers are computing:
 
     staleness ≤ A + min(A, W - 1)
 
-and one more for each worker that is lost meanwhile, whose step is dealt out again. Of one worker
-nothing is stale; A = 0 has the chief wait for each step, and callbacks see what they see in Keras.
+plus one for each worker that is lost in the meantime, whose step is dispatched again. With one
+worker nothing is stale. With A = 0 the chief waits for each step, and callbacks see the same state
+as in Keras.
 
 References:
     Qirong Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
@@ -22,17 +23,17 @@ __all__ = ["InFlight", "default_staleness", "least_staleness", "steps_ahead"]
 
 
 def least_staleness(num_workers: int) -> int:
-    """The smallest bound under which no worker waits for another."""
+    """Returns the smallest bound with which no worker waits for another."""
     return 2 * (num_workers - 1)
 
 
 def default_staleness(num_workers: int) -> int:
-    """A bound under which a worker that is done has its next step waiting; 0 of one worker."""
+    """Returns a bound that keeps a step queued for each worker; 0 for a single worker."""
     return 3 * num_workers if num_workers > 1 else 0
 
 
 def steps_ahead(staleness: int, num_workers: int) -> int:
-    """A, how many steps may begin while one is computed, with a bound on the staleness.
+    """Returns A, the number of steps that may start during another, for a bound on the staleness.
 
     Raises:
         ValueError: If the bound is below `least_staleness`.
@@ -48,12 +49,12 @@ def steps_ahead(staleness: int, num_workers: int) -> int:
 
 
 class InFlight:
-    """The steps that have begun, oldest first.
+    """The steps in flight, oldest first.
 
     Args:
         ahead: A.
-        take: Called with what a step has left, and its batch, in order.
-        fetch: Waits for a `RemoteValue`; returns None where a lost worker has taken it along.
+        take: Called with the results of each step and its batch, in order.
+        fetch: Waits for a `RemoteValue`; returns None if it was lost with its worker.
     """
 
     def __init__(
@@ -68,16 +69,16 @@ class InFlight:
         self._steps: collections.deque[tuple[Any, Any]] = collections.deque()
 
     def begin(self, deal: Callable[[Any], Any], batch: Any) -> None:
-        """Deals out a step, and waits until as many have ended as must before the next.
+        """Dispatches a step, and waits until the next one may start.
 
-        `deal` takes the batch, and returns TensorFlow's `RemoteValue`.
+        `deal` takes the batch and returns TensorFlow's `RemoteValue`.
         """
         self._steps.append((deal(batch), batch))
         while len(self._steps) > self._ahead:
             self._end_oldest()
 
     def end_all(self) -> None:
-        """Waits for all steps that have begun."""
+        """Waits for all steps in flight."""
         while self._steps:
             self._end_oldest()
 
@@ -85,11 +86,11 @@ class InFlight:
         return len(self._steps)
 
     def forget(self) -> None:
-        """Lets go of what a run that was interrupted has left."""
+        """Drops the steps that an interrupted run has left."""
         self._steps.clear()
 
     def _end_oldest(self) -> None:
         remote, batch = self._steps.popleft()
-        found = self._fetch(remote)
-        if found is not None:
-            self._take(found, batch)
+        results = self._fetch(remote)
+        if results is not None:
+            self._take(results, batch)

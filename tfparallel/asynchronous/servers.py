@@ -1,15 +1,15 @@
-"""The processes of an asynchronous job: who meets, who serves what, and who notices an end.
+"""The processes of an asynchronous job: how they connect, what they serve, and lost processes.
 
 ```
  chief: the program              worker k: a server             ps: a server
  ┌───────────────────────┐      ┌────────────────────┐      ┌────────────────────┐
  │ data, fit, callbacks  │      │ forward, backward  │ ◄──  │ weights            │
- │ deals out batches ────┼────► │          gradients ┼────► │ optimizer, slots   │
+ │ dispatches batches ───┼────► │          gradients ┼────► │ optimizer, slots   │
  └───────────────────────┘      └────────────────────┘      └────────────────────┘
 ```
 
-All of them run the same program, up to `join`. There the chief goes on alone, and in the others
-TensorFlow executes what it sends, until it has ended.
+All of them run the same program up to `join`. From there only the chief continues; the other
+processes execute the functions that it sends, until it ends.
 """
 
 import contextlib
@@ -41,20 +41,20 @@ from tfparallel.update.built import own_variables
 __all__ = ["Servers", "join", "move_to_servers"]
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_LOST_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: starting again may help.
+_LOST_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: a restart may help.
 _LOOK_SECONDS, _MISSES = 1.0, 5
 
 
 class Servers:
-    """What the chief of a job holds.
+    """The chief's handle on the other processes of a job.
 
     Args:
-        roles: The processes; all of them are there, and serve.
+        roles: The processes, all of which are running and serving.
 
     Attributes:
-        roles: Likewise.
-        strategy: TensorFlow's, under whose scope variables are made on the servers.
-        coordinator: Hands functions to the workers, as they are free.
+        roles: The processes.
+        strategy: TensorFlow's strategy, whose scope creates variables on the servers.
+        coordinator: Schedules functions on free workers.
     """
 
     of_process: "Servers | None" = None
@@ -67,23 +67,23 @@ class Servers:
         with serving(roles.addresses, 0), quiet_stderr():
             self.strategy = tf.distribute.ParameterServerStrategy(resolver)
             self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
-        # TensorFlow stops one that is collected, as when the program ends, and waits for a lost
-        # worker for ever: it is never collected.
+        # When the coordinator is garbage-collected, for example at exit, TensorFlow stops it, and
+        # waits forever for a lost worker. So it must never be collected.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.coordinator))
 
     @property
     def num_workers(self) -> int:
-        """How many processes compute gradients."""
+        """The number of processes that compute gradients."""
         return len(self.roles.workers)
 
     @property
     def all_hold(self) -> bool:
-        """Whether all servers are there."""
+        """Whether all servers are alive."""
         return all(map(is_there, self.roles.servers))
 
     @property
     def device(self) -> str:
-        """The first server's, where each update is done."""
+        """The device of the first server, which runs each update."""
         return "/job:ps/task:0/device:CPU:0"
 
     @property
@@ -96,22 +96,22 @@ class Servers:
         )
 
     def _device_of(self, index: int) -> str:
-        """A worker's first GPU, or its CPU."""
+        """Returns a worker's first GPU, or its CPU."""
         gpu = f"/job:worker/task:{index}/device:GPU:0"
         return gpu if gpu in reached_devices() else gpu.replace("GPU", "CPU")
 
     def scope(self):
-        """Where variables are made on the servers, one after another on each."""
+        """Returns the scope that creates variables on the servers, round-robin."""
         return self.strategy.scope()
 
     @contextlib.contextmanager
     def naming_lost_server(self, is_waiting: Callable[[], bool]) -> Iterator[None]:
-        """Turns the error of a step that has lost a server into one that names it.
+        """Converts the error of a step that has lost a server to one that names the server.
 
-        Without a word TensorFlow waits for workers that have all ended; then the process ends.
+        If all workers have ended, TensorFlow waits silently; a watch thread then ends the process.
 
         Args:
-            is_waiting: Says whether there are steps that workers have not done.
+            is_waiting: Returns whether there are steps in flight.
 
         Raises:
             WorkerLostError: If a server has ended.
@@ -136,7 +136,7 @@ class Servers:
             watch.join()
 
     def _watch(self, over: threading.Event, is_waiting: Callable[[], bool]) -> None:
-        """Ends a program that would wait for ever, since no worker is left."""
+        """Ends a program that would wait forever because no worker is left."""
         misses = 0
         while misses < _MISSES:
             if over.wait(_LOOK_SECONDS):
@@ -156,24 +156,24 @@ class Servers:
 def join(
     roles: Roles, *, start_timeout: float = 120.0, facts: Mapping[str, Any] | None = None
 ) -> Servers:
-    """Meets the other processes of the job; returns in the chief alone.
+    """Connects the processes of the job; returns in the chief only.
 
-    In the others it serves until the chief has ended, and then ends the process, with code 0.
+    The other processes serve until the chief has ended, and then exit with code 0.
 
     Args:
         roles: The processes.
-        start_timeout: How many seconds to wait for the others.
-        facts: What all must agree on, by name, as JSON holds it.
+        start_timeout: Seconds to wait for the other processes.
+        facts: JSON-serializable values, by name, that all processes must agree on.
 
     Raises:
-        RuntimeError: If a process is missing, cannot be reached, or does not agree.
+        RuntimeError: If a process is missing, is unreachable, or disagrees.
     """
     if Servers.of_process is not None:
         return Servers.of_process
     if roles.task_type == "worker":
         os.environ.update(visible_gpus(os.environ, *roles.place_on_host))
     else:
-        os.environ[_VISIBLE] = "-1"  # A GPU's memory is the workers'.
+        os.environ[_VISIBLE] = "-1"  # Leave the GPUs' memory to the workers.
     roles = roles.moved_to(join_job(roles.addresses, roles.place, facts or {}, start_timeout))
     if not roles.is_chief:
         _serve(roles, start_timeout)
@@ -189,8 +189,8 @@ def join(
 
 
 def _serve(roles: Roles, start_timeout: float) -> None:
-    """Executes what the chief sends, until it has ended."""
-    # Functions wait for each other in threads between operations: TensorFlow's advice.
+    """Executes the chief's functions until it has ended."""
+    # Functions wait for each other in inter-op threads; TensorFlow recommends several.
     config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=4)
     with serving(roles.addresses, roles.place), quiet_stderr():
         server = tf.distribute.Server(
@@ -205,23 +205,23 @@ def _serve(roles: Roles, start_timeout: float) -> None:
     del server
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # TensorFlow's threads would wait for what the chief no longer sends.
+    os._exit(0)  # TensorFlow's threads would wait for the chief forever.
 
 
 def _update(variable, function: Callable, args: tuple = (), kwargs=None, **_) -> Any:
-    """Calls a function that updates a variable, where the variable is."""
+    """Calls a function that updates a variable, on the variable's device."""
     with tf.device(variable.device):
         return function(variable, *args, **(kwargs or {}))
 
 
 def move_to_servers(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy) -> None:
-    """Gives an optimizer's variables storage on the servers, with the values that they have.
+    """Moves the storage of an optimizer's variables to the servers, keeping their values.
 
-    It stays the object that the program has, of its own class. Keras, which asks a strategy to
-    update a variable's copies, finds one with none but the variable itself.
+    The optimizer stays the same object of the same class. Keras updates variables through a
+    strategy; here it gets a minimal one, for which a variable has no copies.
 
     Raises:
-        ValueError: If it wraps others.
+        ValueError: If the optimizer wraps other optimizers.
     """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer | MultiOptimizer):
         raise ValueError(
@@ -234,7 +234,7 @@ def move_to_servers(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy
             with tf.init_scope(), strategy.scope():
                 value = variable.value.numpy()
                 set_storage(variable, tf.Variable(value, dtype=variable.dtype, trainable=False))
-    # Stands for the strategy, in a step that is traced outside of any scope.
+    # Replaces the strategy in a step that is traced outside of any scope.
     extended = types.SimpleNamespace(
         colocate_vars_with=strategy.extended.colocate_vars_with, update=_update
     )

@@ -1,4 +1,4 @@
-"""What a worker computes of a batch: its gradients, and what the chief adds to the logs."""
+"""A worker's step: gradients and an update, and the numbers that the chief adds to the logs."""
 
 from typing import Any
 
@@ -15,18 +15,18 @@ from tfparallel.step.terms import growth
 
 __all__ = ["STALENESS", "WorkerStep", "loss_trackers"]
 
-# Where it stands among a step's numbers: loss, rows, staleness, losses of outputs, metrics' sums.
+# Index in a step's numbers: loss, rows, staleness, losses of the outputs, sums of metrics.
 STALENESS = 2
 
 
 class WorkerStep:
-    """What a worker computes of a batch.
+    """The step that a worker runs on a batch.
 
     Args:
         model: The model.
-        metrics: Its metrics, divided.
-        version: How many updates there have been.
-        one_at_a_time: Where updates are done.
+        metrics: Its metrics, divided into additive and other ones.
+        version: The variable that counts updates.
+        one_at_a_time: The critical section for updates.
     """
 
     def __init__(self, model, metrics: StepMetrics, version, one_at_a_time):
@@ -35,12 +35,12 @@ class WorkerStep:
         self._functions: list[tuple[Any, Any]] = []
 
     def function_of(self, spec):
-        """The function for batches of a spec, traced once for all of them.
+        """Returns the function for batches of a spec, traced once.
 
-        Traced here, outside of the scope, in which Keras's optimizers would ask for a replica.
+        It is traced outside of the strategy's scope, in which Keras's optimizers need a replica.
         """
-        for known, function in self._functions:
-            if known == spec:
+        for traced_spec, function in self._functions:
+            if traced_spec == spec:
                 return function
         traced = tf.function(self._on_worker, input_signature=[spec]).get_concrete_function()
         self._functions.append((spec, traced))
@@ -49,7 +49,7 @@ class WorkerStep:
     def _on_worker(self, data):
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        # Before any weight is read, so that no update is missed.
+        # Read before any weight, so that the staleness counts every update.
         read_at = self._version.read_value()
         with tf.control_dependencies([read_at]), tf.GradientTape() as tape:
             outputs = model(x, training=True)
@@ -58,8 +58,8 @@ class WorkerStep:
         weights = model.trainable_variables
         gradients = tape.gradient(scaled, [weight.value for weight in weights])
         sums = growth(self._metrics.summed, y, outputs, sample_weight)
-        # An update begins when all that it needs is on the servers: a worker that ends meanwhile
-        # holds nobody up.
+        # An update starts once all its inputs are on the servers, so a worker that ends during the
+        # transfer does not block the others.
         pairs = zip(gradients, weights, strict=True)
         gradients = [_beside(gradient, weight) for gradient, weight in pairs]
         with tf.control_dependencies([g for g in map(_tensor_of, gradients) if g is not None]):
@@ -81,7 +81,7 @@ class WorkerStep:
             return self._version.assign_add(1, read_value=True)
 
     def _loss(self, x, y, outputs, sample_weight):
-        """The loss of the batch, and that of each output where it is logged."""
+        """Returns the loss of the batch, and the logged losses of its outputs."""
         model, values = self._model, []
         compiled = compiled_loss(model)
         if compiled is None or is_own(model, "compute_loss"):
@@ -102,13 +102,13 @@ class WorkerStep:
 
 
 def loss_trackers(model) -> list[Any]:
-    """What logs the loss of each output; None for one that is not logged."""
+    """Returns the metric that logs each output's loss; None for outputs that are not logged."""
     compiled = compiled_loss(model)
     return [] if compiled is None else loss_trackers_of(compiled)
 
 
 def _beside(gradient, weight):
-    """A gradient on the device of its weight."""
+    """Copies a gradient to the device of its weight."""
     if gradient is None:
         return None
     with tf.device(weight.value.device):

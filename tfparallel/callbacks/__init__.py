@@ -1,4 +1,4 @@
-"""Keras callbacks that a user may give to `fit`."""
+"""Keras callbacks for `fit`."""
 
 from tfparallel.callbacks.checkpoint import Checkpoint
 from tfparallel.callbacks.nan import NaNGuard

@@ -1,4 +1,4 @@
-"""Writes the state of a run while it trains, and goes on from there when it is started again."""
+"""Saves the state of a run during training, and resumes from it after a restart."""
 
 import collections
 import contextlib
@@ -26,60 +26,60 @@ _ERRORS = {kind.__name__: kind for kind in (CheckpointError, ForeignCheckpointEr
 
 
 class Checkpoint(keras.callbacks.Callback):
-    """Writes checkpoints, and resumes `fit` from the newest: nothing is lost, nothing seen twice.
+    """Writes checkpoints, and resumes `fit` exactly where the newest one left off.
 
     A checkpoint holds the weights, the optimizer (slots, step count, accumulated gradients), the
-    counters of the random layers, the position in the data, the metrics' running sums and the
-    history: a run that was killed and started again ends with the weights, the logs and the
-    history of a run that was not. It is written beside the others and renamed, with checksums; one
-    that was damaged since is passed over for the one before, with a warning. A step waits for a
-    copy of the state in the host's memory, and for the write before, if that has not ended; writing
-    goes on beside training. Of a model with stages or parts, which may be larger than one device,
-    arrays are written one by one, and training waits.
+    counters of the random layers, the position in the data, the running sums of the metrics, and
+    the history. A run that is killed and restarted ends with the same weights, logs and history as
+    an uninterrupted one. Checkpoints are written atomically, with checksums; if the newest one is
+    damaged, `fit` warns and resumes from the one before it. A step only waits for a copy of the
+    state into host memory, and for the previous write if it has not finished; the write itself runs
+    in the background. For a model with stages or parts, which may be larger than one device, arrays
+    are written one by one while training waits.
 
-    `fit` begins the interrupted epoch anew, so that step numbers and the progress bar are those of
-    the undisturbed run; the steps that were done pass without training, and other callbacks see
-    them with the metrics of the checkpoint.
+    `fit` restarts the interrupted epoch, so that step numbers and the progress bar match those of
+    an uninterrupted run. It skips the steps that were already done: other callbacks see them with
+    the metrics of the checkpoint.
 
-    The data must come in the same order again. With `EpochBatches` it does, and the batches that
-    were seen are not even read; any other data set is read and passed over up to the position, so
-    its order must not change from one start to the next (no unseeded shuffle, each epoch alike).
+    The data must come in the same order again. `EpochBatches` guarantees that, and does not even
+    read the batches of the skipped steps. Any other dataset is read up to the position, so its
+    order must not change between starts (no unseeded shuffle, and the same order in each epoch).
 
-    Of several workers all take part, and the chief alone reads and writes: the folder need not be
-    shared, and the number of workers may change from one start to the next.
+    With several workers, all of them need the callback, but only the chief reads and writes: the
+    folder need not be shared, and the number of workers may change between starts.
 
-    Give it last in the list of callbacks, so that what the others change at an epoch's end (a
-    learning rate) is in the checkpoint. What other callbacks count themselves is not.
+    Put it last in the list of callbacks, so that the checkpoint includes changes that other
+    callbacks make at the end of an epoch (such as a learning rate). The internal state of other
+    callbacks is not saved.
 
     Args:
-        directory: The folder; made if it is missing. What it holds is resumed from.
-        every_steps: Write whenever the run's number of steps passes a multiple of this, beside
-            the start of the run and the end of each epoch.
-        keep: How many of the newest checkpoints stay; with one, there is none to turn to when it
-            is damaged.
-        batches: The `EpochBatches` whose data set is given to `fit`, if it is one.
-        configuration: What must be the same when the run goes on, as JSON holds it.
+        directory: The folder, which is created if needed. `fit` resumes from its newest checkpoint.
+        every_steps: Also write whenever the run's number of steps passes a multiple of this, in
+            addition to the start of the run and the end of each epoch.
+        keep: Number of newest checkpoints to keep; with one, there is no fallback if it is damaged.
+        batches: The `EpochBatches` whose dataset you pass to `fit`, if any.
+        configuration: JSON-serializable values that must be the same when the run resumes.
 
     Attributes:
-        resumed: What this `fit` resumed from: `epoch` and `step_in_epoch` to go on with, and
-            `step`, the steps of all epochs that were done. None for a start.
-        num_passed: How many calls of the train function passed without training.
-        is_passing: Whether the step at hand was done before the run was interrupted, and passes.
-        written_at: How many steps the newest checkpoint holds.
+        resumed: Where this `fit` resumed: `epoch` and `step_in_epoch`, and `step`, the number of
+            completed steps in all epochs. None for a fresh start.
+        num_passed: Number of calls of the train function that were skipped.
+        is_passing: Whether the current step is skipped because it was already done.
+        written_at: Number of steps in the newest checkpoint.
 
     Raises:
-        ValueError: If an argument is out of range. From `fit`, before any training: if the folder
-            cannot be written to, has another run as its writer, or holds checkpoints of another
-            model or configuration.
-        RuntimeError: From `fit`, if a checkpoint could not be written, when the next one is due or
-            training ends; those before are whole.
+        ValueError: If an argument is out of range. In `fit`, before training: if the folder is not
+            writable, another run writes to it, or its checkpoints belong to another model or
+            configuration.
+        RuntimeError: In `fit`, if a checkpoint could not be written; raised when the next one is
+            due or training ends. Earlier checkpoints stay intact.
 
     Example:
         >>> checkpoint = tfparallel.callbacks.Checkpoint("checkpoints", every_steps=500)
         >>> model.fit(dataset, epochs=10, callbacks=[checkpoint])
     """
 
-    async_safe = takes_tensors = True  # It reads the logs of epochs alone.
+    async_safe = takes_tensors = True  # It reads only the logs of epochs.
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._every_steps = every_steps
         self._batches = batches
         self._configuration = configuration or {}
-        self._found: StoredCheckpoint | None = None
+        self._stored: StoredCheckpoint | None = None
         self.resumed: dict[str, int] | None = None
         self._forget()
 
@@ -122,31 +122,31 @@ class Checkpoint(keras.callbacks.Callback):
 
     @property
     def speaks(self) -> bool:
-        """Whether this worker tells the user."""
+        """Whether this worker prints messages for the user."""
         return self._is_chief
 
     @property
     def num_passed(self) -> int:
-        """How many calls of the train function passed without training."""
+        """Number of calls of the train function that were skipped."""
         return self._passed.num_calls if self._passed is not None else 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Finds the newest checkpoint, and gives its state to the model on every worker."""
+        """Finds the newest checkpoint, and restores it into the model on every worker."""
         self._forget()
         state.build(self.model)
-        found = self._by_chief(self._find)
-        if found is None:
-            # Of the first weights: a disk that does not take it is known before any training, and
-            # a run without a seed can be started again from them, too.
+        newest = self._by_chief(self._find)
+        if newest is None:
+            # Save the initial weights: a failing disk shows before any training, and an unseeded
+            # run can be repeated from them.
             self._write(0, 0, 0, {})
             return
-        content, specs = found
+        content, specs = newest
         self._check(content, specs)
         training, *others = self._send(content, specs)
-        others = [list(group) for group in others]  # What is large is read one by one.
+        others = [list(group) for group in others]  # The large group is read lazily.
         metrics, seeds, *unsent = others
         state.restore_training(self.model, training, seeds)
-        if unsent:  # Checkpoints of former versions have none.
+        if unsent:  # Checkpoints of earlier versions have no such group.
             names = [name for name, *_ in specs[sum(content["num_arrays"][:3]) :]]
             state.restore_unsent(self.model, names, *unsent)
         self._metrics = metrics
@@ -155,37 +155,37 @@ class Checkpoint(keras.callbacks.Callback):
         self._epoch_start = content["step"] - content["step_in_epoch"]
         written_on = content.get("layout")
         self._written_on = written_on and Layout.from_json(written_on)
-        # As Keras's own BackupAndRestore has it; `fit` reads it next.
+        # As in Keras's BackupAndRestore; `fit` reads it next.
         begin_at(self.model, content["epoch"])
         self._history().history = content["history"]
         if self._is_chief:
             print(self._announcement(), flush=True)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """In the epoch that was interrupted, prepares to pass over the steps that were done."""
+        """In the interrupted epoch, prepares to skip the completed steps."""
         self._epoch = epoch
         if self.resumed is None or epoch != self.resumed["epoch"] or self._passed is not None:
             return
-        self._history().epoch = list(range(epoch))  # Which Keras cleared when training began.
+        self._history().epoch = list(range(epoch))  # Keras cleared it when training began.
         done = self.resumed["step_in_epoch"]
         self._passed = PassedSteps(self.model, done, self._metrics)
         if self._batches is not None:
             self._batches.start_at(epoch, done)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Writes, if it is time to, the state that the step about to begin starts from."""
+        """Writes the state before this step, if a checkpoint is due."""
         self.is_passing = self._passed is not None and self._passed.before_step(batch)
         if self.is_passing:
             return
         step = self._epoch_start + batch
         every = self._every_steps
         is_time = every is not None and step // every > self.written_at // every
-        # Gradients that wait for an update are in no file; one of the next steps has none.
+        # Pending accumulated gradients are not saved; wait for a step without any.
         if is_time and getattr(self.model, "is_between_updates", True):
             self._write(step, self._epoch, batch, self._history().history)
 
     def save_before(self, batch: int) -> None:
-        """Writes the state that step number `batch` of the epoch begins from, and waits for it."""
+        """Writes the state before step `batch` of the epoch, and waits for the write."""
         step = self._epoch_start + batch
         if step != self.written_at:
             self._write(step, self._epoch, batch, self._history().history)
@@ -195,17 +195,17 @@ class Checkpoint(keras.callbacks.Callback):
         self._steps_in_epoch = batch + 1
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Writes the state that the next epoch starts from."""
-        # The last of several steps an execution may be past the end.
+        """Writes the state at the start of the next epoch."""
+        # With several steps per execution, the last number may exceed the epoch.
         num_steps = min(self._steps_in_epoch, self.params.get("steps") or self._steps_in_epoch)
         self._epoch_start += num_steps
         history = {name: list(values) for name, values in self._history().history.items()}
         for name, value in (logs or {}).items():
-            history.setdefault(name, []).append(value)  # Keras's own comes later.
+            history.setdefault(name, []).append(value)  # Keras's History runs later.
         self._write(self._epoch_start, epoch + 1, 0, history)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Waits for the last write; leaves nothing behind that would move the next `fit`."""
+        """Waits for the last write, and resets the initial epoch for the next `fit`."""
         self._by_chief(self._folder.release)
         begin_at(self.model, None)
 
@@ -219,9 +219,9 @@ class Checkpoint(keras.callbacks.Callback):
             "configuration": self._configuration,
             "layout": self._layout and self._layout.to_json(),
         }
-        # That the disk takes it is known before the first step.
+        # The first write is synchronous, so that a failing disk shows before the first step.
         beside = step > 0 and not self._is_spread
-        # Workers that step by themselves have weights and metrics of their own.
+        # Between averages, workers with local steps have different weights and metrics.
         with getattr(self.model, "settled_workers", contextlib.nullcontext)():
             specs, captured = state.describe(self.model), state.capture(self.model)
             arrays: Iterator[np.ndarray] = itertools.chain.from_iterable(captured.values())
@@ -243,21 +243,21 @@ class Checkpoint(keras.callbacks.Callback):
         self.written_at = step
 
     def _find(self):
-        """Returns what all workers must know of the newest checkpoint, as JSON holds it."""
+        """Finds the newest checkpoint; returns its metadata for all workers."""
         self._folder.prepare()
-        self._found = self._folder.newest()
-        return None if self._found is None else [self._found.content, self._found.specs]
+        self._stored = self._folder.newest()
+        return None if self._stored is None else [self._stored.content, self._stored.specs]
 
     def _check(self, content, specs):
-        """Refuses a checkpoint of another model, of other data or of another configuration."""
+        """Raises if the checkpoint belongs to another model, dataset or configuration."""
         old, done = content["configuration"], content["step_in_epoch"]
         problems = [
             f"{name}={value!r} (the checkpoint has {old.get(name)!r})"
             for name, value in self._configuration.items()
             if value != old.get(name)
         ]
-        own = state.describe(self.model)["training"]
-        problems += state.differences(own, specs[: content["num_arrays"][0]])
+        model_specs = state.describe(self.model)["training"]
+        problems += state.differences(model_specs, specs[: content["num_arrays"][0]])
         if done and self.params.get("steps") != content["steps_per_epoch"]:
             problems.append(
                 f"{self.params.get('steps')} steps in an epoch (the checkpoint, of the middle of "
@@ -276,12 +276,12 @@ class Checkpoint(keras.callbacks.Callback):
             )
 
     def _send(self, content, specs) -> list[Iterable[np.ndarray]]:
-        """Returns the chief's arrays, group by group, on all workers."""
+        """Broadcasts the chief's arrays to all workers, group by group."""
         ends = list(itertools.accumulate(content["num_arrays"], initial=0))
 
         def sent(start, end):
             if self._is_chief:
-                arrays = self._found.arrays(start, end)
+                arrays = self._stored.arrays(start, end)
             else:
                 arrays = (np.zeros(shape, np.dtype(kind)) for _, shape, kind in specs[start:end])
             for array in arrays:
@@ -300,7 +300,7 @@ class Checkpoint(keras.callbacks.Callback):
         text = f"resuming at epoch {epoch + 1}{at_step} ({self.resumed['step']} steps are done)"
         if done and (self._batches is None or not self._batches.starts_anywhere):
             text += f"; the first {done} batches of the epoch are read and passed over"
-        text += f", from {self._found.path}"
+        text += f", from {self._stored.path}"
         if self._written_on not in (None, self._layout):
             text += f", written on {self._written_on.title}"
         return text
@@ -314,7 +314,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     @property
     def _is_spread(self) -> bool:
-        """Whether no device holds the model, and the host may not hold a copy of it."""
+        """Whether the model is spread over devices, and may be too large for host memory."""
         layout = self._layout
         has_parts = layout is not None and layout.num_stages * layout.mesh.tensor > 1
         return has_parts or any(isinstance(v, ShardedVariable) for v in self.model.variables)
@@ -328,7 +328,7 @@ class Checkpoint(keras.callbacks.Callback):
         return self._workers is None or self._workers.worker_index == 0
 
     def _by_chief(self, function: Callable[[], Any]) -> Any:
-        """Calls a function on the chief; returns what it returned, or raises it, on all workers."""
+        """Calls a function on the chief; returns its result, or raises its error, everywhere."""
         returned, error = None, None
         if self._is_chief:
             try:
@@ -336,15 +336,15 @@ class Checkpoint(keras.callbacks.Callback):
             except tuple(_ERRORS.values()) as raised:
                 error = raised
         if self._workers is not None:
-            told = [type(error).__name__, str(error)] if error is not None else None
-            returned, told = self._workers.exchange([returned, told], "`Checkpoint`")[0]
-            if told is not None and error is None:
-                error = _ERRORS[told[0]](told[1])
+            failure = [type(error).__name__, str(error)] if error is not None else None
+            returned, failure = self._workers.exchange([returned, failure], "`Checkpoint`")[0]
+            if failure is not None and error is None:
+                error = _ERRORS[failure[0]](failure[1])
         if error is not None:
             raise error
         return returned
 
 
 def _read_rest(arrays: Iterator[np.ndarray]) -> None:
-    """Reads what a file has not taken: the other workers read the same ones, and would wait."""
+    """Consumes the remaining arrays: reading is collective, so other workers would wait."""
     collections.deque(arrays, maxlen=0)

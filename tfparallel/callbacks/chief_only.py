@@ -1,10 +1,10 @@
 """Keras's own callbacks in a job of several workers: one worker writes, all resume.
 
-Keras knows no chief: every worker would write the same files. Saving is every worker's work all
-the same, since parts of the state may be spread over them; so each worker's callbacks run, and all
-but the chief's write into a folder that is thrown away (as TensorFlow's own guide to multi-worker
-training does by hand). The directory of the chief need not be shared: what `BackupAndRestore`
-finds there is sent to the others.
+Keras has no notion of a chief: every worker would write the same files. All workers must still take
+part in saving, since the state may be spread over them. So each worker's callbacks run, and all but
+the chief write to a temporary folder (as TensorFlow's guide to multi-worker training does by hand).
+The chief's directory need not be shared: the state that `BackupAndRestore` loads there is sent to
+the other workers.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ _PATH_OF = {
 def writing_by_chief(
     callbacks: Iterable[keras.callbacks.Callback], is_chief: bool
 ) -> Iterator[None]:
-    """On every worker but the chief, turns what the callbacks write into a temporary folder.
+    """Redirects the callbacks' files to a temporary folder, except on the chief.
 
-    Their paths are as before when the block ends.
+    The paths are restored when the block ends.
     """
     if is_chief:
         yield
@@ -48,7 +48,7 @@ def writing_by_chief(
             old = os.fspath(getattr(callback, name))
             new = os.path.join(folder, str(index), os.path.basename(os.path.normpath(old)))
             os.makedirs(os.path.dirname(new))
-            # Callbacks keep further paths that begin with this one.
+            # Callbacks derive further paths from this one.
             for key, value in list(vars(callback).items()):
                 if isinstance(value, str | os.PathLike) and os.fspath(value).startswith(old):
                     changed.append((callback, key, value))
@@ -62,7 +62,7 @@ def writing_by_chief(
 
 @contextlib.contextmanager
 def path_of_chief(path: str, is_chief: bool) -> Iterator[str]:
-    """Yields `path` on the chief, and on the others a path of that name that is thrown away."""
+    """Yields `path` on the chief, and a temporary path of the same name on other workers."""
     if is_chief:
         yield path
         return
@@ -71,33 +71,33 @@ def path_of_chief(path: str, is_chief: bool) -> Iterator[str]:
 
 
 def send_state(model: keras.Model, workers) -> None:
-    """Gives all workers the chief's weights and optimizer state.
+    """Sends the chief's weights and optimizer state to all workers.
 
     Args:
-        model: A built model, its optimizer built or not, alike on all workers.
+        model: A built model. Its optimizer may be unbuilt, but in the same way on all workers.
         workers: The strategy's `ProcessGroup`.
     """
-    found = list(model.variables)
+    variables = list(model.variables)
     if getattr(model, "optimizer", None) is not None:
-        known = {id(variable) for variable in found}
-        found += [v for v in model.optimizer.variables if id(v) not in known]
-    in_pieces = list(filter(is_in_pieces, found))  # Of which each worker has its own.
-    found = [variable for variable in found if not is_in_pieces(variable)]
-    sent = workers.broadcast([tf.convert_to_tensor(variable.value) for variable in found])
-    for variable, value in zip(found, sent, strict=True):
+        model_ids = {id(variable) for variable in variables}
+        variables += [v for v in model.optimizer.variables if id(v) not in model_ids]
+    in_pieces = list(filter(is_in_pieces, variables))  # Different on each worker.
+    variables = [variable for variable in variables if not is_in_pieces(variable)]
+    sent = workers.broadcast([tf.convert_to_tensor(variable.value) for variable in variables])
+    for variable, value in zip(variables, sent, strict=True):
         variable.assign(value)
     if in_pieces:
-        loaded, kept = model.optimizer.loaded_values(), model.optimizer.variables
+        loaded, slots = model.optimizer.loaded_values(), model.optimizer.variables
         store: dict[str, Any] = {}
         if not workers.exchange(loaded is not None, "sending the optimizer's state")[0]:
             model.optimizer.save_own_variables(store)
-        elif workers.worker_index == 0:  # Which alone has read a file, and has all of it.
+        elif workers.worker_index == 0:  # Only the chief has read the file; it has all values.
             store = {str(i): value for i, value in enumerate(loaded)}
         else:
-            shown = [getattr(variable, "_shown", variable) for variable in kept]
+            shown = [getattr(variable, "_shown", variable) for variable in slots]
             store = {str(i): np.zeros(variable.shape) for i, variable in enumerate(shown)}
-        pairs = zip(store.values(), kept, strict=True)
-        values = workers.broadcast([tf.cast(value, own.dtype) for value, own in pairs])
+        pairs = zip(store.values(), slots, strict=True)
+        values = workers.broadcast([tf.cast(value, slot.dtype) for value, slot in pairs])
         model.optimizer.load_own_variables(
             {name: value.numpy() for name, value in zip(store, values, strict=True)}
         )
@@ -105,7 +105,7 @@ def send_state(model: keras.Model, workers) -> None:
 
 
 class RestoredByChief(keras.callbacks.Callback):
-    """Gives all workers what the chief's `BackupAndRestore` found when training began."""
+    """Sends the state that the chief's `BackupAndRestore` loaded to all workers."""
 
     def __init__(self, workers):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What `tfparallel train` shows of a training: a bar at a terminal, in a log a line an epoch."""
+"""The progress display of `tfparallel train`: a bar in a terminal, a line per epoch in a log."""
 
 import math
 import shutil
@@ -18,22 +18,21 @@ _WIDEST_BAR = 30
 
 
 class EpochLines(keras.callbacks.Callback):
-    """Writes a line an epoch, with examples a second; at a terminal a bar while it lasts.
+    """Prints a line per epoch with examples per second, and a progress bar in a terminal.
 
-    The rate is that of the training steps: what validation and callbacks take between epochs is
-    left out, and so are the first step of a `fit`, which is traced, and steps that a resumed run
-    passes over.
+    The rate covers training steps only. It excludes validation and callbacks between epochs, the
+    first step of a `fit`, which includes tracing, and steps that a resumed run skips.
 
-    Give it to `fit` with `verbose=0`, on the chief alone.
+    Pass it to `fit` with `verbose=0`, on the chief only.
 
     Args:
-        num_examples: Returns how many examples the steps from one to another of an epoch hold, or
-            None if nobody knows.
-        num_passed: Returns how many steps of an epoch are passed over.
-        traced: What is traced in the first step, such as "the step of 2 devices".
+        num_examples: Takes an epoch and a range of its steps; returns the number of examples in
+            them, or None if unknown.
+        num_passed: Takes an epoch; returns the number of skipped steps.
+        traced: Describes what the first step traces, such as "the step of 2 devices".
     """
 
-    takes_tensors = True  # It reads logs when it draws.
+    takes_tensors = True  # It reads the logs only when it draws.
 
     def __init__(
         self,
@@ -47,7 +46,7 @@ class EpochLines(keras.callbacks.Callback):
         self._is_terminal = sys.stdout is not None and sys.stdout.isatty()
         self._is_traced = False
         self._epoch = self._num_seen = 0
-        self._first: int | None = None  # The steps that are not timed.
+        self._first: int | None = None  # The number of untimed steps.
         self._epoch_began = self._began = self._ended = self._drawn = 0.0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -85,7 +84,7 @@ class EpochLines(keras.callbacks.Callback):
         self.close()
 
     def close(self) -> None:
-        """Takes away what a training that failed leaves at the terminal."""
+        """Clears the terminal line, also after a failed training."""
         self._activity.stop()
 
     @property
@@ -122,7 +121,7 @@ def _columns() -> int:
 
 
 def _texts(logs: dict[str, Any]) -> list[str]:
-    # Arrays have no place in a line.
+    # Arrays do not fit in a line.
     scalars = {name: value for name, value in logs.items() if not getattr(value, "shape", ())}
     values = {name: float(value) for name, value in scalars.items()}
     return [
@@ -144,7 +143,7 @@ def _duration(seconds: float) -> str:
 
 
 def _of_three_digits(value: float) -> str:
-    """Such as 1,230 for 1234.5: no clock knows more."""
+    """Formats 1234.5 as 1,230: timings have no more significant digits."""
     if value < 1:
         return f"{value:.2g}"
     unit = 10 ** max(0, math.floor(math.log10(value)) - 2)

@@ -1,4 +1,4 @@
-"""Keeps a worker's flight record while it trains."""
+"""Writes a worker's flight record during training."""
 
 import contextlib
 import hashlib
@@ -21,29 +21,29 @@ __all__ = ["FlightRecorder"]
 
 _LOOK_SECONDS = 0.5
 _NUM_FRAMES = 8
-_STANDS_SECONDS = 2.0  # Who does nothing new for as long is asked where it stands.
+_STANDS_SECONDS = 2.0  # An activity that lasts longer gets its stack recorded.
 
 
 class FlightRecorder(keras.callbacks.Callback):
-    """Records the steps of `fit`: when each began, got its data, went forward, and so on.
+    """Records the steps of `fit`: when each one began, received its data, ran forward, and so on.
 
-    A context manager around `fit`. Its place is behind all other callbacks, and that of `step_end`
-    before them: their work belongs to the pause between two steps.
+    It is a context manager around `fit`. List it after all other callbacks, and `step_end` before
+    them: their work counts as the pause between two steps.
 
     Args:
-        folder: Where the record is; it is named for the worker.
-        worker_index: Which worker this is.
-        num_workers: Of how many.
+        folder: The folder of the record, which is named after the worker.
+        worker_index: The index of this worker.
+        num_workers: The number of workers.
 
     Attributes:
-        step_end: Tells it that a step has ended, before other callbacks do their work.
+        step_end: A callback that records the end of a step before the other callbacks run.
     """
 
     async_safe = takes_tensors = True  # It reads no logs.
 
     def __init__(self, folder: str, worker_index: int, num_workers: int):
         super().__init__()
-        if Marks.current is None:  # What is traced keeps writing its marks, in a second `fit`, too.
+        if Marks.current is None:  # Traced graphs keep writing to these marks in later `fit`s.
             attempt = int(os.environ.get("TFPARALLEL_RESTART_COUNT", "0"))
             token = os.environ.get("TFPARALLEL_JOB_TOKEN", "")
             about = {
@@ -71,14 +71,14 @@ class FlightRecorder(keras.callbacks.Callback):
         self._since, self._has_looked = self._begin, False
 
     @classmethod
-    def wanted(cls, worker_index: int, num_workers: int) -> contextlib.AbstractContextManager:
-        """Returns one where `tfparallel launch` has made a folder for it; else nothing."""
+    def if_enabled(cls, worker_index: int, num_workers: int) -> contextlib.AbstractContextManager:
+        """Returns a recorder if `tfparallel launch` has created its folder, else a null context."""
         folder = os.environ.get(FOLDER)
         if not folder or not os.path.isdir(folder):
             return contextlib.nullcontext()
         try:
             return cls(folder, worker_index, num_workers)
-        except (OSError, ValueError) as error:  # A full disk, or a file system without such files.
+        except (OSError, ValueError) as error:  # A full disk, or a file system without mmap.
             notice(f"No flight record is kept in {folder}: {error}.")
             return contextlib.nullcontext()
 

@@ -1,4 +1,4 @@
-"""Names the step at which the loss stops being a number."""
+"""Detects the first step whose loss is not finite."""
 
 import math
 import warnings
@@ -11,27 +11,27 @@ __all__ = ["NaNGuard", "NaNLossError"]
 
 
 class NaNLossError(RuntimeError):
-    """Training was stopped because the loss was no longer a finite number."""
+    """Training stopped because the loss was not finite."""
 
 
 class NaNGuard(keras.callbacks.Callback):
     """Warns, or stops, at the first step whose loss is NaN or infinite.
 
-    The loss that Keras hands to callbacks is the mean over the epoch's steps so far; it stops being
-    finite exactly at the first step whose own loss is not, and that is the step named here. With
-    `steps_per_execution=N` Keras calls callbacks every N steps, and the step named is the last of
-    those N. At the end of each epoch the weights are looked at as well.
+    Keras passes callbacks the mean loss over the epoch's steps so far, which becomes non-finite at
+    exactly the first step whose own loss is: that is the step reported. With
+    `steps_per_execution=N`, Keras calls callbacks every N steps, and the reported step is the last
+    of those N. At the end of each epoch, the weights are checked as well.
 
     Args:
-        stop: Whether to stop training with an error. By default there is one
-            warning, and training goes on.
+        stop: Whether to stop training with an error. By default it warns once, and training
+            continues.
 
     Attributes:
         epoch: The epoch of the first such step, counted from 1 as on the progress bar, or None.
         step: Its number within the epoch, counted from 1, or None.
 
     Raises:
-        NaNLossError: From `fit`, with `stop=True`.
+        NaNLossError: In `fit`, with `stop=True`.
 
     Example:
         >>> guard = tfparallel.callbacks.NaNGuard(stop=True)
@@ -74,7 +74,7 @@ class NaNGuard(keras.callbacks.Callback):
         self._report(message)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Looks at the weights: a ReLU turns NaN into 0, and the loss stays a number."""
+        """Checks the weights: a ReLU may turn NaN into 0, so that the loss stays finite."""
         if self.step is not None or self._weights_reported:
             return
         for weight in self.model.trainable_weights:

@@ -1,4 +1,4 @@
-"""Saves a run that is told to end, and ends it so that it is started again."""
+"""Saves a run that receives a stop signal, and exits so that it is restarted."""
 
 import signal
 from collections.abc import Sequence
@@ -15,31 +15,32 @@ __all__ = ["Preempted", "Preemption"]
 
 
 class Preempted(SystemExit):
-    """Ends a program whose state is in a checkpoint, with exit code 75: it should go on later."""
+    """Ends a program whose state is saved, with exit code 75: it should be restarted."""
 
     def __init__(self):
         super().__init__(TRY_AGAIN)
 
 
 class Preemption(keras.callbacks.Callback):
-    """Writes a checkpoint before the next step, and ends the program, when a signal comes.
+    """On a signal, writes a checkpoint before the next step and ends the program.
 
-    Schedulers send one some time before they kill a job. Of several workers it is enough that one
-    is told: all write, and end, before the same step. The exit code is 75, by which `tfparallel
-    launch` starts all of them again, if it has restarts left and was not itself told to end.
+    Schedulers send a signal some time before they kill a job. It is enough that one worker receives
+    it: all workers save, and exit, before the same step. The exit code is 75, upon which
+    `tfparallel launch` restarts all of them, if it has restarts left and did not receive a signal
+    itself.
 
-    It is a context manager around `fit`, in which the signals do nothing else, and after
-    `Preempted` nothing at all until the program has ended; and a callback, behind the checkpoint.
-    A program that catches `Preempted` and goes on, such as a notebook, gets its signals back by
-    `signal.signal(signal.SIGTERM, signal.SIG_DFL)`, and likewise for SIGUSR1.
+    It is both a callback, listed after the checkpoint, and a context manager around `fit`. Within
+    the context the signals have no other effect; after `Preempted` they are ignored until the
+    program exits. A program that catches `Preempted` and continues, such as a notebook, restores
+    its signals with `signal.signal(signal.SIGTERM, signal.SIG_DFL)`, and the same for SIGUSR1.
 
     Args:
-        checkpoint: The callback that writes, which the list of callbacks has, too.
-        signals: SIGTERM and SIGUSR1, or others.
+        checkpoint: The callback that writes; it must be in the list of callbacks too.
+        signals: The signals; by default SIGTERM and SIGUSR1.
 
     Raises:
-        ValueError: If the checkpoint is none.
-        Preempted: From `fit`, a `SystemExit`, when the state is written.
+        ValueError: If `checkpoint` is not a `Checkpoint`.
+        Preempted: In `fit`, a `SystemExit`, once the state is saved.
 
     Example:
         >>> checkpoint = tfparallel.callbacks.Checkpoint("checkpoints")
@@ -58,7 +59,7 @@ class Preemption(keras.callbacks.Callback):
                 "it here, and give both to `fit`."
             )
         self._checkpoint = checkpoint
-        self._watch = SignalWatch(signals, self._told)
+        self._watch = SignalWatch(signals, self._on_signal)
         self._agreement: PreemptionSync | None = None
         self._signal: int | None = None
         self._num_begun = 0
@@ -69,7 +70,7 @@ class Preemption(keras.callbacks.Callback):
 
     def __exit__(self, kind, error, trace):
         if isinstance(error, Preempted):
-            # A further signal would end the program by itself, and not with code 75.
+            # Another signal would end the program, with another exit code than 75.
             self._watch.ignore()
         else:
             self._watch.__exit__()
@@ -80,7 +81,7 @@ class Preemption(keras.callbacks.Callback):
         self._num_begun = 0
         workers = workers_of(self.model)
         self._agreement = PreemptionSync(workers).__enter__()
-        if self._signal is not None:  # It came before.
+        if self._signal is not None:  # It arrived before training began.
             self._agreement.ask()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -88,15 +89,15 @@ class Preemption(keras.callbacks.Callback):
             return
         is_time = self._agreement.stops_before(self._num_begun)
         self._num_begun += 1
-        # Gradients that wait for an update are in no file; one of the next steps has none.
+        # Pending accumulated gradients are not saved; wait for a step without any.
         if is_time and getattr(self.model, "is_between_updates", True):
             self._checkpoint.save_before(batch)
             if self._checkpoint.speaks:
-                told = "another worker"
+                source = "another worker"
                 if self._signal is not None:
-                    told = signal.Signals(self._signal).name
+                    source = signal.Signals(self._signal).name
                 print(
-                    f"stopped by {told}: {self._checkpoint.written_at} steps are in the "
+                    f"stopped by {source}: {self._checkpoint.written_at} steps are in the "
                     "checkpoint; the same command goes on from there",
                     flush=True,
                 )
@@ -109,7 +110,7 @@ class Preemption(keras.callbacks.Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._end()
 
-    def _told(self, number):
+    def _on_signal(self, number):
         self._signal = number
         if self._agreement is not None:
             self._agreement.ask()

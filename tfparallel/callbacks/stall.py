@@ -1,11 +1,11 @@
-"""Ends a worker that makes no step any more, since those that wait for it cannot.
+"""Ends a worker that makes no progress, since the workers that wait for it cannot.
 
-A worker that dies is noticed by TensorFlow: its connections close. One that hangs is not: its
-connections live, and a collective waits for it, for ever. A deadline for each collective,
-TensorFlow's `timeout_seconds`, keeps a timer for each until it expires, of tens a step. So each
-worker watches itself, from a thread: a step or a pause between two of them that lasts longer than
-allowed ends the process. The one that hangs ends first, and its stack says where; the others, whose
-step waits for it, end a little later if that has not freed them.
+TensorFlow notices a worker that dies, because its connections close. It does not notice one that
+hangs: the connections stay open, and collectives wait for it forever. TensorFlow's
+`timeout_seconds` keeps a timer alive for every collective, of which there are tens per step. So
+each worker watches itself from a thread: if a step, or a pause between two steps, lasts too long,
+the process ends. The hanging worker ends first, and its stack shows where; the others, whose step
+waits for it, end a little later unless that has released them.
 """
 
 import contextlib
@@ -24,28 +24,28 @@ from tfparallel.cluster.preemption import TRY_AGAIN
 
 __all__ = ["StallGuard"]
 
-_HEAD_START = 0.1  # Of the timeout: how much later than the one that hangs the others end.
+_HEAD_START = 0.1  # Fraction of the timeout by which the other workers end later.
 
 
 class StallGuard(keras.callbacks.Callback):
-    """Watches over the steps of `fit`, `evaluate` or `predict` of one worker.
+    """Watches the steps of `fit`, `evaluate` or `predict` on one worker.
 
-    Its place is behind all other callbacks, whose work belongs to the pause between two steps.
-    Between such calls it watches what is done within `waiting`.
+    List it after all other callbacks, whose work counts as the pause between two steps. Outside
+    these calls, it watches blocks in the context of `waiting`.
 
     Args:
-        timeout_seconds: How long a pause between two steps may last; a step a tenth more. Tracing,
-            validation and checkpoints count, so it is minutes, not seconds.
-        worker_index: The worker's own, for what it says.
+        timeout_seconds: Maximum pause between two steps; a step may last a tenth longer. Tracing,
+            validation and checkpoints count, so this should be minutes, not seconds.
+        worker_index: Index of this worker, for messages.
     """
 
-    async_safe = takes_tensors = True  # It looks whether there are logs, and reads none.
+    async_safe = takes_tensors = True  # It inspects the logs' devices, but reads no values.
 
     def __init__(self, timeout_seconds: float, worker_index: int):
         super().__init__()
         self.timeout_seconds = timeout_seconds
         self._worker_index = worker_index
-        # Whether a step is watched, and since when: one value, which the thread reads at once.
+        # (in a step, since when): a single value, so that the thread reads it atomically.
         self._watched: tuple[bool, float] | None = None
         self._ended = threading.Event()
 
@@ -67,7 +67,7 @@ class StallGuard(keras.callbacks.Callback):
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Counts what all workers do together as a step: the one that hangs ends first."""
+        """Times a collective block like a step, so that the hanging worker ends first."""
         outer = self._watched
         self._tick(True)
         try:
@@ -79,12 +79,12 @@ class StallGuard(keras.callbacks.Callback):
         self._tick(True)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes that a step has ended; not if its logs are on a GPU, which may be at work."""
+        """Records the end of a step, unless its logs are on a GPU, which may still be working."""
         logs = (logs or {}).values()
         self._tick(any(map(_is_on_gpu, logs)))
 
     def on_predict_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes that a step of `predict` has ended: Keras has waited for what it puts out."""
+        """Records the end of a step of `predict`: Keras has waited for its outputs."""
         self._tick(False)
 
     on_test_batch_begin = on_predict_batch_begin = on_train_batch_begin
@@ -119,7 +119,7 @@ class StallGuard(keras.callbacks.Callback):
         sys.stdout.flush()
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         sys.stderr.flush()
-        os._exit(TRY_AGAIN)  # The main thread may be where no exception reaches it.
+        os._exit(TRY_AGAIN)  # No exception may reach the main thread where it hangs.
 
 
 def _is_on_gpu(log) -> bool:

@@ -1,4 +1,4 @@
-"""What each step of a `fit` takes: seconds, and bytes handed to other workers."""
+"""Measures each step of `fit`: seconds, and bytes passed to other workers."""
 
 import array
 import time
@@ -11,22 +11,22 @@ from tfparallel.collectives.process_group import ProcessGroup
 
 __all__ = ["SentBytes", "StepTime"]
 
-# The first steps of a `fit` also hold the workers' batches against each other, and the last batch
-# of an epoch may be short.
+# The first steps of a `fit` also compare the workers' batches, and the last batch of an epoch may
+# be short.
 _STEP = 3
 
 
 class StepTime(keras.callbacks.Callback):
     """Records the wall time of every training step.
 
-    A step is timed from Keras's call before the batch to its call after it; fetching the batch, the
-    forward and backward pass, the reduction and the update lie between the two. The first step of a
-    `fit` also traces and compiles the program, so it is kept apart. Keras reads a step's logs for
-    it, so that a GPU is done when the clock stops, and waits for the next step.
+    A step is timed between Keras's callbacks before and after the batch: fetching the batch, the
+    forward and backward pass, the reduction and the update. The first step of a `fit` also traces
+    and compiles the program, so it is reported separately. Keras reads the step's logs for this
+    callback, so the GPU has finished when the clock stops, and idles until the next step.
 
     Attributes:
-        seconds: One entry a step (an execution of several steps, with
-            `steps_per_execution`), the first step included.
+        seconds: One entry per step, including the first (per execution, with
+            `steps_per_execution`).
 
     Example:
         >>> times = tfparallel.callbacks.StepTime()
@@ -50,10 +50,10 @@ class StepTime(keras.callbacks.Callback):
         self.seconds.append(time.perf_counter() - self._begin)
 
     def summary(self) -> dict[str, float]:
-        """Returns the percentiles in seconds; only those that were measured.
+        """Returns percentiles in seconds, as far as there are measurements.
 
         Returns:
-            `"first"` for the first step, and `"p10"`, `"p50"`, `"p90"` of the others.
+            `"first"` for the first step, and `"p10"`, `"p50"`, `"p90"` over the other steps.
         """
         if not self.seconds:
             return {}
@@ -65,13 +65,13 @@ class StepTime(keras.callbacks.Callback):
 
 
 class SentBytes(keras.callbacks.Callback):
-    """Records how many bytes a training step hands to the other workers.
+    """Records the number of bytes that a training step passes to the other workers.
 
     Attributes:
-        in_a_step: Bytes of "sums" (gradients, losses, metrics), of "slices" (gradients of
-            embeddings) and of "rows" (such as predictions, where they meet), in the third step of
-            the latest epoch, or in its last where it has fewer. None before a step, and in a job
-            of one process. With `steps_per_execution`, those of an execution.
+        in_a_step: Bytes of "sums" (gradients, losses, metrics), "slices" (gradients of embeddings)
+            and "rows" (such as gathered predictions) in the third step of the latest epoch, or in
+            its last step if it has fewer. None before the first step, and in a single process. With
+            `steps_per_execution`, the bytes of one execution.
 
     Example:
         >>> sent = tfparallel.callbacks.SentBytes()

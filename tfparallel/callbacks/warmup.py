@@ -1,4 +1,4 @@
-"""A learning rate that grows with the batch, and to which training warms up."""
+"""Learning-rate warmup, with optional scaling by the batch size."""
 
 import math
 import numbers
@@ -15,32 +15,33 @@ _SCALINGS = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
 
 
 class LearningRateWarmup(keras.callbacks.Callback):
-    """Raises the learning rate, update by update, from a fraction of it to all of it.
+    """Raises the learning rate linearly, update by update, from a fraction to its full value.
 
-    Update u of the first N takes η (f + (1 − f) (u + 1) / N), and the last of them η. From then on
-    the rate is left alone, so that another callback may lower it. A run that is resumed goes on
-    where it was: what counts is `optimizer.iterations`. With `steps_per_execution` a rate holds for
-    all steps of an execution.
+    Update u of the first N uses η (f + (1 − f) (u + 1) / N), so the last of them uses η. After that
+    the callback leaves the rate alone, so that another callback may lower it. A resumed run
+    continues where it was, because the callback reads `optimizer.iterations`. With
+    `steps_per_execution`, the rate is constant within an execution.
 
-    More devices make larger batches possible, and those often take a larger rate. `scaling` makes
-    η of the one that was found for a smaller batch; it is off unless asked for.
+    More devices allow larger batches, which often need a higher rate. `scaling` derives η from the
+    rate for a smaller batch; it is off by default.
 
     Args:
-        learning_rate: The rate to reach; under `scaling`, the one that `base_batch_size` takes.
-        num_steps: N, how many updates it takes, at least 1. An update of `sync="accumulate:4"` is
-            one of four steps.
-        initial: f, the fraction to begin with, in [0, 1].
-        scaling: `"linear"`, η times `batch_size / base_batch_size` (Goyal et al. 2017), for SGD;
-            `"sqrt"`, times its square root, for Adam and its like; None leaves η as it is.
-        batch_size: Rows of an update, of all devices and workers.
-        base_batch_size: Rows that `learning_rate` was found for.
+        learning_rate: The rate to reach; with `scaling`, the rate for `base_batch_size`.
+        num_steps: N, the number of updates of the warmup, at least 1. With `sync="accumulate:4"`,
+            an update is four steps.
+        initial: f, the initial fraction, in [0, 1].
+        scaling: `"linear"` multiplies η by `batch_size / base_batch_size` (Goyal et al. 2017), for
+            SGD; `"sqrt"` multiplies by its square root, for Adam and similar optimizers; None does
+            not scale η.
+        batch_size: Rows per update, over all devices and workers.
+        base_batch_size: Rows per update for which `learning_rate` was tuned.
 
     Attributes:
-        target: The rate that is reached.
+        target: The rate at the end of the warmup.
 
     Raises:
-        ValueError: If a number is out of its range, or `scaling` and the batch sizes do not come
-            together. When training begins, if the optimizer has a schedule, or is several.
+        ValueError: If a number is out of range, or if only one of `scaling` and the batch sizes is
+            set. When training begins, if the optimizer has a schedule or is a MultiOptimizer.
 
     Example:
         >>> warmup = tfparallel.callbacks.LearningRateWarmup(
@@ -52,7 +53,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
 
     References:
         Priya Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour",
-        arXiv:1706.02677, 2017. Its correction of the momentum while the rate changes is not done.
+        arXiv:1706.02677, 2017. Without its momentum correction during the warmup.
         For the square root: Alex Krizhevsky, "One weird trick for parallelizing convolutional
         neural networks", arXiv:1404.5997, 2014.
     """
@@ -77,7 +78,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
         self._is_over = self._has_begun = False
 
     def rate(self, update: int) -> float:
-        """The rate of an update, counted from 0."""
+        """Returns the rate of an update, counted from 0."""
         done = min((update + 1) / self._num_steps, 1.0)
         return self.target * (self._initial + (1.0 - self._initial) * done)
 
@@ -88,9 +89,9 @@ class LearningRateWarmup(keras.callbacks.Callback):
                 "LearningRateWarmup sets the rate of one optimizer. Received: a MultiOptimizer. "
                 "Give each of its optimizers a schedule."
             )
-        given = rate_of(optimizer)
-        if not isinstance(given, keras.Variable):
-            name = type(given).__name__
+        rate = rate_of(optimizer)
+        if not isinstance(rate, keras.Variable):
+            name = type(rate).__name__
             raise ValueError(
                 "LearningRateWarmup sets the optimizer's learning rate, and a schedule does so in "
                 f"each step. A number is required. Received: learning_rate={name}. Take a schedule "
@@ -100,12 +101,12 @@ class LearningRateWarmup(keras.callbacks.Callback):
         self._is_over = self._has_begun = False
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Sets the rate of the update to come; for the count of them it waits, until it is over."""
+        """Sets the rate of the next update. Reading the count synchronizes during the warmup."""
         if self._is_over:
             return
         update = int(self.model.optimizer.iterations)
         was_warm, self._is_over = self._has_begun, update >= self._num_steps
-        if not self._is_over or was_warm:  # An execution of several steps may pass the last one.
+        if not self._is_over or was_warm:  # An execution of several steps may skip the last one.
             self.model.optimizer.learning_rate = self.rate(update)
         self._has_begun = True
 

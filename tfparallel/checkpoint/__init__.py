@@ -1,1 +1,1 @@
-"""The state of a run: collected, written, verified and read again."""
+"""Checkpoints: capture, write, verify and restore the state of a run."""

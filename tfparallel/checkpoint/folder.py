@@ -1,17 +1,17 @@
-"""The folder of a run's checkpoints: each is whole, or known not to be.
+"""The folder of a run's checkpoints. Each checkpoint is complete, or recognizably incomplete.
 
     checkpoints/
-      step_00000023/      renamed into place when all of it has reached the disk
-        state.npy           the arrays, one behind the other, as `numpy.save` writes them
-        manifest.json       what they are, and the SHA-256 of `state.npy` and of the manifest itself
+      step_00000023/      renamed into place once everything is on disk
+        state.npy           the arrays, one after the other, in the format of `numpy.save`
+        manifest.json       their specs, and the SHA-256 of `state.npy` and of the manifest itself
       step_00000025/
-      step_00000025.new/  takes the place of the one before when that has gone
-      unfinished_…/       what a killed process left; swept away by the next write
-      unreadable_…/       could not be read when a run went on from an older one; never removed
-      .writer             who writes (`writer_lock.py`)
+      step_00000025.new/  replaces the checkpoint of the same step once that is removed
+      unfinished_…/       left by a killed process; the next write removes it
+      unreadable_…/       was unreadable when a run resumed from an older one; never removed
+      .writer             identifies the writer (`writer_lock.py`)
 
-A process may be killed, or a disk be full, at any moment: the checkpoints that were there before
-stay as they were. Disks and copies fail in other ways, too; what is read is verified first.
+The process may be killed, or the disk fill up, at any moment: existing checkpoints stay intact.
+Disks and copies can fail in other ways too, so every checkpoint is verified when it is read.
 """
 
 import contextlib
@@ -49,8 +49,8 @@ _UNFINISHED = "unfinished_"
 _UNREADABLE = "unreadable_"
 _NEW = ".new"
 _NAME = re.compile(r"step_(\d{8,})(\.new)?")
-# What this process writes beside its training, by folder: another reader of it waits. Python does,
-# too, before it ends.
+# Background writes of this process, by folder. Readers of the folder wait for them, and so does
+# Python before it exits.
 _WRITER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 _writes: dict[str, Future] = {}
 
@@ -59,17 +59,17 @@ class CheckpointFolder:
     """Writes and reads checkpoints.
 
     Args:
-        directory: The folder; made by `prepare()`.
-        keep: How many of the newest checkpoints stay.
+        directory: The folder; `prepare()` creates it.
+        keep: Number of newest checkpoints to keep.
     """
 
     def __init__(self, directory: str, keep: int):
         self.directory = directory
         self._keep = keep
-        self._passed_over: dict[str, bool] = {}  # By name, whether it could be read.
+        self._passed_over: dict[str, bool] = {}  # Name -> whether it was readable.
 
     def prepare(self) -> None:
-        """Makes the folder, if it is missing, and becomes its only writer.
+        """Creates the folder if needed, and makes this process its only writer.
 
         Raises:
             ForeignCheckpointError: If that fails.
@@ -77,7 +77,7 @@ class CheckpointFolder:
         self.settle()
         try:
             os.makedirs(self.directory, exist_ok=True)
-            # Permissions alone do not tell: the file system may be read-only.
+            # Permissions are not enough: the file system may be read-only.
             with tempfile.TemporaryFile(dir=self.directory):
                 pass
             other = writer_lock.take(self.directory)
@@ -94,10 +94,10 @@ class CheckpointFolder:
             )
 
     def release(self) -> None:
-        """Waits as `settle` does, and lets another run write into the folder.
+        """Waits like `settle`, and lets another run write into the folder.
 
         Raises:
-            CheckpointError: If the last one could not be written.
+            CheckpointError: If the last checkpoint could not be written.
         """
         try:
             self.settle()
@@ -105,11 +105,11 @@ class CheckpointFolder:
             writer_lock.release(self.directory)
 
     def newest(self) -> StoredCheckpoint | None:
-        """Returns the newest checkpoint that is whole; warns of those that are not.
+        """Returns the newest complete checkpoint; warns about newer ones that are not.
 
         Raises:
-            ForeignCheckpointError: If there are some, and none of them is whole.
-            CheckpointError: If one of them could not be read, and no other is whole.
+            ForeignCheckpointError: If there are checkpoints, but none is complete.
+            CheckpointError: If one of them is unreadable, and none is complete.
         """
         self._passed_over = {}
         try:
@@ -127,7 +127,7 @@ class CheckpointFolder:
                 raise
             except OSError as error:
                 self._pass_over(name, error, is_read=False)
-            # What a file says that was changed may be anything, at any depth.
+            # A modified file may contain anything, at any depth.
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 self._pass_over(name, error, is_read=True)
         if not all(self._passed_over.values()):
@@ -146,10 +146,10 @@ class CheckpointFolder:
     def _pass_over(self, name, error, *, is_read):
         self._passed_over[name] = is_read
         what = "is not whole" if is_read else "cannot be read"
-        kept = "" if is_read else f" It will be kept as {_UNREADABLE}{name}."
+        note = "" if is_read else f" It will be kept as {_UNREADABLE}{name}."
         warnings.warn(
             f"The checkpoint {os.path.join(self.directory, name)} {what}, and is passed over for "
-            f"the one before: {type(error).__name__}: {error}.{kept}",
+            f"the one before: {type(error).__name__}: {error}.{note}",
             stacklevel=3,
         )
 
@@ -162,18 +162,18 @@ class CheckpointFolder:
         *,
         beside: bool = False,
     ) -> None:
-        """Writes a checkpoint beside the others, renames it into place and removes the oldest.
+        """Writes a checkpoint, renames it into place and removes the oldest ones.
 
         Args:
-            step: How many steps the run has made.
+            step: Number of steps that the run has completed.
             specs: `[name, shape, dtype]` of each array.
-            arrays: The state; each is written before the next is asked for.
-            content: What the run says of itself, as JSON holds it.
-            beside: Whether this process goes on meanwhile; nobody may change the arrays any more.
+            arrays: The state; each array is written before the next one is requested.
+            content: JSON-serializable metadata of the run.
+            beside: Whether to write in the background; the arrays must not change any more.
 
         Raises:
-            CheckpointError: If the disk is full, or will not take it for another reason; or if the
-                write before, which is waited for, has failed.
+            CheckpointError: If the write fails, for example because the disk is full, or if the
+                previous background write has failed.
         """
         self.settle()
         if not beside:
@@ -213,17 +213,17 @@ class CheckpointFolder:
         for name in list(self._passed_over):
             self._remove(name)
         behind = []
-        with contextlib.suppress(OSError):  # It is written; the next one removes more.
+        with contextlib.suppress(OSError):  # The checkpoint is safe; the next write cleans up.
             behind = [name for name in self._names() if _step_of(name) <= step]
         for name in behind[: -self._keep]:
             self._remove(name)
 
     def _move_into_place(self, unfinished, path):
-        """One of the same step, if there is one, goes when this one is whole beside it."""
+        """Renames the new checkpoint into place; replaces one of the same step only at the end."""
         if not os.path.lexists(path):
             os.rename(unfinished, path)
         else:
-            self._remove(os.path.basename(path) + _NEW)  # If there is one, it was passed over.
+            self._remove(os.path.basename(path) + _NEW)  # An existing one was passed over.
             os.rename(unfinished, path + _NEW)
             _sync(self.directory)
             self._remove(os.path.basename(path))
@@ -239,10 +239,10 @@ class CheckpointFolder:
             )
 
     def settle(self) -> None:
-        """Waits until what is written into this folder is there.
+        """Waits for a background write into this folder.
 
         Raises:
-            CheckpointError: If it could not be written.
+            CheckpointError: If the write has failed.
         """
         write = _writes.pop(os.path.realpath(self.directory), None)
         if write is not None:
@@ -263,7 +263,7 @@ class CheckpointFolder:
         )
 
     def _names(self):
-        """Of the checkpoints, from the oldest to the newest."""
+        """Returns the names of the checkpoints, oldest first."""
         try:
             names = os.listdir(self.directory)
         except (FileNotFoundError, NotADirectoryError):
@@ -272,10 +272,10 @@ class CheckpointFolder:
         return sorted(names, key=lambda name: (_step_of(name), name))
 
     def _remove(self, name):
-        """Removes a checkpoint, if it is there and can be; sets one aside that was not read."""
+        """Removes a checkpoint if possible; sets an unreadable one aside instead."""
         path = os.path.join(self.directory, name)
         is_read = self._passed_over.pop(name, True)
-        # Renamed first: half removed, it would be taken for a broken one.
+        # Rename it first: a partly removed checkpoint would look corrupt.
         away = f"{_UNFINISHED}{secrets.token_hex(4)}" if is_read else f"{_UNREADABLE}{name}"
         if not is_read and os.path.lexists(os.path.join(self.directory, away)):
             away = f"{away}_{secrets.token_hex(4)}"
@@ -291,12 +291,12 @@ class CheckpointFolder:
             shutil.rmtree(away, ignore_errors=True)
 
     def _sweep(self):
-        """Finishes what a killed process had begun."""
+        """Finishes the replacement, and removes the leftovers, of a killed process."""
         for name in self._names():
             path = os.path.join(self.directory, name)
             if name.endswith(_NEW) and name not in self._passed_over:
                 self._remove(name.removesuffix(_NEW))
-                with contextlib.suppress(OSError):  # The older one is still there.
+                with contextlib.suppress(OSError):  # The older one still exists.
                     os.rename(path, path.removesuffix(_NEW))
         for name in os.listdir(self.directory):
             if name.startswith(_UNFINISHED):
@@ -304,7 +304,7 @@ class CheckpointFolder:
 
 
 class _HashedFile:
-    """A new file, its checksum that of what was meant to be written; on the disk once closed."""
+    """A new file with the checksum of the data as passed to `write`; on disk once closed."""
 
     def __init__(self, path):
         self._file = open(path, "xb")  # noqa: SIM115  (closed by __exit__)
@@ -331,11 +331,11 @@ class _HashedFile:
 
 
 def _give_back_memory() -> None:
-    """Has the C library return freed memory to the system.
+    """Makes glibc return freed memory to the system.
 
-    glibc keeps it in a pool for each thread, and these would grow over hundreds of checkpoints.
+    It keeps a pool for each thread, which would grow over hundreds of checkpoints.
     """
-    with contextlib.suppress(OSError, AttributeError):  # Another library has no such function.
+    with contextlib.suppress(OSError, AttributeError):  # Other C libraries lack the function.
         ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -344,7 +344,7 @@ def _step_of(name) -> int:
 
 
 def _sync(folder):
-    """Has a folder's entries reach the disk."""
+    """Flushes a folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

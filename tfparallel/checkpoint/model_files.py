@@ -1,9 +1,9 @@
-"""A model's files: each of them whole at any moment, and written without a copy of the model.
+"""Writes model files atomically, and without a copy of the model in memory.
 
-Every worker calls `model.save`. Their paths may be one and the same, on a folder that they share,
-or one for each, as TensorFlow's tutorial has it; no worker can tell which without asking the
-others, and the guard `if worker_index() == 0:` is so common that a save must not wait for anybody.
-So each worker writes beside its path and then moves what it wrote into place.
+Every worker may call `model.save`. The workers may use one path in a shared folder, or a path each,
+as in TensorFlow's tutorial; a worker cannot know which without asking the others, and the guard
+`if worker_index() == 0:` is so common that a save must not wait for other workers. So each worker
+writes to a temporary path next to the target, and then moves the result into place.
 """
 
 import contextlib
@@ -22,21 +22,21 @@ __all__ = ["can_be_streamed", "moved_into_place", "save_streamed"]
 
 @contextlib.contextmanager
 def moved_into_place(path: str) -> Iterator[str]:
-    """Yields a path to write; what stands there when the block ends replaces `path`.
+    """Yields a temporary path to write; its files replace `path` when the block ends.
 
     Args:
-        path: A file, a folder, or the name that several files begin with. A block that raises
-            leaves what was there before.
+        path: A file, a folder, or the common prefix of several files. If the block raises, existing
+            files stay unchanged.
     """
     folder = os.path.dirname(os.path.abspath(path))
     if "://" in path or not os.path.isdir(folder):
-        yield path  # Remote, or for the writer to refuse in its own words.
+        yield path  # A remote path, or a missing folder, which the writer reports itself.
         return
-    # On the same file system, where a move is one step for whoever reads.
-    with tempfile.TemporaryDirectory(prefix=".tfparallel_", dir=folder) as own:
-        yield os.path.join(own, os.path.basename(os.path.normpath(path)))
-        for written, _, names in os.walk(own):
-            target = os.path.normpath(os.path.join(folder, os.path.relpath(written, own)))
+    # On the same file system, so that a move is atomic for readers.
+    with tempfile.TemporaryDirectory(prefix=".tfparallel_", dir=folder) as temporary:
+        yield os.path.join(temporary, os.path.basename(os.path.normpath(path)))
+        for written, _, names in os.walk(temporary):
+            target = os.path.normpath(os.path.join(folder, os.path.relpath(written, temporary)))
             os.makedirs(target, exist_ok=True)
             for name in names:
                 os.replace(os.path.join(written, name), os.path.join(target, name))
@@ -49,7 +49,7 @@ def can_be_streamed(
     zipped: bool | None,
     others: Mapping[str, Any],
 ) -> bool:
-    """Whether `save_streamed` writes what `model.save` writes, given the same arguments."""
+    """Whether `save_streamed` writes the same file as `model.save` with the same arguments."""
     if others or is_own(model, "save"):
         return False
     is_new = overwrite or not os.path.exists(path)
@@ -58,15 +58,15 @@ def can_be_streamed(
 
 
 def save_streamed(model: keras.Model, path: str) -> None:
-    """Writes what `model.save(path)` writes, with no more than one variable in memory.
+    """Writes the same file as `model.save(path)`, with at most one variable in memory.
 
-    Keras holds all weights and slots in memory before it writes the file, when the machine has so
-    much free, and knows nothing of the limit of the process. Into a folder it writes each variable
-    as it comes; the file is an archive of that folder.
+    Keras collects all weights and slots in memory before it writes the file if the machine has
+    enough free memory, whatever the limit of the process. Into a folder, it writes one variable at
+    a time; the `.keras` file is an archive of that folder.
 
     Args:
         model: The model.
-        path: Ends in `.keras`. What stands there is replaced when all is written.
+        path: Ends in `.keras`. An existing file is replaced once everything is written.
     """
     folder = os.path.dirname(os.path.abspath(path))
     with (

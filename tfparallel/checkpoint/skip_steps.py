@@ -1,9 +1,9 @@
-"""Has `fit` pass over the steps of an epoch that were done before the run was interrupted.
+"""Makes `fit` skip the steps of an epoch that were done before the run was interrupted.
 
-Keras can begin with any epoch, and with no step but its first. So the epoch is run from there, and
-in place of the train function, which `fit` looks up at each step, stands one that takes the batches
-and leaves the model alone. Steps keep their numbers, the epoch its length, and a data set that
-cannot start in its middle moves on by itself.
+Keras can start at any epoch, but only at its first step. So the epoch runs from its start, and the
+train function, which `fit` looks up at each step, is replaced by one that consumes the batches
+without training. Steps keep their numbers, the epoch keeps its length, and a dataset that cannot
+start in the middle advances on its own.
 """
 
 import warnings
@@ -19,12 +19,12 @@ __all__ = ["PassedSteps"]
 
 
 class PassedSteps:
-    """The steps of one epoch that are not to be trained again.
+    """The completed steps at the start of one epoch, which are not trained again.
 
     Args:
-        model: The model that is trained.
-        num_steps: How many they are.
-        metrics: What the epoch's metrics had summed up by then, as `state.capture` gives it.
+        model: The training model.
+        num_steps: Number of steps to skip.
+        metrics: The state of the epoch's metrics at the interruption, from `state.capture`.
     """
 
     def __init__(self, model: keras.Model, num_steps: int, metrics: Sequence[np.ndarray]):
@@ -36,11 +36,11 @@ class PassedSteps:
         self.num_calls = 0
 
     def before_step(self, step: int) -> bool:
-        """Called before each step; whether the step is one to pass over."""
+        """Called before each step; returns whether to skip the step."""
         if step >= self._num_steps:
-            self._num_steps = 0  # The next epoch has steps of the same numbers.
+            self._num_steps = 0  # The next epoch starts again at step 0.
             return False
-        # For this one call: a `fit` that is interrupted leaves the model as it was.
+        # For this call only, so that an interrupted `fit` leaves the model unchanged.
         self._train_function = self._model.train_function
         self._model.train_function = self._pass
         return True
@@ -51,8 +51,8 @@ class PassedSteps:
         for _ in range(self._model.steps_per_execution):
             batch = next(iterator)
         if self._logs is None:
-            # Not before: Keras resets the metrics when an epoch begins, and may not have built
-            # them until a step needs them.
+            # Not earlier: Keras resets the metrics at the start of an epoch, and may build them
+            # only when a step needs them.
             if not state.restore_metrics(self._model, self._metrics, batch):
                 warnings.warn(
                     "The metrics are not those of the checkpoint; of this epoch, what is logged "

@@ -1,14 +1,14 @@
-"""The state of a run: its variables, by name, as arrays.
+"""The state of a run: its variables, as named arrays.
 
-Four groups, which are read and written at different moments:
+Four groups, which are read and written at different times:
 
 * `training`: weights, the random layers' counters, the optimizers' slots, steps and accumulators;
-* `metrics`: the running sums of the epoch, which Keras resets when it begins;
-* `seeds`: the counter of Keras's own generator, from which layers without one draw;
-* `unsent`: what the workers' compressed gradients have left over (`collectives/compression.py`),
-  and what decides how many steps an update is of (`replication/noise_scale.py`).
+* `metrics`: the running sums of the epoch, which Keras resets at its start;
+* `seeds`: the counter of Keras's global seed generator, for layers without their own;
+* `unsent`: the errors of the workers' compressed gradients (`collectives/compression.py`), and the
+  variables that determine the number of steps per update (`replication/noise_scale.py`).
 
-Keras's weights files hold the first of them without the counters, so that a run resumed from one
+Keras's weights files hold only the first group, without the counters, so a run resumed from one
 would repeat its dropout masks.
 """
 
@@ -51,10 +51,10 @@ _SHOWN = 8
 
 
 def build(model: keras.Model) -> None:
-    """Makes sure that all variables of the training exist, which others can be compared with.
+    """Creates all variables of the training, so that they can be compared with a checkpoint.
 
     Raises:
-        ValueError: If the model, or an optimizer that only the user's step knows, is not built.
+        ValueError: If the model, or an optimizer of a custom `train_step`, is not built.
     """
     if not model.built:
         raise ValueError(
@@ -77,24 +77,24 @@ def build(model: keras.Model) -> None:
 
 def describe(model: keras.Model) -> dict[str, list[list[Any]]]:
     """Returns `[name, shape, dtype]` of each variable, by group, in the order of `capture`."""
-    found = {
+    specs = {
         group: [_spec(variable) for variable in variables]
         for group, variables in _variables(model).items()
     }
     workers, compression = _compression(model)
     unsent = compression.describe(workers, model.trainable_variables) if compression else []
-    kept = [[name, [], variable.dtype.name] for name, variable in _kept(model).items()]
-    return found | {"unsent": [*unsent, *kept]}
+    policy = [[name, [], variable.dtype.name] for name, variable in _policy_state(model).items()]
+    return specs | {"unsent": [*unsent, *policy]}
 
 
 def capture(model: keras.Model) -> dict[str, Iterator[np.ndarray]]:
-    """Returns the values by group, each read when it is asked for: no host need hold a model.
+    """Returns the values by group, each read lazily, so that no host needs to hold the model.
 
-    Every worker must ask for them, in this order: accumulators are summed over them, and shares
-    are joined.
+    Every worker must consume them in this order: reading sums accumulators over the workers and
+    gathers shards.
     """
     pieces = _in_pieces(model)
-    for _, places in itertools.islice(pieces.values(), 1):  # Of one model they are the same.
+    for _, places in itertools.islice(pieces.values(), 1):  # The same for all pieces of a model.
         if places.workers is not None:
             wait_to_save(places.workers, "optimizer")
 
@@ -103,33 +103,33 @@ def capture(model: keras.Model) -> dict[str, Iterator[np.ndarray]]:
             return value(*pieces[id(variable)])
         return tf.convert_to_tensor(variable.value).numpy()
 
-    found = {group: map(read, variables) for group, variables in _variables(model).items()}
+    values = {group: map(read, variables) for group, variables in _variables(model).items()}
     workers, compression = _compression(model)
     unsent = compression.capture(workers, model.trainable_variables) if compression else []
-    kept = (variable.numpy() for variable in _kept(model).values())
-    return found | {"unsent": itertools.chain(unsent, kept)}
+    policy = (variable.numpy() for variable in _policy_state(model).values())
+    return values | {"unsent": itertools.chain(unsent, policy)}
 
 
 def summed_values(model: keras.Model) -> dict[int, np.ndarray]:
-    """Returns the values that no copy of a variable holds alone, by the `id` of the variable.
+    """Returns the values of variables that are distributed over devices, by `id`.
 
-    Every worker must call it: accumulators are summed over them, and shares are joined.
+    Every worker must call it: it sums accumulators over the workers and gathers shards.
     """
     return {key: value(*pieces) for key, pieces in _in_pieces(model).items()}
 
 
 def _in_pieces(model) -> dict[int, tuple]:
-    """Of the optimizers that hold shares or terms, by `id`, what reads and writes a variable."""
-    found: dict[int, tuple] = {}
+    """Returns the accessors of optimizer variables that consist of shards or terms, by `id`."""
+    pieces: dict[int, tuple] = {}
     for optimizer in filter(holds_pieces, _optimizers(model)):
-        found |= optimizer.in_pieces()
-    return found
+        pieces |= optimizer.in_pieces()
+    return pieces
 
 
 def restore_training(
     model: keras.Model, training: Iterable[np.ndarray], seeds: Sequence[np.ndarray]
 ) -> None:
-    """Gives a built model, its optimizers and Keras's generator the values of `capture`."""
+    """Restores the values of `capture` into a built model, its optimizers and Keras's seed."""
     pieces = _in_pieces(model)
     with model.distribute_strategy.scope():
         for variable, array in zip(_training_variables(model), training, strict=True):
@@ -139,27 +139,27 @@ def restore_training(
             else:
                 variable.assign(array)
         if seeds and not _seed_variables():
-            with without_draws():  # A new generator takes its seed from Python's.
+            with without_draws():  # A new generator would draw its seed from Python's.
                 make_global_seed_generator()
-    for seed in seeds:  # Outside the scope: an earlier model's strategy may have made it.
+    for seed in seeds:  # Outside the scope: an earlier model's strategy may own the variable.
         _seed_variables()[0].assign(seed)
 
 
 def restore_unsent(model: keras.Model, names: Sequence[str], arrays: Iterable[np.ndarray]) -> None:
-    """Gives the workers what was left over; what a run has no use for is dropped."""
+    """Restores the group `unsent`; drops state that this run does not use."""
     workers, compression = _compression(model)
-    kept, others = _kept(model), {}
+    policy, others = _policy_state(model), {}
     for name, array in zip(names, arrays, strict=True):
-        if name in kept:
-            kept[name].assign(array)
+        if name in policy:
+            policy[name].assign(array)
         else:
             others[name] = array
     if compression is not None:
         compression.restore(workers, model.trainable_variables, list(others), others.values())
 
 
-def _kept(model) -> dict[str, tf.Variable]:
-    """What decides how many steps an update is of."""
+def _policy_state(model) -> dict[str, tf.Variable]:
+    """Returns the variables that determine the number of steps per update."""
     return model.kept_between_updates() if hasattr(model, "kept_between_updates") else {}
 
 
@@ -169,22 +169,22 @@ def _compression(model):
 
 
 def restore_metrics(model: keras.Model, arrays: Sequence[np.ndarray], batch: Any) -> bool:
-    """Gives the metrics the values of `capture`; False if they are others.
+    """Restores the metrics from `capture`; returns False if the model has different metrics.
 
-    Metrics that are not yet built are built of the batch's shapes; it is `(x, y[, sample_weight])`.
+    Metrics that are not built yet are built for the shapes of `batch`, `(x, y[, sample_weight])`.
     """
     if not _metrics_fit(model, arrays):
-        # Keras calls it itself, under a strategy only; with the error it raises for a model that
-        # is built in its own way, the metrics stay as they are.
+        # Keras itself does this under a strategy only. If it raises, because the model has a custom
+        # `build`, the metrics stay unbuilt.
         with contextlib.suppress(RuntimeError, ValueError), model.distribute_strategy.scope():
             shapes = keras.tree.map_structure(
-                lambda own: keras.KerasTensor((None, *own.shape[1:]), own.dtype.name), batch
+                lambda rows: keras.KerasTensor((None, *rows.shape[1:]), rows.dtype.name), batch
             )
             with traced_apart():
                 model._symbolic_build(data_batch=shapes)
     if not _metrics_fit(model, arrays):
         return False
-    # Outside a program, which the step is, a sum would be shared out to the replicas.
+    # The step is a program. Outside a program, assigning a sum would split it over the replicas.
     strategy = model.distribute_strategy
     with strategy.program() if hasattr(strategy, "program") else strategy.scope():
         for variable, array in zip(_metric_variables(model), arrays, strict=True):
@@ -197,20 +197,20 @@ def _metrics_fit(model, arrays) -> bool:
     return shapes == [array.shape for array in arrays]
 
 
-def differences(expected: Sequence[Sequence[Any]], found: Sequence[Sequence[Any]]) -> list[str]:
-    """Says in what a checkpoint's variables and a model's differ.
+def differences(expected: Sequence[Sequence[Any]], saved: Sequence[Sequence[Any]]) -> list[str]:
+    """Describes how the variables of a checkpoint differ from those of a model.
 
-    The numbers that Keras gives names (`dense_3`), which depend on how many layers the process
-    has made before, do not count.
+    It ignores the numbers in Keras's names (`dense_3`), which depend on how many layers the process
+    has created before.
 
     Args:
         expected: `[name, shape, dtype]` of the model's variables, in order.
-        found: The same of the checkpoint's.
+        saved: The same for the checkpoint.
 
     Returns:
-        Lines to show; none if they are alike.
+        Lines to show; empty if there is no difference.
     """
-    mine, theirs = [[_key(spec) for spec in specs] for specs in (expected, found)]
+    mine, theirs = [[_key(spec) for spec in specs] for specs in (expected, saved)]
     if mine == theirs:
         return []
     lines = []
@@ -233,7 +233,7 @@ def _key(spec):
 
 
 def _spec(variable) -> list[Any]:
-    whole = getattr(variable, "_shown", variable)  # Of a replica's share of a slot.
+    whole = getattr(variable, "_shown", variable)  # The whole slot, for a replica's shard of it.
     return [variable.path, list(whole.shape), keras.backend.standardize_dtype(variable.dtype)]
 
 
@@ -246,15 +246,15 @@ def _variables(model) -> dict[str, list[keras.Variable]]:
 
 
 def _training_variables(model):
-    found = {id(variable): variable for variable in model.variables}
+    by_id = {id(variable): variable for variable in model.variables}
     for optimizer in _optimizers(model):
-        found |= {id(variable): variable for variable in optimizer.variables}
-    return list(found.values())
+        by_id |= {id(variable): variable for variable in optimizer.variables}
+    return list(by_id.values())
 
 
 def _metric_variables(model):
-    known = set(map(id, _training_variables(model)))
-    return [variable for variable in model.metrics_variables if id(variable) not in known]
+    training_ids = set(map(id, _training_variables(model)))
+    return [variable for variable in model.metrics_variables if id(variable) not in training_ids]
 
 
 def _seed_variables():
@@ -263,11 +263,11 @@ def _seed_variables():
 
 
 def _optimizers(model) -> list[keras.Optimizer]:
-    """The optimizers that a model holds, and behind each those that do its work."""
-    waiting, found = optimizers_of(model), {}
+    """Returns the optimizers of a model, each followed by the optimizers it wraps."""
+    waiting, by_id = optimizers_of(model), {}
     while waiting:
         optimizer = waiting.pop(0)
-        if id(optimizer) not in found:
-            found[id(optimizer)] = optimizer
+        if id(optimizer) not in by_id:
+            by_id[id(optimizer)] = optimizer
             waiting = wrapped_by(optimizer) + waiting
-    return list(found.values())
+    return list(by_id.values())

@@ -1,7 +1,7 @@
-"""One checkpoint on the disk: what is in its folder, read and verified.
+"""Reads and verifies one checkpoint on disk.
 
-state.npy       the arrays, one behind the other, as `numpy.save` writes them
-manifest.json   what they are, and the SHA-256 of `state.npy` and of the manifest itself
+state.npy       the arrays, one after the other, in the format of `numpy.save`
+manifest.json   their specs, and the SHA-256 of `state.npy` and of the manifest itself
 """
 
 import contextlib
@@ -31,29 +31,29 @@ __all__ = [
 FORMAT = 1
 ARRAYS = "state.npy"
 MANIFEST = "manifest.json"
-# A network file system may fail for a moment (ESTALE, EIO).
+# A network file system may fail temporarily (ESTALE, EIO).
 _PAUSES_SECONDS = (0.5, 2.0)
 
 
 class ForeignCheckpointError(ValueError):
-    """The folder, or what is in it, does not fit this run; nothing was trained."""
+    """The folder or its content does not fit this run; nothing was trained."""
 
 
 class NewerCheckpointError(ForeignCheckpointError):
-    """This version cannot read it, and an older one beside it is not what is meant."""
+    """A later version wrote the checkpoint; falling back to an older one would be wrong."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; those that were whole stay."""
+    """A checkpoint could not be written or read; complete ones stay intact."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint that was verified.
+    """A verified checkpoint.
 
     Attributes:
         path: Its folder.
-        content: What the run said of itself, as JSON holds it.
+        content: JSON metadata of the run.
         specs: `[name, shape, dtype]` of each array.
     """
 
@@ -62,10 +62,10 @@ class StoredCheckpoint:
     specs: list[list[Any]]
 
     def arrays(self, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
-        """Reads arrays, each when it is asked for: all, or those from `start` up to `stop`.
+        """Yields the arrays from `start` up to `stop`, by default all, reading each lazily.
 
         Raises:
-            CheckpointError: If they cannot be read any more.
+            CheckpointError: If they are no longer readable.
         """
         with contextlib.ExitStack() as stack:
             try:
@@ -79,7 +79,7 @@ class StoredCheckpoint:
                     array = np.load(file, allow_pickle=False)
                 except OSError as error:
                     raise self._failure(error) from error
-                # NumPy has no name for bfloat16 and its like, and keeps their bytes.
+                # NumPy stores bfloat16 and similar types as raw bytes.
                 yield array.view(np.dtype(dtype)) if array.dtype.kind == "V" else array
 
     def _failure(self, error):
@@ -90,12 +90,12 @@ class StoredCheckpoint:
 
 
 def read(path: str) -> StoredCheckpoint:
-    """Reads a checkpoint, and verifies all of it.
+    """Reads a checkpoint and verifies all of its content.
 
     Raises:
         NewerCheckpointError: If a later version wrote it.
-        OSError, ValueError: If it cannot be read, or is not whole; or another error, of a manifest
-            that was changed.
+        OSError, ValueError: If it is unreadable or incomplete. A modified manifest may raise other
+            errors.
     """
     for pause in _PAUSES_SECONDS:
         try:
@@ -130,7 +130,7 @@ def _verified(path) -> StoredCheckpoint:
 
 
 def digest(manifest: dict[str, Any]) -> str:
-    """The checksum of a manifest."""
+    """Returns the checksum of a manifest."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,18 +1,18 @@
-"""A folder has one writer: another process that would write there is told who does.
+"""Ensures that a folder has a single writer, and identifies it to other processes.
 
-The writer holds a lock on a file in the folder. The kernel frees it when the process dies, however
-it dies, and a network file system passes it on to other hosts. Two things are left:
+The writer holds a lock on a file in the folder. The kernel releases it when the process dies for
+any reason, and a network file system shares it between hosts. Some problems remain:
 
-* a host that lost its power may leave its lock behind, for a minute or for ever;
-* some file systems have no locks, or keep them to each host;
-* the holder itself loses its lock when it opens and closes the file once more, as a callback does
+* a host that loses power may leave its lock behind, for a minute or forever;
+* some file systems do not support locks, or only within a host;
+* the holder loses its own lock when it opens and closes the file again, for example in a callback
   that copies the folder.
 
-So the file also says who the writer is, and the writer touches it every two seconds. A free lock
-counts only if the process that the file names has ended, or does not touch the file. Where nobody
-has touched it for half a minute, the holder is gone, and another file takes its place. A writer
-that was only cut off, and comes back, sees before it writes again that the file is not its own any
-more: each take writes another word into it.
+So the file also names the writer, which touches it every two seconds as a heartbeat. A free lock
+counts only if the named process has ended or its heartbeat has stopped. After half a minute without
+a heartbeat the holder is considered gone, and a new file replaces the old one. A writer that was
+only disconnected notices before its next write that the file is no longer its own, because each
+acquisition stores a new random word.
 """
 
 import contextlib
@@ -33,13 +33,13 @@ __all__ = ["is_lost", "release", "take"]
 _FILE = ".writer"
 _BEAT_SECONDS = 2.0
 _PATIENCE_SECONDS = 30.0  # For a holder on another host.
-_QUIET_SECONDS = 8.0  # For one that no lock speaks for: it misses four beats.
+_QUIET_SECONDS = 8.0  # For a holder without a lock: four missed heartbeats.
 _LOOK_SECONDS = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
 class _Hold:
-    """What this process holds."""
+    """The lock that this process holds on a folder."""
 
     path: str
     descriptor: int
@@ -52,13 +52,13 @@ class _Hold:
         try:
             in_place = os.stat(self.path)
         except FileNotFoundError:
-            os.stat(os.path.dirname(self.path))  # That the folder itself is gone is another error.
+            os.stat(os.path.dirname(self.path))  # Raises if the folder itself is gone.
             return False
         try:
-            # By its own descriptor: to close another one would give up the lock.
+            # Use the existing descriptor: closing another one would release the lock.
             is_same = os.path.samestat(in_place, os.fstat(self.descriptor))
             return is_same and _read(self.descriptor).get("word") == self.word
-        except OSError:  # ESTALE: a server that has another file in its place.
+        except OSError:  # ESTALE: the server has a different file in its place.
             return False
 
 
@@ -66,12 +66,12 @@ _holds: dict[str, _Hold] = {}  # By folder.
 
 
 def take(directory: str) -> str | None:
-    """Makes this process the folder's writer, unless another one is.
+    """Makes this process the folder's writer, unless another process is.
 
-    A writer on another host is given half a minute to end: it may be a job's former chief.
+    A writer on another host has half a minute to end: it may be the job's former chief.
 
     Returns:
-        Who the writer is; None if it is this process now, or was before.
+        None if this process is the writer now; else a description of the other writer.
 
     Raises:
         OSError: If the folder cannot be written to.
@@ -90,7 +90,7 @@ def take(directory: str) -> str | None:
         holder, beat = _read(descriptor), os.fstat(descriptor).st_mtime_ns
         if is_free:
             if not _is_at(path, descriptor):
-                os.close(descriptor)  # Its holder has removed it meanwhile.
+                os.close(descriptor)  # Its holder has removed it in the meantime.
                 continue
             lives = _lives(holder)
             if lives is None and free_beat is None:
@@ -102,12 +102,12 @@ def take(directory: str) -> str | None:
                 return None
             if lives:
                 os.close(descriptor)
-                return _described(holder)  # It has lost its lock.
+                return _described(holder)  # It lives, but has lost its lock.
         os.close(descriptor)
         if is_free is None and holder == {}:
-            break  # No locks here; and the file is new, or its holder died as it began.
+            break  # No lock support, and the file is new or its holder died immediately.
         if is_free is False and holder.get("machine") == _machine():
-            return _described(holder)  # This kernel knows that it lives.
+            return _described(holder)  # The local kernel guarantees that it lives.
         if first_beat is None:
             first_beat = beat
             warnings.warn(
@@ -120,37 +120,37 @@ def take(directory: str) -> str | None:
                 return _described(holder)
             break
         time.sleep(_LOOK_SECONDS)
-    # Replaced rather than taken over: a lock that a lost host has left stays with the old file.
-    own = f"{path}.{secrets.token_hex(4)}"
-    descriptor = _opened(own)
+    # Replace the file: the lock of a lost host stays with the old one.
+    new_path = f"{path}.{secrets.token_hex(4)}"
+    descriptor = _opened(new_path)
     _lock(descriptor)
-    os.rename(own, path)
+    os.rename(new_path, path)
     _keep(directory, path, descriptor)
     return None
 
 
 def is_lost(directory: str) -> bool:
-    """Whether this process was the folder's writer, and another one has taken its place.
+    """Whether another process has replaced this one as the folder's writer.
 
     Raises:
-        OSError: If that cannot be seen.
+        OSError: If the folder cannot be examined.
     """
     hold = _holds.get(os.path.realpath(directory))
     return hold is not None and hold.process == os.getpid() and not hold.is_in_place()
 
 
 def release(directory: str) -> None:
-    """Lets others write into the folder, of which this process need not be the writer."""
+    """Gives up the folder; does nothing if this process is not its writer."""
     hold = _holds.pop(os.path.realpath(directory), None)
     if hold is None:
         return
     hold.ends.set()
     hold.beats.join(_BEAT_SECONDS)
-    if hold.process == os.getpid():  # Not the child of a fork, which has no part in the lock.
+    if hold.process == os.getpid():  # A forked child does not own the lock.
         with contextlib.suppress(OSError):
             if hold.is_in_place():
                 os.unlink(hold.path)
-    if not hold.beats.is_alive():  # It may hang, as its server does; the number must stay its own.
+    if not hold.beats.is_alive():  # If it hangs with its server, it still uses the descriptor.
         os.close(hold.descriptor)
 
 
@@ -161,7 +161,7 @@ def _keep(directory: str, path: str, descriptor: int) -> None:
     about |= {"word": word, "process": _process(os.getpid())}
     os.truncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(about).encode(), 0)
-    os.fsync(descriptor)  # For other hosts to read.
+    os.fsync(descriptor)  # Makes it visible to other hosts.
     ends = threading.Event()
     beats = threading.Thread(
         target=_beat, args=(descriptor, ends), name="checkpoint_writer", daemon=True
@@ -173,7 +173,7 @@ def _keep(directory: str, path: str, descriptor: int) -> None:
 
 def _beat(descriptor: int, ends: threading.Event) -> None:
     while not ends.wait(_BEAT_SECONDS):
-        with contextlib.suppress(OSError):  # A server may be away for a while.
+        with contextlib.suppress(OSError):  # The server may be temporarily unavailable.
             os.utime(descriptor)
 
 
@@ -181,13 +181,13 @@ def _opened(path: str) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except PermissionError:
-        return os.open(path, os.O_RDONLY)  # Another user's, in a folder of several.
+        return os.open(path, os.O_RDONLY)  # Another user's file in a shared folder.
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Whether the file is this process's now; None where there are no locks.
+    """Tries to lock the file; returns None if the file system does not support locks.
 
-    Not `flock`: a process that was forked off, to read data, would keep the lock of a dead parent.
+    It does not use `flock`: a forked data-loading process would keep the lock of a dead parent.
     """
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -207,10 +207,10 @@ def _is_at(path: str, descriptor: int) -> bool:
 
 def _read(descriptor: int) -> dict[str, Any]:
     try:
-        found = json.loads(os.pread(descriptor, 4096, 0))
+        holder = json.loads(os.pread(descriptor, 4096, 0))
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return holder if isinstance(holder, dict) else {}
 
 
 def _described(holder: dict[str, Any]) -> str:
@@ -220,7 +220,7 @@ def _described(holder: dict[str, Any]) -> str:
 
 
 def _machine() -> str:
-    """What tells this machine, since it started, from others of its name."""
+    """Identifies this boot of this machine."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()
@@ -229,9 +229,9 @@ def _machine() -> str:
 
 
 def _process(pid: int) -> list[str] | None:
-    """What tells a process that lives from others of its number; None if there is none.
+    """Identifies a live process beyond its pid; None if there is no such process.
 
-    A container may have processes of the same numbers.
+    Pids are reused, and containers have their own.
     """
     try:
         space = os.readlink("/proc/self/ns/pid")
@@ -243,10 +243,15 @@ def _process(pid: int) -> list[str] | None:
 
 
 def _lives(holder: dict[str, Any]) -> bool | None:
-    """Whether another process that a file names is there; None if only its beats can tell."""
+    """Whether the process named in the file is alive; None if only its heartbeat can tell."""
     if not holder or (holder.get("machine"), holder.get("pid")) == (_machine(), os.getpid()):
         return False
-    own, named = _process(os.getpid()), holder.get("process")
-    if holder.get("machine") != _machine() or not own or not named or own[0] != named[0]:
+    own_process, named = _process(os.getpid()), holder.get("process")
+    if (
+        holder.get("machine") != _machine()
+        or not own_process
+        or not named
+        or own_process[0] != named[0]
+    ):
         return None
     return _process(holder["pid"]) == named

@@ -135,7 +135,7 @@ def _train(path, values, options: TrainOptions) -> tuple[dict[str, Any], bool]:
     recorder: Any = contextlib.nullcontext()
     if parallelism.workers is None and not parallelism.num_servers:
         # Workers that are to know nothing of each other have records of their own, too.
-        recorder = FlightRecorder.wanted(int(os.environ.get("RANK", "0")), 1)
+        recorder = FlightRecorder.if_enabled(int(os.environ.get("RANK", "0")), 1)
         if isinstance(recorder, FlightRecorder):
             callbacks = [recorder.step_end, *callbacks, recorder]
     failure = None

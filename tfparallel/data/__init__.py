@@ -1,13 +1,14 @@
-"""The data of a training: read in which order, divided how.
+"""Training data: its order, and its partition over devices and workers.
 
-An order that is a function of seed, epoch and step, and a data set for `fit`: `EpochBatches`, of
-arrays, a `keras.utils.PyDataset`, and files too many for memory (`TFRecords`, `NPZShards`).
+`EpochBatches` provides a dataset for `fit` whose order is a function of seed, epoch and step. It
+reads arrays, a `keras.utils.PyDataset`, and files that do not fit in memory (`TFRecords`,
+`NPZShards`).
 
-Divided by one of
-* *batch partition*, the default: every worker and replica sees the global batch, and computes the
-  rows of it that are its own (`rows_by_replica` tells which);
-* *sample partition*: each worker reads examples of its own (`by_sample`);
-* *feature partition*: each device reads features of its own, of every example (`by_feature`).
+There are three ways to partition the data:
+* *batch partition*, the default: every worker and replica sees the global batch, and computes its
+  own rows of it (see `rows_by_replica`);
+* *sample partition*: each worker reads its own examples (`by_sample`);
+* *feature partition*: each device reads its own features of every example (`by_feature`).
 """
 
 import importlib
@@ -24,7 +25,7 @@ __all__ = sorted(_FACE)
 
 
 def __getattr__(name):
-    # Lazy, because the order and the partition are plain Python, and this is not.
+    # Lazy, so that the order and the partition can be imported without TensorFlow.
     if name not in _FACE:
         raise AttributeError(f"Module 'tfparallel.data' has no attribute {name!r}.")
     return getattr(importlib.import_module(_FACE[name]), name)

@@ -1,4 +1,4 @@
-"""How many rows a full batch has, of what a user gives to `fit` or `evaluate`."""
+"""Determines the size of a full batch from the data passed to `fit` or `evaluate`."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from tfparallel.seams.tensorflow import batch_size_of, made_of
 
 __all__ = ["KERAS_BATCH_SIZE", "full_batch_size"]
 
-KERAS_BATCH_SIZE = 32  # Where arrays come without a `batch_size`.
-# Data sets whose elements are those of the one that they were made of.
+KERAS_BATCH_SIZE = 32  # Keras's default for arrays.
+# Dataset transformations that do not change the elements.
 _KEEP_ELEMENTS = {
     *("AssertCardinality", "Cache", "Options", "Prefetch", "Repeat", "Shard", "Shuffle", "Skip"),
     "Take",
@@ -21,14 +21,14 @@ _KEEP_ELEMENTS = {
 def full_batch_size(
     x: Any, batch_size: int | None = None, validation_split: float = 0.0
 ) -> int | None:
-    """Returns the rows of a full batch, or None where nothing says before it is read."""
+    """Returns the number of rows in a full batch, or None if unknown before reading the data."""
     readings = readings_of(x)
     if readings is not None:
         return readings.batch_size
     if isinstance(x, tf.data.Dataset):
         return _of_dataset(x)
     num_rows = _first_size(keras.tree.flatten(x))
-    if num_rows is None:  # A generator, say, or a ragged tensor.
+    if num_rows is None:  # Such as a generator or a ragged tensor.
         return None
     num_trained = int(num_rows * (1 - validation_split))
     return min(num_trained, batch_size or KERAS_BATCH_SIZE)
@@ -38,7 +38,7 @@ def _of_dataset(dataset: tf.data.Dataset) -> int | None:
     size = _first_size(tf.nest.flatten(dataset.element_spec))
     if size is not None:
         return size
-    # The last batch may be short, and the spec is silent; what made the batches knows.
+    # If the last batch may be short, the spec has no size, but the batching dataset does.
     while type(dataset).__name__.strip("_").removesuffix("Dataset") in _KEEP_ELEMENTS:
         (dataset,) = made_of(dataset)
     size = batch_size_of(dataset)
@@ -46,6 +46,6 @@ def _of_dataset(dataset: tf.data.Dataset) -> int | None:
 
 
 def _first_size(leaves) -> int | None:
-    """The rows of the first of these that has any axis; None if they are not known."""
+    """Returns the rows of the first non-scalar leaf; None if unknown."""
     shapes = (tf.TensorShape(leaf.shape) for leaf in leaves if hasattr(leaf, "shape"))
     return next((shape[0] for shape in shapes if shape.rank), None)

@@ -1,8 +1,8 @@
 """The global batches of one `fit`, in an order that a resumed run repeats.
 
-Keras fetches one batch before training starts, to learn the shapes, and makes
-iterators that it throws away. So the order must not come from how often the
-data set was iterated: it is a function of the epoch, which a callback sets.
+Keras fetches one batch before training starts, to learn the shapes, and creates iterators that it
+discards. So the order must not depend on how often the dataset was iterated: it is a function of
+the epoch, which a callback sets.
 """
 
 import functools
@@ -22,39 +22,39 @@ from tfparallel.data.sources import Source, as_source, cast
 __all__ = ["EpochBatches", "evaluation_batches", "first_batches"]
 
 _EXAMPLES = {"global_batch_size": 64, "seed": 0, "steps_per_epoch": 100}
-_NUM_COMPARED = 64  # Rows of the first batch that workers hold against each other.
+_NUM_COMPARED = 64  # Rows of the first batch that workers compare.
 
 Data = Any
 """`(x, y[, sample_weight])`, a `Source`, a `PyDataset`, or a `tf.data.Dataset` of examples."""
 
 
 class EpochBatches(keras.callbacks.Callback):
-    """The batches of a `fit`, and the callback that tells them the epoch.
+    """The dataset for `fit`, and the callback that sets its epoch.
 
-    What can be indexed is shuffled anew in each pass, by `tfparallel.data.example_order`. A
-    `tf.data.Dataset` comes in its own order. The short last batch of a pass is kept. With
-    `steps_per_epoch` an epoch has that many batches: what can be indexed goes on through further
-    passes where the last epoch stopped, a data set starts anew.
+    Indexable data is reshuffled in each pass, by `tfparallel.data.example_order`; a
+    `tf.data.Dataset` keeps its own order. The short last batch of a pass is not dropped. With
+    `steps_per_epoch`, an epoch has that many batches: indexable data continues where the last epoch
+    stopped, over several passes, while a dataset starts again.
 
     Args:
-        data: `(x, y[, sample_weight])`, each an array or a nested structure of
-            arrays whose first axis is the example; `tfparallel.data.TFRecords`
-            or `NPZShards`; a `keras.utils.PyDataset`, whose batches are as it
-            makes them; or a `tf.data.Dataset` of single examples.
-        global_batch_size: Examples in a step.
-        seed: The seed of the order of what can be indexed.
-        steps_per_epoch: Batches in an epoch, or None for one pass.
+        data: `(x, y[, sample_weight])`, each an array or a nested structure of arrays whose first
+            axis is the example; `tfparallel.data.TFRecords` or `NPZShards`; a
+            `keras.utils.PyDataset`, whose batches stay as they are; or a `tf.data.Dataset` of
+            single examples.
+        global_batch_size: Examples per step.
+        seed: Seed for the order of indexable data.
+        steps_per_epoch: Batches per epoch, or None for one pass.
 
     Attributes:
-        dataset: What `fit` is given.
-        starts_anywhere: Whether an epoch can start in its middle without reading what comes before.
+        dataset: The dataset to pass to `fit`.
+        starts_anywhere: Whether an epoch can start in the middle without reading earlier batches.
 
     Raises:
-        ValueError: If the data is none of these, a number is out of range, or a data set is
-            infinite and `steps_per_epoch` is None.
+        ValueError: If the data is none of these, a number is out of range, or a dataset is infinite
+            and `steps_per_epoch` is None.
 
-    `shuffle=False` keeps Keras from warning that it does not shuffle a data set.
-    Do not pass `steps_per_epoch` to `fit` as well.
+    Pass `shuffle=False` to `fit`, or Keras warns that it does not shuffle a dataset. Do not pass
+    `steps_per_epoch` to `fit` as well.
 
     Example:
         >>> batches = tfparallel.data.EpochBatches((x, y), global_batch_size=64, seed=7)
@@ -81,8 +81,8 @@ class EpochBatches(keras.callbacks.Callback):
         if not self.starts_anywhere:
             self.dataset = _dataset_batches(data, global_batch_size, steps_per_epoch)
             self._order = _order_of(data)
-            # Another epoch starts it anew; one that is endless, or of unknown size, is in full
-            # batches as far as anybody knows.
+            # Each epoch restarts it. An infinite dataset, or one of unknown size, is assumed to
+            # consist of full batches.
             size = int(data.cardinality())
             self._num_in_pass, self._goes_on = size if size > 0 else None, False
             return
@@ -109,7 +109,7 @@ class EpochBatches(keras.callbacks.Callback):
         bounds: rows_of_worker.Bounds | None = None,
         change: rows_of_worker.Change | None = None,
     ) -> tf.data.Dataset:
-        """The batches, or the rows of them that the bounds say."""
+        """Returns the dataset of the batches, or of the rows of each batch within `bounds`."""
 
         def indices_of_epoch() -> tuple[np.ndarray, ...]:
             steps = self._steps_of_epoch(self._epoch)
@@ -127,8 +127,8 @@ class EpochBatches(keras.callbacks.Callback):
             return np.concatenate(steps), ends.astype(np.int64), sizes
 
         def epoch_dataset(_: tf.Tensor) -> tf.data.Dataset:
-            found = tf.numpy_function(indices_of_epoch, [], (tf.int64,) * 3)
-            flat, ends, sizes = [tf.ensure_shape(array, [None]) for array in found]
+            arrays = tf.numpy_function(indices_of_epoch, [], (tf.int64,) * 3)
+            flat, ends, sizes = [tf.ensure_shape(array, [None]) for array in arrays]
             starts = tf.concat([tf.zeros([1], tf.int64), ends[:-1]], 0)
             steps = tf.data.Dataset.from_tensor_slices((starts, ends, sizes))
             return steps.map(lambda start, end, size: (flat[start:end], size))
@@ -136,8 +136,8 @@ class EpochBatches(keras.callbacks.Callback):
         def read(indices: tf.Tensor, size: tf.Tensor) -> Any:
             return _element(self._source.read(indices), size, bounds, change)
 
-        # Evaluated when an iterator is first asked for a batch, which is after
-        # on_epoch_begin for every iterator that trains.
+        # Evaluated at the first batch of an iterator: after `on_epoch_begin` for every iterator
+        # that trains.
         indices = tf.data.Dataset.range(1).flat_map(epoch_dataset)
         batches = indices.map(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
         batches = batches.apply(tf.data.experimental.assert_cardinality(self._num_steps))
@@ -159,19 +159,19 @@ class EpochBatches(keras.callbacks.Callback):
         self._epoch = epoch
 
     def start_at(self, epoch: int, step: int) -> None:
-        """Has one epoch start in its middle: the first `step` batches of a source come empty.
+        """Makes one epoch start in the middle: the first `step` batches of a source are empty.
 
-        Keras cannot start an epoch in its middle, and counts its batches; so they come, at no
-        cost, and are passed over (`tfparallel.callbacks.Checkpoint`). A `tf.data.Dataset` yields
-        them as they are.
+        Keras cannot start an epoch in the middle, and counts its batches. So the batches are still
+        yielded, at no cost, and `tfparallel.callbacks.Checkpoint` skips them. A `tf.data.Dataset`
+        yields them in full.
         """
         self._start = (epoch, step)
 
     def num_examples(self, epoch: int, first: int, last: int) -> int | None:
-        """How many examples the steps from `first` to before `last` of an epoch hold.
+        """Returns the number of examples in steps `first` to `last` (exclusive) of an epoch.
 
         Returns:
-            None where batches are as their maker has them.
+            The number; None for a `PyDataset`, which determines its own batches.
         """
         if not self._is_counted:
             return None
@@ -187,11 +187,11 @@ class EpochBatches(keras.callbacks.Callback):
         return up_to(last) - up_to(first)
 
     def num_passed(self, epoch: int) -> int:
-        """How many steps of an epoch come empty, since they were done before."""
+        """Returns the number of completed steps in an epoch, which are empty."""
         return self._start[1] if self._start[0] == epoch else 0
 
     def report(self) -> dict[str, str]:
-        """What the data is, in which order it comes, and how a run resumes with it.
+        """Describes the data, its order, and how a run resumes with it.
 
         Returns:
             Texts by name: `source`, `order` and `resumes`.
@@ -212,7 +212,7 @@ def evaluation_batches(data: Data, global_batch_size: int) -> tf.data.Dataset:
     """Returns the batches of one pass in the data's own order; the last one may be short.
 
     Raises:
-        ValueError: If a data set is infinite.
+        ValueError: If a dataset is infinite.
     """
     if isinstance(data, tf.data.Dataset):
         return _dataset_batches(data, global_batch_size, None)
@@ -224,8 +224,10 @@ def evaluation_batches(data: Data, global_batch_size: int) -> tf.data.Dataset:
         def read(indices: tf.Tensor) -> Any:
             size = tf.size(indices, tf.int64)
             if bounds is not None:
-                start, own = rows_of_worker.rows_to_read(bounds(size), size, tf.minimum, tf.maximum)
-                indices = indices[start : start + own]
+                start, num_rows = rows_of_worker.rows_to_read(
+                    bounds(size), size, tf.minimum, tf.maximum
+                )
+                indices = indices[start : start + num_rows]
             return _element(source.read(indices), size, bounds, change)
 
         indices = tf.data.Dataset.range(source.num_indices)
@@ -245,17 +247,16 @@ def evaluation_batches(data: Data, global_batch_size: int) -> tf.data.Dataset:
 def first_batches(
     data: Data, *, global_batch_size: int, seed: int, num_batches: int
 ) -> list[tuple[Any, ...]]:
-    """Returns the first batches of a run as NumPy arrays, the last one short.
+    """Returns the first batches of a run as NumPy arrays, one of which is short.
 
-    A parity check should see an uneven batch. Where the data would fill all `num_batches`, half
-    of the last batch is left out; where one pass is shorter than that, its own short batch stands
-    in its place. Passes are repeated as needed.
+    A parity check needs an uneven batch. If all `num_batches` would be full, the last one is cut in
+    half; otherwise the short last batch of a pass serves. Passes repeat as needed.
 
     Args:
         data: As for `EpochBatches`.
         global_batch_size: Examples in a full batch.
-        seed: The seed of the order of arrays.
-        num_batches: How many batches.
+        seed: Seed for the order of indexable data.
+        num_batches: Number of batches.
     """
     if isinstance(data, tf.data.Dataset):
         examples = data.map(_cast_tuple).take(num_batches * global_batch_size)
@@ -275,7 +276,7 @@ def first_batches(
 
 
 def batches_dataset(batches: list[tuple[Any, ...]]) -> tf.data.Dataset:
-    """Returns a data set that yields the given batches of NumPy arrays in order."""
+    """Returns a dataset that yields the given batches of NumPy arrays in order."""
 
     def any_length(array: np.ndarray) -> tf.TensorSpec:
         return tf.TensorSpec((None, *array.shape[1:]), array.dtype)
@@ -313,14 +314,14 @@ def _element(
     bounds: rows_of_worker.Bounds | None,
     change: rows_of_worker.Change | None,
 ) -> Any:
-    """What the data set yields: a batch, or a part of one of that size."""
+    """Returns an element of the dataset: a batch, or marked rows of a batch of that size."""
     if change is not None:
         batch = change(*batch)
     return batch if bounds is None else rows_of_worker.mark(batch, size)
 
 
 def _facts_of(source: Source, order: str, first_batch: np.ndarray) -> dict[str, str]:
-    """What workers that read shares must have in common."""
+    """Returns facts on which workers that read only their own rows must agree."""
     rows = source.read(tf.constant(first_batch[:_NUM_COMPARED], tf.int64))
     digest = hashlib.sha256()
     for leaf in tf.nest.flatten(_to_numpy(rows)):

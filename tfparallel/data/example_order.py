@@ -1,12 +1,10 @@
 """The order of the examples, as a pure function of the seed and the pass.
 
-Nothing here depends on devices, replicas or on what ran before: a run that is
-resumed at epoch 5, or spread over another number of devices, sees the batches
-that an uninterrupted run on one device sees.
+The order does not depend on devices, replicas or earlier steps: a run that resumes at epoch 5, or
+on another number of devices, sees the same batches as an uninterrupted run on one device.
 
-A *pass* is one permutation of all examples, cut into global batches; the last
-batch of a pass is short when the examples do not fill it. Steps are numbered
-through all passes. With 7 examples and a global batch of 3:
+A *pass* is one permutation of all examples, divided into global batches; the last batch of a pass
+may be short. Steps are numbered across passes. With 7 examples and a global batch of 3:
 
     step    0      1      2   |  3      4      5   |  6  ...
     pass    0      0      0   |  1      1      1   |  2
@@ -25,7 +23,7 @@ def epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
     """Returns the order in which pass number `epoch` visits the examples.
 
     Args:
-        num_examples: How many examples there are.
+        num_examples: Number of examples.
         seed: The seed of the run, any non-negative integer.
         epoch: The number of the pass, counted from 0.
 
@@ -45,14 +43,14 @@ def epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def window_order(sizes: Sequence[int], window: int, seed: int, epoch: int) -> np.ndarray:
-    """Returns an order that needs the examples of few files at a time.
+    """Returns an order that needs only a few files at a time.
 
-    The files are permuted, and cut into windows of `window` files; the examples of each window are
-    permuted among themselves.
+    The files are permuted and divided into windows of `window` files; the examples within each
+    window are permuted.
 
     Args:
-        sizes: How many examples each file has; they are counted through all files.
-        window: How many files are mixed, at least 1. With `len(sizes)` or more: all.
+        sizes: Number of examples in each file; indices count through all files.
+        window: Number of files per window, at least 1. `len(sizes)` or more mixes all files.
         seed: The seed of the run.
         epoch: The number of the pass, counted from 0.
 
@@ -79,7 +77,7 @@ def _generator(seed, epoch):
 
 
 def num_batches_per_pass(num_examples: int, global_batch_size: int) -> int:
-    """Returns how many batches one pass has, the short last one included."""
+    """Returns the number of batches in one pass, including a short last one."""
     return -(-num_examples // global_batch_size)
 
 
@@ -94,15 +92,15 @@ def batch_indices(
     """Returns the examples of `num_steps` consecutive global batches.
 
     Args:
-        num_examples: How many examples there are, at least one.
+        num_examples: Number of examples, at least one.
         global_batch_size: Examples in a full batch.
         seed: The seed of the run.
         first_step: The first step, counted from the start of the run.
-        num_steps: How many steps.
+        num_steps: Number of steps.
         order_of_pass: Returns the order for a seed and a pass; `epoch_order` if None.
 
     Returns:
-        One int64 array of example indices a step.
+        One int64 array of example indices per step.
     """
     per_pass = num_batches_per_pass(num_examples, global_batch_size)
     order_of_pass = order_of_pass or functools.partial(epoch_order, num_examples)

@@ -1,6 +1,6 @@
 """Feature partition: each example is split along its features, and each device reads a part.
 
-What reads a part holds only the weights of its features. A dense layer is then a sum of dense
+A device then holds only the weights for its own features. A dense layer becomes a sum of dense
 layers: x·W = x_1·W_1 + … + x_K·W_K, with x_k the features and W_k the rows of part k.
 """
 
@@ -19,21 +19,21 @@ __all__ = ["by_feature"]
 def by_feature(
     data: Any, num_parts: int, *, axis: int = -1, weights: Sequence[int] | None = None
 ) -> Any:
-    """Splits inputs along their feature axis, for a model with an input for each part.
+    """Splits inputs along their feature axis, for a model with one input per part.
 
     Args:
         data: An array or tensor of examples, `(examples, …)`, or a `tf.data.Dataset` of them or of
-            `(x, y[, sample_weight])`, batched or not, of which `x` is split.
-        num_parts: K, how many parts; at most the number of features.
-        axis: Which axis holds the features; the last by default. Never the examples'.
+            `(x, y[, sample_weight])`, batched or not, whose `x` is split.
+        num_parts: K, the number of parts, at most the number of features.
+        axis: The feature axis, by default the last; it must not be the axis of the examples.
         weights: K whole numbers, for parts of unequal size: `[3, 1]` gives the first of two parts
-            three features of every four.
+            three of every four features.
 
     Returns:
-        K arrays or tensors in a tuple; or the data set with such a tuple as its `x`.
+        A tuple of K arrays or tensors; or the dataset with such a tuple as its `x`.
 
     Raises:
-        ValueError: If there is not a feature for each part, or `x` is not one tensor.
+        ValueError: If there are fewer features than parts, or `x` is not a single tensor.
 
     Example:
         >>> left, right = tfparallel.data.by_feature(np.ones((10, 7)), 2)

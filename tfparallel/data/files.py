@@ -1,8 +1,8 @@
-"""Sources that are files: TFRecords by an index of their records, NPZ shards by their rows.
+"""File sources: TFRecords with an index of their records, and NPZ shards with indexed rows.
 
-Files are shuffled over all their examples, or, with `window=W`, over W files at a time: the files
-come in a new order in each epoch, and the examples of each W of them are mixed. So at most a
-window's files are read at a time, and a disk reads along; the price is a coarser mix.
+Shuffling covers all examples or, with `window=W`, W files at a time: each epoch permutes the files,
+and mixes the examples within each group of W files. Then only the files of one window are read at a
+time, mostly sequentially, at the price of a coarser shuffle.
 """
 
 import collections
@@ -23,7 +23,7 @@ __all__ = ["NPZShards", "TFRecords"]
 
 
 class _Files(Source):
-    """Examples in several files: what records and arrays have in common."""
+    """Examples in several files: the common base of records and arrays."""
 
     def __init__(self, paths: Sequence[str | os.PathLike], window: int | None):
         if isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable):
@@ -70,7 +70,7 @@ class _Files(Source):
         return window_order(self.sizes, self.window, seed, epoch)
 
     def _places(self, indices):
-        """For each index its file and its row in there."""
+        """Returns the file of each index, and its row in that file."""
         files = np.searchsorted(self._ends, indices, side="right")
         return files, indices - (self._ends - self.sizes)[files]
 
@@ -81,20 +81,20 @@ class _Files(Source):
 
 
 class TFRecords(_Files):
-    """Records of TFRecord files, found by an index of their offsets.
+    """Records of TFRecord files, indexed by their offsets.
 
-    The index is made when the source is: the lengths in front of the records are read, not the
-    records. It is the same on every worker, and nothing is written.
+    The constructor builds the index from the lengths in front of the records, without reading the
+    records. The index is the same on every worker, and is not written to disk.
 
     Args:
         paths: The files, uncompressed, in the same order on every worker.
-        parse: Makes an example `(x, y[, sample_weight])` of one serialized record, a scalar string
-            tensor: TensorFlow code, such as `tf.io.parse_single_example`. Examples must have one
-            shape, so that they can be batched.
-        window: How many files are shuffled together; None for all.
+        parse: Converts one serialized record, a scalar string tensor, to an example
+            `(x, y[, sample_weight])`, in TensorFlow code such as `tf.io.parse_single_example`. All
+            examples must have the same shape, so that they can be batched.
+        window: Number of files that are shuffled together; None for all.
 
     Raises:
-        ValueError: If there is no file or no record, or a file is compressed or cut.
+        ValueError: If there are no files or no records, or a file is compressed or truncated.
 
     Example:
         >>> import glob
@@ -145,7 +145,7 @@ class TFRecords(_Files):
 
 
 def _record(path: tf.Tensor, offset: tf.Tensor) -> tf.Tensor:
-    """The record that begins there, its checksum verified: TensorFlow's own reader."""
+    """Reads the record at `offset` with TensorFlow's own reader, which verifies its checksum."""
     records = tf.raw_ops.TFRecordDatasetV2(
         filenames=path[None], compression_type="", buffer_size=0, byte_offsets=offset[None]
     )
@@ -160,10 +160,10 @@ def _record(path: tf.Tensor, offset: tf.Tensor) -> tf.Tensor:
 
 
 def _offsets(path: str) -> np.ndarray:
-    """Where the records of a file begin, int64.
+    """Returns the offsets of the records in a file, int64.
 
-    A record is its length (8 bytes, little-endian), a checksum of that (4), the bytes themselves
-    and a checksum of them (4).
+    A record consists of its length (8 bytes, little-endian), a checksum of the length (4 bytes),
+    the data, and a checksum of the data (4 bytes).
     """
     size = tf.io.gfile.stat(path).length
     offsets, offset = [], 0
@@ -190,19 +190,19 @@ def _offsets(path: str) -> np.ndarray:
 
 
 class NPZShards(_Files):
-    """Rows of the arrays in `.npz` files, each file a shard of the examples.
+    """Rows of the arrays in `.npz` files, each of which is a shard of the examples.
 
     Args:
-        paths: The files, in the same order on every worker. All hold arrays of the same names,
-            types and shapes but for the first axis, which is the example.
+        paths: The files, in the same order on every worker. All must hold arrays of the same names,
+            dtypes and shapes, except for the first axis, which is the example.
         x: The name of the input array, or a nested structure of names.
-        y: That of the targets.
-        sample_weight: That of the weights, if there are any.
-        window: How many files are shuffled together; None for all, which holds all in memory. With
-            a window, two windows' files are.
+        y: The same for the targets.
+        sample_weight: The same for the sample weights, if any.
+        window: Number of files that are shuffled together. None shuffles all files, and keeps all
+            of them in memory; with a window, the files of two windows are in memory.
 
     Raises:
-        ValueError: If there is no file, or the arrays of one do not fit those of the others.
+        ValueError: If there are no files, or their arrays do not match.
 
     Example:
         >>> import glob
@@ -224,7 +224,7 @@ class NPZShards(_Files):
         self._names = tf.nest.flatten(self._fields)
         self._shards: collections.OrderedDict[int, list[np.ndarray]] = collections.OrderedDict()
         self._lock = threading.Lock()
-        self._specs: dict[str, tuple[tuple[int, ...], np.dtype]] = {}  # Of an example.
+        self._specs: dict[str, tuple[tuple[int, ...], np.dtype]] = {}  # Per example.
         sizes = []
         for path in self.paths:
             specs = _npz_specs(path, self._names)
@@ -255,14 +255,14 @@ class NPZShards(_Files):
         files, rows = self._places(indices)
         with self._lock:
             for file in np.unique(files):
-                here = files == file
+                in_file = files == file
                 for array, shard in zip(out, self._shard(int(file)), strict=True):
-                    array[here] = shard[rows[here]]
+                    array[in_file] = shard[rows[in_file]]
         return out
 
     def _shard(self, file):
         if file not in self._shards:
-            # Batches are read ahead, beyond the window's end.
+            # Prefetching reads ahead into the next window.
             if self.window is not None and len(self._shards) == 2 * self.window:
                 self._shards.popitem(last=False)
             with np.load(self.paths[file]) as arrays:
@@ -272,7 +272,7 @@ class NPZShards(_Files):
 
 
 def _npz_specs(path, names) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Shape and type of the named arrays, from their headers."""
+    """Returns the shapes and dtypes of the named arrays, from their headers."""
     if not zipfile.is_zipfile(path):
         raise ValueError(
             "NPZShards needs files that numpy.savez or savez_compressed wrote. Received: "

@@ -1,7 +1,7 @@
 """Batch partition: each global batch is split across the replicas, by rows.
 
-The arithmetic is plain Python; it holds for Python integers and for scalar integer tensors alike,
-so that the row count of a batch may be known only when the step runs.
+The arithmetic is plain Python. It works for Python integers and for scalar integer tensors, so the
+number of rows may be unknown until the step runs.
 """
 
 import itertools
@@ -22,11 +22,11 @@ class RowRange(NamedTuple):
 def row_ranges(
     num_rows: Count, num_shards: int, weights: Sequence[int] | None = None
 ) -> list[RowRange]:
-    """Splits `num_rows` rows into `num_shards` consecutive ranges, equal or as the weights say.
+    """Splits `num_rows` rows into `num_shards` consecutive ranges, equal or by weight.
 
-    Shard k gets the rows from floor(W_k·B/W) to floor(W_{k+1}·B/W), with B = `num_rows`, W_k the
-    sum of the weights before k and W that of all. Without weights W_k = k, and the sizes differ by
-    at most 1. With few rows some ranges are empty.
+    Shard k gets rows floor(W_k·B/W) to floor(W_{k+1}·B/W), with B = `num_rows`, W_k the sum of the
+    weights before k, and W the sum of all weights. Without weights W_k = k, and the sizes differ by
+    at most 1. If there are few rows, some ranges are empty.
 
     Args:
         num_rows: B, a Python integer or a scalar integer tensor.
@@ -53,25 +53,25 @@ def row_ranges(
 
 
 def rows_of_workers(strategy: Any, num_rows: Count) -> list[Count]:
-    """How many rows of a batch each worker's replicas have, in the order of the workers."""
+    """Returns the number of rows of a batch on each worker's replicas, in worker order."""
     ranges = row_ranges(num_rows, strategy.num_replicas, strategy.replica_weights)
     sizes, per_worker = [rows.size for rows in ranges], len(strategy.devices)
     return [sum(sizes[k : k + per_worker]) for k in range(0, len(sizes), per_worker)]
 
 
 def rows_by_replica(strategy: Any, num_rows: int) -> dict[str, int]:
-    """Tells how a batch is split: which replica computes how many of its rows.
+    """Returns how a batch is split: the number of rows that each replica computes.
 
     Args:
         strategy: A `tfparallel.MirroredStrategy` or `MultiWorkerMirroredStrategy`, such as
             `model.distribute_strategy` of a model that `data_parallel` returned.
-        num_rows: The rows of the global batch.
+        num_rows: Number of rows in the global batch.
 
     Returns:
-        The number of rows by the replica's worker and device, in the order of the rows.
+        The number of rows by worker and device of each replica, in row order.
 
     Raises:
-        ValueError: If the strategy is none of these, or there is no such number of rows.
+        ValueError: If the strategy is none of these, or `num_rows` is invalid.
 
     Example:
         >>> model = tfparallel.data_parallel(build_model, devices=["CPU:0", "CPU:1"])
@@ -99,7 +99,7 @@ def rows_by_replica(strategy: Any, num_rows: int) -> dict[str, int]:
 
 
 def check_weights(weights: Sequence[int] | None, num_shards: int) -> None:
-    """Raises unless the weights are None, or a whole number of at least 1 for each shard.
+    """Checks that the weights are None, or a whole number of at least 1 for each shard.
 
     Raises:
         ValueError: If they are not.

@@ -1,8 +1,8 @@
-"""What a tensor of a graph was made of: of rows of the batch, of their number, or of neither.
+"""Determines what a graph tensor depends on: rows of the batch, their number, or neither.
 
-A position embedding is read with the indices 0 … T−1, whatever the batch holds, and so once a
-batch; a token embedding with indices that are rows of it. A dropout mask of a weight belongs to no
-row. Neither a layer's name nor a shape tells which: the operations behind the tensor do.
+A position embedding looks up the indices 0 … T−1 once per batch, whatever the batch holds; a token
+embedding looks up indices from the rows. A dropout mask on a weight belongs to no row. Neither the
+layer's name nor the shapes reveal the difference, but the operations behind the tensor do.
 
     Const, weights, Shape(x)[1]          neither
     Shape(x)[0], ones_like(x)            the number of rows
@@ -20,66 +20,66 @@ __all__ = ["NUMBER", "ROWS", "inputs_made_of", "made_of", "maker_of", "stand_for
 
 ROWS, NUMBER = "rows", "number of rows"
 
-# These look at the shape of their input and at none of its values.
+# These depend on the shape of their input, but not on its values.
 _OF_SHAPE = ("Shape", "ShapeN", "Size", "ZerosLike", "OnesLike")
-# Operations whose only inputs are resources read data (an iterator), except for these, which read
+# Operations with only resource inputs read data (from an iterator), except for these, which read
 # state.
 _STATE = ("Const", "VarHandleOp", "ReadVariableOp", "VariableShape", "Rank")
-# What earlier searches found in a graph, so that one over many layers stays linear.
+# Results of earlier searches in a graph, so that searches for many layers stay linear.
 _MADE_OF_ROWS: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
-# Of a function's graph: in what graph its arguments are, by their names here, which tensors.
+# For a function's graph: argument name -> (outer graph, name of the outer tensor).
 _STANDS_FOR: weakref.WeakKeyDictionary[tf.Graph, dict[str, tuple[weakref.ref, str]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def made_of(tensor: tf.Tensor) -> frozenset[str]:
-    """Returns what a tensor of a graph depends on: a subset of `{ROWS, NUMBER}`.
+    """Returns what a graph tensor depends on: a subset of `{ROWS, NUMBER}`.
 
-    What is drawn at random counts as rows: each replica and each micro-batch draws for itself.
+    Random draws count as rows, since each replica and each micro-batch draws separately.
 
     Args:
         tensor: A tensor of a graph that is being traced.
 
     Raises:
-        ValueError: If the tensor is eager: no operation stands behind it.
+        ValueError: If the tensor is eager, and so has no operation.
     """
     if not tf.is_symbolic_tensor(tensor):
         raise ValueError(
             "Only a tensor of a graph tells what it was made of. Received: an eager tensor of "
             f"shape {tensor.shape}."
         )
-    found = _Walk().of(tensor)
-    if ROWS in found:
+    dependencies = _Walk().of(tensor)
+    if ROWS in dependencies:
         _MADE_OF_ROWS.setdefault(tensor.graph, set()).add(tensor.name)
-    return found
+    return dependencies
 
 
 def stand_for(placeholder: tf.Tensor, tensor: tf.Tensor) -> None:
-    """Has a search go on behind a placeholder, a traced function's argument, at a tensor."""
+    """Makes searches continue from a placeholder, an argument of a traced function, at a tensor."""
     if tf.is_symbolic_tensor(tensor):
         outer = (weakref.ref(tensor.graph), tensor.name)
         _STANDS_FOR.setdefault(placeholder.graph, {})[placeholder.name] = outer
 
 
 def maker_of(tensor: tf.Tensor, handed_on: Sequence[str]) -> tf.Operation:
-    """Returns the operation that made a tensor, in whatever function it stands.
+    """Returns the operation that produced a tensor, even inside called functions.
 
-    The search goes on behind operations of the types `handed_on`.
+    The search passes through operations of the types `handed_on`.
     """
     operation, _ = _made_by(tensor, handed_on)
     return operation
 
 
 def inputs_made_of(tensor: tf.Tensor, handed_on: Sequence[str]) -> list[frozenset[str]]:
-    """Returns for each input of `maker_of` a tensor what it depends on, as `made_of` does."""
+    """Returns what each input of a tensor's `maker_of` depends on, like `made_of`."""
     operation, call = _made_by(tensor, handed_on)
     return [_Walk().of(each, call) for each in operation.inputs]
 
 
 def _made_by(tensor, handed_on) -> tuple[tf.Operation, tuple]:
-    """The maker, and the calls in whose functions it stands."""
+    """Returns the producing operation, and the stack of calls that contains it."""
     walk, call = _Walk(), ()
     while True:
         if tensor.op.type in handed_on:
@@ -96,14 +96,14 @@ def _made_by(tensor, handed_on) -> tuple[tf.Operation, tuple]:
 
 
 class _Walk:
-    """One search; what was found out about a tensor is kept, and calls are looked into."""
+    """One search, which caches its results and follows calls into functions."""
 
     def __init__(self):
-        self._known: dict[tuple, frozenset[str]] = {}
+        self._cache: dict[tuple, frozenset[str]] = {}
 
     def of(self, tensor: tf.Tensor, call: tuple = ()) -> frozenset[str]:
-        """What a tensor is made of; `call` is the operations whose functions it stands in."""
-        waiting, seen, found = [(tensor, call)], set(), frozenset()
+        """Returns what a tensor depends on; `call` is the stack of calls that contains it."""
+        waiting, seen, dependencies = [(tensor, call)], set(), frozenset()
         while waiting:
             tensor, call = waiting.pop()
             key = (id(tensor.graph), tensor.name, tuple(id(op) for op in call))
@@ -111,41 +111,41 @@ class _Walk:
                 continue
             seen.add(key)
             if tensor.name in _MADE_OF_ROWS.get(tensor.graph, ()) and not call:
-                found |= {ROWS}
+                dependencies |= {ROWS}
             elif tensor.op.type in _OF_SHAPE:
-                found |= self._of_shape(tensor, call)
+                dependencies |= self._of_shape(tensor, call)
             elif (axis := _axis_read(tensor)) is not None:
-                found |= frozenset() if axis else self._of_shape(tensor.op.inputs[0], call)
+                dependencies |= frozenset() if axis else self._of_shape(tensor.op.inputs[0], call)
             elif tensor.op.type == "Placeholder":
                 outer = self.outside(tensor, call)
                 if outer is None:
-                    found |= frozenset({ROWS} if tensor.dtype != tf.resource else ())
+                    dependencies |= frozenset({ROWS} if tensor.dtype != tf.resource else ())
                 elif tf.is_symbolic_tensor(outer[0]):
                     waiting.append(outer)
             elif _draws(tensor.op) or _reads_data(tensor.op):
-                found |= {ROWS}
+                dependencies |= {ROWS}
             elif tensor.op.type in _CALLS:
                 waiting.extend(self.inside(tensor, call))
             else:
                 waiting.extend((each, call) for each in tensor.op.inputs)
-            if ROWS in found:
+            if ROWS in dependencies:
                 break
-        return found
+        return dependencies
 
     def _of_shape(self, tensor, call) -> frozenset[str]:
-        """A fully known shape does not depend on the batch; another may hold its number of rows."""
+        """A static shape does not depend on the batch; a dynamic one may contain its size."""
         (of,) = tensor.op.inputs[:1]
         key = (id(of.graph), of.name, tuple(id(op) for op in call))
-        if key not in self._known:
+        if key not in self._cache:
             is_known = of.shape.is_fully_defined()
-            self._known[key] = frozenset() if is_known else self.of(of, call)
-        return frozenset({NUMBER} if self._known[key] else ())
+            self._cache[key] = frozenset() if is_known else self.of(of, call)
+        return frozenset({NUMBER} if self._cache[key] else ())
 
     def outside(self, placeholder, call):
-        """The tensor that a placeholder stands for; None where it is the trace's own argument."""
+        """Returns the tensor behind a placeholder; None for an argument of the trace itself."""
         if call:
-            given = zip(_function_of(call[-1]).inputs, call[-1].inputs, strict=False)
-            for argument, tensor in given:
+            arguments = zip(_function_of(call[-1]).inputs, call[-1].inputs, strict=False)
+            for argument, tensor in arguments:
                 if argument is placeholder:
                     return tensor, call[:-1]
         for external, internal in getattr(placeholder.graph, "captures", ()):
@@ -155,7 +155,7 @@ class _Walk:
         return None if graph is None else (graph().get_tensor_by_name(name), call)
 
     def inside(self, tensor, call) -> Iterator[tuple]:
-        """The output of the function that a call operation calls, or all that the call reads."""
+        """Yields the called function's output, or all inputs of the call if it is unknown."""
         function = _function_of(tensor.op)
         if function is None:
             yield from ((each, call) for each in tensor.op.inputs)
@@ -164,7 +164,7 @@ class _Walk:
 
 
 def _function_of(operation):
-    """The graph of the function that an operation calls; None where TensorFlow kept none."""
+    """Returns the graph of the function that an operation calls; None if TensorFlow has none."""
     try:
         return graph_of(operation.graph, operation.get_attr("f").name)
     except ValueError:
@@ -172,7 +172,7 @@ def _function_of(operation):
 
 
 def _axis_read(tensor) -> int | None:
-    """For `shape(x)[axis]` the axis, counted from 0."""
+    """Returns the axis of `shape(x)[axis]`, counted from 0; None for other tensors."""
     operation = tensor.op
     if operation.type != "StridedSlice" or operation.inputs[0].op.type != "Shape":
         return None
@@ -188,7 +188,7 @@ def _draws(operation) -> bool:
 
 
 def _reads_data(operation) -> bool:
-    """Whether it takes its values from outside the graph: an iterator, a queue, Python."""
+    """Whether an operation reads values from outside the graph: an iterator, a queue, Python."""
     is_held = (tensor.dtype in (tf.resource, tf.variant) for tensor in operation.inputs)
     hands_on = any(tensor.dtype in (tf.resource, tf.variant) for tensor in operation.outputs)
     return all(is_held) and not hands_on and operation.type not in _STATE

@@ -1,11 +1,11 @@
-"""Data sets of which each worker reads its own rows of a batch, and nothing else.
+"""Datasets of which each worker reads only its own rows of a batch.
 
     batch of 7      x₀ x₁ x₂ x₃ x₄ x₅ x₆
     worker 0 reads  x₀ x₁ x₂                of 7
     worker 1 reads           x₃ x₄ x₅ x₆    of 7
 
-What can be indexed can be read so (`tfparallel.data.EpochBatches`): the order of the examples is a
-function of the seed, so that every worker knows which rows of a batch are its own.
+This works for indexable data (`tfparallel.data.EpochBatches`): the order of the examples is a
+function of the seed, so every worker knows which rows of a batch are its own.
 """
 
 from collections.abc import Callable
@@ -24,14 +24,14 @@ Change = Callable[..., Any]
 
 
 class Readings(NamedTuple):
-    """How a data set is read in shares.
+    """How a worker reads only its own rows of a dataset.
 
     Attributes:
-        share: Called with the bounds of a worker's rows in a batch of B, and what each batch is
-            mapped by or None; returns the data set of its rows, each batch marked.
-        facts: Called with nothing; returns texts of what must be the same on all workers, a
-            fingerprint of the first rows among them.
-        batch_size: The rows of a full batch, of all workers.
+        share: Takes a function from the batch size to the worker's rows, and a function that maps
+            each batch, or None; returns the dataset of the worker's rows, each batch marked.
+        facts: Returns texts that must be equal on all workers, including a fingerprint of the first
+            rows.
+        batch_size: Number of rows in a full global batch.
     """
 
     share: Callable[[Bounds, Change | None], tf.data.Dataset]
@@ -40,50 +40,50 @@ class Readings(NamedTuple):
 
 
 def offer(dataset: tf.data.Dataset, readings: Readings) -> tf.data.Dataset:
-    """Says of a data set of global batches that it can be read in shares, too.
+    """Attaches `readings` to a dataset of global batches, and returns the dataset.
 
-    `fit` takes a data set of TensorFlow's, so this hangs on the object. One that is made of it, by
-    `map` say, has nothing of it, as it should, and is read whole.
+    `fit` takes a TensorFlow dataset, so this is an attribute of the object. A dataset derived from
+    it, for example by `map`, rightly lacks the attribute, and every worker reads all of it.
     """
     dataset._tfparallel_readings = readings
     return dataset
 
 
 def readings_of(data: Any) -> Readings | None:
-    """How some data is read in shares, if it can be."""
+    """Returns the `Readings` attached to a dataset, or None."""
     return getattr(data, "_tfparallel_readings", None)
 
 
 def rows_of_worker(strategy: Any) -> Bounds:
-    """Returns the function that tells which rows of a batch this worker's replicas have."""
+    """Returns a function from the size of a batch to the rows of this worker's replicas."""
     first, number = strategy.first_replica, len(strategy.devices)
 
     def bounds(num_rows: int) -> RowRange:
         ranges = row_ranges(num_rows, strategy.num_replicas, strategy.replica_weights)
-        own = ranges[first : first + number]
-        return RowRange(own[0].start, sum(rows.size for rows in own))
+        local_ranges = ranges[first : first + number]
+        return RowRange(local_ranges[0].start, sum(rows.size for rows in local_ranges))
 
     return bounds
 
 
-def rows_to_read(own: RowRange, num_rows: Any, least: Callable, most: Callable) -> RowRange:
-    """Returns the rows that a worker reads: its own, or one of another's if it has none.
+def rows_to_read(local_rows: RowRange, num_rows: Any, least: Callable, most: Callable) -> RowRange:
+    """Returns the rows that a worker reads: its own, or one of another worker if it has none.
 
-    A worker without rows still computes one, and the result is dropped, since not all operations
-    accept an empty batch. A made-up row would not do: a layer may refuse it (a word that is in no
-    vocabulary), or make NaN of it. `least` and `most` are `min` and `max`, or `tf.minimum` and
-    `tf.maximum`, of numbers of which some are tensors.
+    A worker without rows still computes one, and drops the result, since not all operations accept
+    an empty batch. A synthetic row would not do: a layer may reject it (a word outside the
+    vocabulary) or turn it into NaN. `least` and `most` are `min` and `max`, or `tf.minimum` and
+    `tf.maximum` if some numbers are tensors.
     """
-    start = least(own.start, most(num_rows - 1, 0))
-    return RowRange(start, least(most(own.size, 1), num_rows))
+    start = least(local_rows.start, most(num_rows - 1, 0))
+    return RowRange(start, least(most(local_rows.size, 1), num_rows))
 
 
 def mark(rows: Any, num_global_rows: tf.Tensor) -> dict[str, Any]:
-    """Makes the element of a data set that holds a worker's rows of a batch of so many."""
+    """Returns a dataset element with a worker's rows of a batch of `num_global_rows`."""
     return {_KEY: (rows, num_global_rows)}
 
 
 def unmarked(element: Any) -> tuple[Any, Any] | None:
-    """The rows, and how many the batch has; None of what `mark` did not make."""
+    """Returns the rows and the size of the batch of an element from `mark`; None for others."""
     is_marked = isinstance(element, dict) and list(element) == [_KEY]
     return element[_KEY] if is_marked else None

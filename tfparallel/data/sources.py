@@ -1,11 +1,11 @@
-"""Indexable sources: data of which any example can be read without those before it.
+"""Indexable sources: data with random access to its examples.
 
-What is indexable gets the order of `example_order.py`: the same at any number of workers, new in
-each epoch, and a run that starts again in the middle of an epoch reads nothing twice.
+Indexable data gets the order of `example_order.py`: it is the same for any number of workers and
+new in each epoch, and a run that resumes in the middle of an epoch reads nothing twice.
 
     source       an index is      in memory                      read by
-    Arrays       a row            all of it                      one gather a batch
-    TFRecords    a record         8 bytes a record               one read a record, checked
+    Arrays       a row            all of it                      one gather per batch
+    TFRecords    a record         8 bytes per record             one read per record, verified
     NPZShards    a row            all, or two windows of files   one file at a time, then gathers
     Batches      a whole batch    what the `PyDataset` holds     its `__getitem__`
 """
@@ -28,8 +28,8 @@ class Source(abc.ABC):
     """Examples that can be read in any order.
 
     Attributes:
-        num_indices: How many there are, of examples or, if `whole_batches`, of batches.
-        whole_batches: Whether an index stands for a batch, which then has the size it has.
+        num_indices: Number of examples, or of batches if `whole_batches`.
+        whole_batches: Whether an index refers to a whole batch, of any size.
     """
 
     num_indices: int
@@ -48,7 +48,7 @@ class Source(abc.ABC):
 
     @staticmethod
     def _by_python(function, indices: tf.Tensor, specs) -> list[tf.Tensor]:
-        """The arrays that a function makes of indices, with rows of these shapes and types."""
+        """Calls a Python function on indices; `specs` are the shapes and dtypes of its rows."""
         types = [tf.as_dtype(dtype) for _, dtype in specs]
         arrays = tf.numpy_function(function, [indices], types)
         return [
@@ -57,12 +57,12 @@ class Source(abc.ABC):
         ]
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
-        """The order of one pass: int64, shape `(num_indices,)`, a permutation."""
+        """Returns the order of one pass: a permutation, int64, shape `(num_indices,)`."""
         return epoch_order(self.num_indices, seed, epoch)
 
     @abc.abstractmethod
     def __str__(self) -> str:
-        """What it is, for the report."""
+        """Describes the source, for the report."""
 
 
 class Arrays(Source):
@@ -72,7 +72,7 @@ class Arrays(Source):
         data: `(x, y[, sample_weight])`, each an array or a nested structure of them.
 
     Raises:
-        ValueError: If it is something else, or there is not one example in each array.
+        ValueError: If it is something else, or the arrays are empty or differ in length.
     """
 
     def __init__(self, data: tuple[Any, ...]):
@@ -87,7 +87,7 @@ class Arrays(Source):
                 "NPZShards, a PyDataset, or a tf.data.Dataset of single examples. Received: "
                 f"{short(data)}. {hint}"
             )
-        # On the host: a batch is gathered there, and only the batch goes to a device.
+        # On the host: batches are gathered there, and only a batch is copied to a device.
         with tf.device("CPU:0"):
             self.tensors = tf.nest.map_structure(
                 lambda array: cast(tf.convert_to_tensor(array)), tuple(data)
@@ -110,16 +110,16 @@ class Arrays(Source):
 
 
 class Batches(Source):
-    """The batches of a `keras.utils.PyDataset`, in an order of ours.
+    """The batches of a `keras.utils.PyDataset`, in an order of our own.
 
-    The order is of batches, whose examples stay together; `on_epoch_end` of the data set, which
-    could not be run again for a resumed epoch, is not called.
+    Only the order of the batches changes; their examples stay together. The dataset's
+    `on_epoch_end` is not called, since it could not be repeated for a resumed epoch.
 
     Args:
-        dataset: One with a known number of batches.
+        dataset: A dataset with a known number of batches.
 
     Raises:
-        ValueError: If it does not say how many it has.
+        ValueError: If the number of batches is unknown or 0.
     """
 
     whole_batches = True
@@ -162,14 +162,14 @@ class Batches(Source):
 
 
 def as_source(data: Any) -> Source:
-    """Returns the source that `data` is, or that reads it: arrays, or a `PyDataset`."""
+    """Returns `data` if it is a source, or a source that reads the arrays or `PyDataset`."""
     if isinstance(data, Source):
         return data
     return Batches(data) if isinstance(data, keras.utils.PyDataset) else Arrays(data)
 
 
 def cast(tensor: tf.Tensor) -> tf.Tensor:
-    """As Keras does with arrays given to `fit`: floating data takes on floatx."""
+    """Casts floating-point data to floatx, as Keras does with arrays passed to `fit`."""
     if tensor.dtype.is_floating and tensor.dtype != keras.config.floatx():
         return tf.cast(tensor, keras.config.floatx())
     return tensor

@@ -1,1 +1,1 @@
-"""What each worker did last, kept in a file that outlives it; and what that says of a job."""
+"""Flight records: each worker's last events, in a file that outlives it, and their analysis."""

@@ -1,8 +1,8 @@
-"""Which worker is to blame for a job's end: not always the one that ended first.
+"""Finds the worker that caused the end of a job, which is not always the first one to exit.
 
-A worker that hangs, or is suspended, ends nothing. One that waits for it does, after a while, and
-is the first to end. The flight records tell who was waited for (`flight/job.py`), as they do
-`tfparallel trace`: the two never name different workers.
+A worker that hangs or is suspended does not exit; a worker that waits for it eventually does, and
+so exits first. The flight records reveal which worker the others waited for (`flight/job.py`).
+`tfparallel trace` uses the same analysis, so both name the same worker.
 """
 
 import dataclasses
@@ -19,67 +19,67 @@ __all__ = ["has_lost_another", "lost_by", "waited_for", "with_errors"]
 
 
 def has_lost_another(culprit: WorkerExit, folder: str, attempt: int, began: float) -> bool:
-    """Whether a worker of this host ended because another was lost, by its flight record.
+    """Whether a worker of this host ended because another one was lost, by its flight record.
 
-    Records from before `began`, in seconds since 1970, are of earlier jobs.
+    Records from before `began` (seconds since 1970) belong to earlier jobs.
     """
     record = _record(folder, culprit.worker, attempt, began)
     return record is not None and record.about.get("ended", "").startswith("WorkerLostError")
 
 
 def lost_by(worker: int, folder: str, attempt: int, began: float) -> int | None:
-    """Which other worker one of this host had lost, by its flight record; None if nobody can tell.
+    """Returns the worker that a worker of this host had lost, by its flight record, or None.
 
-    Records from before `began`, in seconds since 1970, are of earlier jobs.
+    Records from before `began` (seconds since 1970) belong to earlier jobs.
     """
     record = _record(folder, worker, attempt, began)
     return None if record is None else record.about.get("lost")
 
 
 def waited_for(outcome: Outcome, folder: str, attempt: int, began: float) -> str:
-    """Says in a sentence whom the worker that ended first had waited for.
+    """Describes which worker the first one to exit had waited for.
 
     Args:
         outcome: How the job ended.
-        folder: Where the records are.
-        attempt: How often the job had been started before.
-        began: When it started this time, in seconds since 1970: the folder may have older records.
+        folder: The folder of the records.
+        attempt: Number of earlier starts of the job.
+        began: When this attempt started, in seconds since 1970; the folder may hold older records.
 
     Returns:
-        A sentence; "" if it is to blame itself, or nobody can tell.
+        A sentence; "" if that worker is the culprit itself, or if the records cannot tell.
     """
     culprit = outcome.culprit
     if culprit is None or culprit.node is not None:
         return ""
-    # TensorFlow ends a worker that has lost another one by SIGABRT.
+    # TensorFlow aborts a worker that has lost another one (SIGABRT).
     may_have_waited = culprit.returncode in (TRY_AGAIN, -signal.SIGABRT)
     if not may_have_waited and not has_lost_another(culprit, folder, attempt, began):
         return ""
     records = [_record(folder, exit_.worker, attempt, began) for exit_ in outcome.exits]
-    found = [each for each in records if each is not None]
-    if not found:
+    readable = [each for each in records if each is not None]
+    if not readable:
         return ""
-    workers, why = behind(found)
-    # Where other hosts have records, too, this one's alone do not tell who is behind all others.
-    is_known = not elsewhere(found) or set(workers) <= set(silent(found))
+    workers, why = behind(readable)
+    # If other hosts have records too, this host's records alone do not show who is last.
+    is_known = not elsewhere(readable) or set(workers) <= set(silent(readable))
     return why if workers and is_known and culprit.worker not in workers else ""
 
 
 def with_errors(
     outcome: Outcome, errors: Mapping[int, WorkerError], log_dir: str | None
 ) -> Outcome:
-    """The outcome, with the error of the culprit where its last lines would stand.
+    """Returns the outcome with the culprit's error in place of its last log lines.
 
     Args:
         outcome: How the job ended.
-        errors: The error that ended each worker that told it, by worker.
-        log_dir: Where all that they wrote is kept, if it is.
+        errors: The errors that workers have reported, by worker.
+        log_dir: The folder of the workers' full logs, if they are kept.
     """
     culprit = outcome.culprit
     if culprit is None or culprit.node is not None or culprit.worker not in errors:
         return outcome
-    own = errors[culprit.worker].place
-    alike = sorted(worker for worker, error in errors.items() if error.place == own)
+    place = errors[culprit.worker].place
+    alike = sorted(worker for worker, error in errors.items() if error.place == place)
     if len(alike) > 1:
         text = f"workers {', '.join(map(str, alike))} ended by the error above"
     else:
@@ -91,7 +91,7 @@ def with_errors(
     else:
         text += f"; the whole traceback is in {log_dir}"
     culprit = dataclasses.replace(culprit, tail=(), told=text)
-    # Those that ended by the same error were not stopped, though the first had ended before them.
+    # Workers with the same error failed on their own, even if the first had ended before them.
     exits = tuple(
         dataclasses.replace(exit_, stopped=False) if exit_.worker in alike else exit_
         for exit_ in outcome.exits
@@ -100,7 +100,7 @@ def with_errors(
 
 
 def _record(folder: str, worker: int, attempt: int, began: float) -> WorkerRecord | None:
-    """A worker's record, if it can be read and is not from before `began`."""
+    """Returns a worker's record if it is readable and not from before `began`, else None."""
     try:
         record = read_record(path_of(folder, worker, attempt))
     except (OSError, ValueError):

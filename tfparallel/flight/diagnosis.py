@@ -1,4 +1,4 @@
-"""Says in a sentence what holds a job up, from how its workers' steps spend their time."""
+"""Names the bottleneck of a job, from the time splits of its workers' steps."""
 
 import statistics
 from collections.abc import Sequence
@@ -7,12 +7,12 @@ from tfparallel.flight.job import Split
 
 __all__ = ["verdict"]
 
-_MUCH = 0.25  # Of a step.
-_SLOWER = 1.25  # Than the others.
-_SMALL_BYTES = 4e6  # A sum of fewer takes as long as the workers need to meet.
-_LINK_RATIO = 0.5  # Of the link's rate.
+_MUCH = 0.25  # Fraction of a step.
+_SLOWER = 1.25  # Relative to the other workers.
+_SMALL_BYTES = 4e6  # A smaller sum is dominated by latency.
+_LINK_RATIO = 0.5  # Fraction of the link's rate.
 _SHORT_SECONDS = 0.004  # TensorFlow takes a millisecond or two to start a step.
-_CHANCE_SECONDS = 0.002  # By which two workers differ anyway.
+_CHANCE_SECONDS = 0.002  # Normal variation between workers.
 _INPUT = "in waiting for its data"
 
 
@@ -23,14 +23,14 @@ def verdict(
     link_bits: float | None = None,
     expected_compute: float | None = None,
 ) -> str:
-    """Says what holds a job up, in a sentence that begins with the cause.
+    """Names the bottleneck of a job, in a sentence that begins with the cause.
 
     Args:
-        splits: Of each worker, as `job.splits` returns them.
-        sent_bytes: What a worker hands to the others in a step.
-        link_bits: What the link between the hosts carries, in bits a second, if that is known.
-        expected_compute: What a step would compute for, in seconds, if half the rows took half the
-            time, by a run of fewer workers; None for the first.
+        splits: The workers' splits, from `job.splits`.
+        sent_bytes: Bytes that a worker passes to the others in a step.
+        link_bits: Rate of the link between the hosts in bits per second, if known.
+        expected_compute: Compute seconds per step, scaled in proportion to the rows from a run of
+            fewer workers; None for the first run.
     """
     total = statistics.mean(split.total for split in splits)
     mean = {
@@ -39,16 +39,17 @@ def verdict(
     }
     slow = _slow_worker(splits, total)
     if slow is not None:
-        own, others, where = slow[1:]
+        own_time, others, where = slow[1:]
         if where == _INPUT:
             return (
-                f"input-bound on worker {slow[0]}: a step waits there for data, {own * 1e3:.1f} ms "
-                f"with the rest, where the others take {others * 1e3:.1f} ms. Read and decode "
+                f"input-bound on worker {slow[0]}: a step waits there for data, "
+                f"{own_time * 1e3:.1f} ms with the rest, where the others take "
+                f"{others * 1e3:.1f} ms. Read and decode "
                 "ahead (`prefetch`), on more threads, or from a nearer disk."
             )
         return (
-            f"worker {slow[0]} is slow: it takes {own * 1e3:.1f} ms of its own for a step, the "
-            f"others {others * 1e3:.1f} ms; the difference is {where}."
+            f"worker {slow[0]} is slow: it takes {own_time * 1e3:.1f} ms of its own for a step, "
+            f"the others {others * 1e3:.1f} ms; the difference is {where}."
         )
     meeting = mean["reduction"] + mean["waiting"]
     most = max(mean["input"], mean["between"], meeting)
@@ -96,16 +97,16 @@ def verdict(
 
 
 def _slow_worker(splits, total):
-    """The worker that the others wait for, its time and theirs, and where the difference is."""
+    """Returns the worker that the others wait for, its time, theirs, and the main difference."""
     if len(splits) < 2:
         return None
     names = ("input", "compute", "between")
-    own = {split.worker: sum(getattr(split, name) for name in names) for split in splits}
-    slowest = max(own, key=own.__getitem__)
+    seconds_of = {split.worker: sum(getattr(split, name) for name in names) for split in splits}
+    slowest = max(seconds_of, key=seconds_of.__getitem__)
     others = [split for split in splits if split.worker != slowest]
-    theirs = statistics.median(own[split.worker] for split in others)
+    median = statistics.median(seconds_of[split.worker] for split in others)
     waiting = statistics.median(split.waiting for split in others)
-    is_slower = own[slowest] >= max(_SLOWER * theirs, theirs + _CHANCE_SECONDS)
+    is_slower = seconds_of[slowest] >= max(_SLOWER * median, median + _CHANCE_SECONDS)
     if not is_slower or waiting < (_MUCH / 2) * total:
         return None
     (of_slow,) = [split for split in splits if split.worker == slowest]
@@ -119,4 +120,4 @@ def _slow_worker(splits, total):
         key=lambda name: getattr(of_slow, name)
         - statistics.median(getattr(split, name) for split in others),
     )
-    return slowest, own[slowest], theirs, texts[where]
+    return slowest, seconds_of[slowest], median, texts[where]

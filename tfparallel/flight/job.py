@@ -1,8 +1,9 @@
-"""The flight records of a job's workers, side by side: who was behind, and where time goes.
+"""Compares the flight records of a job's workers: which one lags, and where time goes.
 
-Workers step together, and none is further than the collective that it waits in. So the one that is
-behind all others is what they wait for. Clocks of several hosts differ; but a reduction ends on all
-workers within a millisecond or so, and the median over many says by how much.
+Workers step together, and none can get past a collective that waits for the others. So the worker
+with the least progress is the one that the others wait for. The clocks of several hosts differ, but
+a reduction ends on all workers within about a millisecond: the median over many reductions gives
+the offset.
 """
 
 import dataclasses
@@ -17,8 +18,8 @@ from tfparallel.flight.record import BEGINS, SUFFIX, Event, WorkerRecord, read_r
 __all__ = ["Split", "behind", "chrome_trace", "doing", "read_job", "silent", "splits"]
 
 _PHASES = ("input", "forward", "backward", "passes", "update")
-_SILENT_SECONDS = 3.0  # A worker that lives says so twice a second.
-_NUM_FIRST_STEPS = 3  # They hold tracing, and comparisons of the batches.
+_SILENT_SECONDS = 3.0  # A live worker updates its record twice a second.
+_NUM_FIRST_STEPS = 3  # They include tracing, and comparisons of the batches.
 _LOST = ("WorkerLostError", "UnavailableError", "AbortedError", "InternalError")
 
 
@@ -36,10 +37,10 @@ def read_job(folder: str | os.PathLike) -> list[WorkerRecord]:
             f"--log_dir=FOLDER` keeps them). Received: {os.fspath(folder)}, which has none."
         )
     records = [read_record(path) for path in paths]
-    # The folder may have those of earlier jobs, too; each attempt has a token of its own.
+    # The folder may also hold records of earlier jobs; each attempt has its own token.
     last = max(records, key=lambda record: record.about.get("started", 0.0))
-    found = [record for record in records if _attempt(record) == _attempt(last)]
-    return sorted(found, key=lambda record: record.worker)
+    latest = [record for record in records if _attempt(record) == _attempt(last)]
+    return sorted(latest, key=lambda record: record.worker)
 
 
 def _attempt(record):
@@ -47,7 +48,7 @@ def _attempt(record):
 
 
 def elsewhere(records: Sequence[WorkerRecord]) -> list[int]:
-    """The workers whose records are not here, since they ran on other hosts."""
+    """Returns the workers whose records are missing because they ran on other hosts."""
     num_local = {r.about.get("host"): r.about.get("num_local", 0) for r in records}
     missing = _missing(records)
     return missing if sum(num_local.values()) <= len(records) else []
@@ -59,7 +60,7 @@ def _missing(records):
 
 
 def doing(record: WorkerRecord) -> str:
-    """What a worker did last: in which step, where in it, and for how long."""
+    """Describes a worker's last activity: the step, the place in it, and for how long."""
     now = record.now
     seconds = max(0.0, now.end - now.begin)
     if now.what != "in a step":
@@ -78,7 +79,7 @@ def doing(record: WorkerRecord) -> str:
 
 
 def behind(records: Sequence[WorkerRecord]) -> tuple[tuple[int, ...], str]:
-    """Names the workers that the others waited for, and says why. None if nobody can tell."""
+    """Returns the workers that the others waited for, if any, and a sentence of explanation."""
     missing = _missing(records)
     if missing and not elsewhere(records):
         return tuple(missing), f"{_workers(missing)} left no record: `fit` did not begin there."
@@ -111,7 +112,7 @@ def behind(records: Sequence[WorkerRecord]) -> tuple[tuple[int, ...], str]:
 
 
 def silent(records: Sequence[WorkerRecord]) -> list[int]:
-    """The workers that stopped without a word while others went on."""
+    """Returns the workers whose records stop without an end while other workers went on."""
     shifts = clock_shifts(records)
     seen = {record.worker: record.now.end - shifts[record.worker] for record in records}
     return [
@@ -124,17 +125,17 @@ def silent(records: Sequence[WorkerRecord]) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Where a worker's time goes: seconds of a step, on average.
+    """Where a worker's time goes: average seconds per step.
 
     Attributes:
         worker: Its index.
-        num_steps: Of how many steps.
-        total: From the begin of a step to that of the next.
+        num_steps: Number of steps in the average.
+        total: From the start of a step to the start of the next.
         input: Waiting for the step's data.
-        compute: Forward, backward, update, and what else is in a step.
-        reduction: In collectives, from when the last worker had come.
-        waiting: In collectives, until then.
-        between: Callbacks, and the loop itself.
+        compute: Forward pass, backward pass, update, and the rest of a step.
+        reduction: In collectives, after the last worker has arrived.
+        waiting: In collectives, before the last worker has arrived.
+        between: Callbacks, and the training loop itself.
     """
 
     worker: int
@@ -159,10 +160,10 @@ class Split:
 
 
 def splits(records: Sequence[WorkerRecord]) -> list[Split]:
-    """Where the time of each worker goes, over the steps that all records hold.
+    """Computes where each worker's time goes, over the steps that all records contain.
 
     Returns:
-        A split for each worker; none if too few steps can be compared.
+        A split for each worker; an empty list if no steps can be compared.
     """
     shifts = clock_shifts(records)
     by_worker = {record.worker: _by_step(record, shifts[record.worker]) for record in records}
@@ -170,25 +171,27 @@ def splits(records: Sequence[WorkerRecord]) -> list[Split]:
     steps = [step for step in steps[_NUM_FIRST_STEPS:] if _can_compare(by_worker, step)]
     if not steps:
         return []
-    found = []
-    for worker, own in by_worker.items():
-        times = [_times(own[step], [each[step] for each in by_worker.values()]) for step in steps]
+    result = []
+    for worker, events in by_worker.items():
+        times = [
+            _times(events[step], [each[step] for each in by_worker.values()]) for step in steps
+        ]
         means = {name: statistics.fmean(each[name] for each in times) for name in times[0]}
-        found.append(Split(worker, len(steps), **means))
-    return found
+        result.append(Split(worker, len(steps), **means))
+    return result
 
 
-def _times(own, all_workers) -> dict[str, float]:
-    """Where a worker's time goes in one step, of which all workers' events are given."""
-    between, waits_for_data = _length(own.get("between steps")), _length(own.get("input"))
+def _times(events, all_events) -> dict[str, float]:
+    """Splits a worker's time in one step, given the events of all workers in it."""
+    between, waits_for_data = _length(events.get("between steps")), _length(events.get("input"))
     reduction = waiting = 0.0
-    for name in filter(is_collective, own):
-        last_came = max(events[name].begin for events in all_workers)
-        seconds = own[name].end - own[name].begin
-        waited = min(max(0.0, last_came - own[name].begin), seconds)
+    for name in filter(is_collective, events):
+        last_arrival = max(each[name].begin for each in all_events)
+        seconds = events[name].end - events[name].begin
+        waited = min(max(0.0, last_arrival - events[name].begin), seconds)
         waiting += waited
         reduction += seconds - waited
-    step = _length(own.get("step"))
+    step = _length(events.get("step"))
     return {
         "total": step + between,
         "input": waits_for_data,
@@ -200,7 +203,7 @@ def _times(own, all_workers) -> dict[str, float]:
 
 
 def clock_shifts(records: Sequence[WorkerRecord]) -> dict[int, float]:
-    """By how many seconds each worker's clock is ahead of the first one's."""
+    """Returns by how many seconds each worker's clock is ahead of the first worker's."""
     first = records[0]
     ends = {(event.what, event.step): event.end for event in first.events}
     shifts = {}
@@ -218,7 +221,7 @@ def clock_shifts(records: Sequence[WorkerRecord]) -> dict[int, float]:
 def chrome_trace(records: Sequence[WorkerRecord]) -> dict[str, Any]:
     """Returns a timeline of all workers on one clock, for chrome://tracing or Perfetto.
 
-    A process stands for a worker, with rows for its steps, what is in them, and collectives.
+    Each worker is a process, with rows for its steps, their phases, and collectives.
     """
     shifts = clock_shifts(records)
     traced: list[dict[str, Any]] = []
@@ -248,7 +251,7 @@ def chrome_trace(records: Sequence[WorkerRecord]) -> dict[str, Any]:
 
 
 def is_collective(what: str) -> bool:
-    """Whether an event is something that workers do together: "sum float32[1000]"."""
+    """Whether an event is a collective, such as "sum float32[1000]"."""
     return re.fullmatch(r"\w+ \w+\[.*\]", what) is not None
 
 
@@ -257,33 +260,33 @@ def _meta(name, worker, row, value):
 
 
 def _passed_in_step(record) -> list[tuple[str, float]]:
-    """The marks that the last step has passed, in order."""
+    """Returns the marks that the current step has passed, in order of time."""
     begin = record.now.begin
     passed = [(name, when) for name, when in record.marks.items() if when >= begin]
     return sorted(passed, key=lambda mark: mark[1])
 
 
 def _progress(record) -> tuple[int, int]:
-    """How far it has come: the step, and how much of it."""
+    """Returns a worker's progress: the step, and the number of marks passed in it."""
     if record.now.what != "in a step":
         return (record.now.step, len(record.marks) + 1)
     return (record.now.step, len(_passed_in_step(record)))
 
 
 def _by_step(record, shift) -> dict[int, Mapping[str, Event]]:
-    found: dict[int, dict[str, Event]] = {}
+    by_step: dict[int, dict[str, Event]] = {}
     for event in record.events:
         moved = dataclasses.replace(event, begin=event.begin - shift, end=event.end - shift)
-        found.setdefault(event.step, {})[event.what] = moved
-    return {step: events for step, events in found.items() if "step" in events}
+        by_step.setdefault(event.step, {})[event.what] = moved
+    return {step: events for step, events in by_step.items() if "step" in events}
 
 
 def _can_compare(by_worker, step) -> bool:
-    """Whether all looked into a step, within an epoch, and ran the same collectives in it."""
-    own = [of_worker[step] for of_worker in by_worker.values()]
-    if not all("update" in events and "between steps" in events for events in own):
+    """Whether all workers recorded the step in full, with the same collectives in it."""
+    by_events = [of_worker[step] for of_worker in by_worker.values()]
+    if not all("update" in events and "between steps" in events for events in by_events):
         return False
-    names = [set(filter(is_collective, events)) for events in own]
+    names = [set(filter(is_collective, events)) for events in by_events]
     return all(each == names[0] for each in names)
 
 

@@ -1,12 +1,12 @@
-"""Marks in the graph of a step: when the step passes each, without Python.
+"""Marks in the graph of a step, which record when the step passes them, without Python.
 
-A mark is an operation that reads the clock once its tensors are there, and one that writes it into
-the mark's place of a small variable: some five microseconds. Nothing waits for a mark, but for that
-where a collective begins. On a GPU, which works behind the host, it is when the work was handed
-over.
+A mark is an operation that reads the clock once its tensors are available, and one that writes the
+time into the mark's slot of a small variable: about five microseconds. Nothing waits for a mark,
+except a collective for the mark at its start. On a GPU, which runs asynchronously, a mark records
+when the work was enqueued.
 
-In eager mode, where nobody records (`Marks.current`), and where operations are to be deterministic,
-which forbids a clock, there are none.
+There are no marks in eager mode, without a recorder (`Marks.current`), and with deterministic
+operations, which forbid reading the clock.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ from tfparallel.seams.tensorflow import is_deterministic, run_independently
 __all__ = ["Marks", "around", "around_python", "mark"]
 
 
-_LOOK_SECONDS = 0.01  # Of steps that are shorter, not each is looked at.
+_LOOK_SECONDS = 0.01  # Shorter steps are sampled.
 
 
 class Marks:
-    """The marks of this process, and the record that they are for."""
+    """The marks of this process, and the record that they are written to."""
 
-    current: "Marks | None" = None  # A process has one clock, and one record.
+    current: "Marks | None" = None  # One per process, as is the record.
 
     def __init__(self, record: FlightRecord):
         self.record = record
@@ -44,7 +44,7 @@ class Marks:
         self._mean, self._one_in = 1.0, 1
 
     def place(self, name: str) -> int | None:
-        """The mark's place in the variable; None if there are too many."""
+        """Returns the mark's slot in the variable; None if all slots are taken."""
         if name not in self.names:
             if len(self.names) == NUM_MARKS:
                 return None
@@ -53,13 +53,13 @@ class Marks:
         return self.names.index(name)
 
     def passed(self, name: str) -> None:
-        """Marks what Python does, now."""
+        """Records that Python passes a mark now."""
         place = self.place(name)
         if place is not None:
             self._python_times[place] = time.time()
 
     def read(self) -> np.ndarray:
-        """When each was passed last."""
+        """Returns the times when each mark was last passed."""
         times = self._python_times
         for variable in (self.times, self.times_of_collectives):
             read = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=tf.float64)
@@ -68,32 +68,32 @@ class Marks:
         return times
 
     def end_step(self, begin: float, end: float, *, is_one: bool = True) -> None:
-        """Records a step from `begin` to `end`, in seconds since 1970, and what it has passed.
+        """Records a step from `begin` to `end`, in seconds since 1970, and the marks it passed.
 
-        Of several steps in one execution (`is_one` is false) the last alone is seen.
+        If an execution runs several steps (`is_one` is false), only the step itself is recorded.
         """
         step, last = self.step, begin
-        found, passed = [], {}
+        events, passed = [], {}
         self._mean += (end - begin - self._mean) / 8
         if is_one and step % self._one_in == 0:
             times = self.read()
             fresh = np.flatnonzero(times >= begin)
             passed = {self.names[place]: float(times[place]) for place in fresh}
-            # Powers of two, so that workers of different speed look at the same steps.
-            mean = max(self._mean, 1e-4)  # A clock may be set back.
+            # Powers of two, so that workers of different speeds sample the same steps.
+            mean = max(self._mean, 1e-4)  # The clock may be set back.
             self._one_in = 1 << max(0, math.ceil(math.log2(_LOOK_SECONDS / mean)))
         for name in sorted(passed, key=passed.__getitem__):
             if not name.endswith(BEGINS):
                 when = passed[name]
-                found.append((name, step, min(passed.get(name + BEGINS, last), when), when))
+                events.append((name, step, min(passed.get(name + BEGINS, last), when), when))
                 last = when
-        found += [("update", step, last, end)] if passed else []
-        found.append(("step", step, begin, end))
-        self.record.add(found)
+        events += [("update", step, last, end)] if passed else []
+        events.append(("step", step, begin, end))
+        self.record.add(events)
 
 
 def mark(name: str, tensors: Sequence[Any]) -> list[tf.Operation]:
-    """Marks in a traced graph when tensors are there; returns the operation, if marks are on."""
+    """Adds a mark to a traced graph, passed once `tensors` are available; returns its operation."""
     if not _is_marked():
         return []
     written = _write(name, tensors, Marks.current.times)
@@ -101,9 +101,9 @@ def mark(name: str, tensors: Sequence[Any]) -> list[tf.Operation]:
 
 
 def around(name: str, tensor: tf.Tensor, run: Callable[[], tf.Tensor]) -> tf.Tensor:
-    """Runs a collective between two marks, and has it wait for the first and for the tensor.
+    """Runs a collective between two marks; it waits for the first mark and for the tensor.
 
-    Else a worker whose collective waits for the others might not come to write it.
+    Otherwise a worker might block in the collective before it writes the first mark.
     """
     if not _is_marked():
         return run()
@@ -120,12 +120,12 @@ def _is_marked():
 
 
 def _write(name, tensors, variable) -> tf.Operation | None:
-    """What writes the time into the mark's place; these run in the order of the program."""
+    """Creates the op that writes the time into the mark's slot; such ops run in program order."""
     place = None if tf.executing_eagerly() else Marks.current.place(name)
     if place is None:
         return None
-    known = [x.values if isinstance(x, tf.IndexedSlices) else x for x in tensors]
-    with tf.device("CPU:0"), tf.control_dependencies([x for x in known if tf.is_tensor(x)]):
+    dense = [x.values if isinstance(x, tf.IndexedSlices) else x for x in tensors]
+    with tf.device("CPU:0"), tf.control_dependencies([x for x in dense if tf.is_tensor(x)]):
         now = tf.timestamp()
         run_independently(now.op)
         return tf.raw_ops.ResourceScatterUpdate(
@@ -135,7 +135,7 @@ def _write(name, tensors, variable) -> tf.Operation | None:
 
 @contextlib.contextmanager
 def around_python(name: str) -> Iterator[None]:
-    """Marks what Python does within a step, at its begin and its end."""
+    """Marks the start and the end of Python code within a step."""
     marks = Marks.current
     if marks is None:
         yield

@@ -1,13 +1,13 @@
-"""A worker's flight record: a file in memory that the system writes, whatever happens.
+"""A worker's flight record: a memory-mapped file, which survives a crash of the process.
 
-    4 KiB         who: worker, host, process, when; as JSON
+    4 KiB         identity: worker, host, process, start time; as JSON
     4 KiB         the names of the marks (marks.py), as JSON
-    1 KiB         when each mark was passed last: seconds since 1970, doubles
-    4 KiB         what the worker does now, and since when; where it stands, if for long
-    8,192 × 80 B  events, the newest in the place of the oldest
+    1 KiB         when each mark was last passed: seconds since 1970, doubles
+    4 KiB         the current activity and since when; the stack, if it lasts long
+    8,192 × 80 B  events; the newest overwrites the oldest
 
-A process that is killed leaves the file as it is: its pages belong to the system. Whoever reads it
-meanwhile may find one event half written, which its number tells.
+If the process is killed, the kernel still writes the file's pages. A concurrent reader may see one
+half-written event, and recognizes it by its number.
 """
 
 import contextlib
@@ -33,28 +33,28 @@ __all__ = [
     "read_record",
 ]
 
-FOLDER = "TFPARALLEL_FLIGHT_DIR"  # Where the workers of a job keep theirs; set by `launch`.
+FOLDER = "TFPARALLEL_FLIGHT_DIR"  # Variable with the folder of a job's records; set by `launch`.
 SUFFIX = ".flight"
-BEGINS = " …"  # Behind the name of a mark: where that begins.
+BEGINS = " …"  # Suffix of the mark at the start of what the mark of that name ends.
 NUM_MARKS = 128
 
 _MAGIC = b"tfparallel flight 1\n"
 _ABOUT, _NAMES, _MARKS, _NOW, _EVENTS = 32, 4096, 8192, 9216, 13_312
 _NUM_EVENTS = 8192
-_EVENT = struct.Struct("<Qddi52s")  # Its number, begin, end, step, what.
+_EVENT = struct.Struct("<Qddi52s")  # Number, begin, end, step, what.
 _ENDED = ("ended", "ended_at", "lost")
-_STATE = struct.Struct("<ddi256s")  # When it was last seen alive, since when, step, what.
+_STATE = struct.Struct("<ddi256s")  # Last sign of life, since when, step, what.
 _SIZE = _EVENTS + _NUM_EVENTS * _EVENT.size
 _STACK_BYTES = _EVENTS - _NOW - _STATE.size
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """Something that took time.
+    """An interval of time with a name.
 
     Attributes:
-        what: Such as "step", "input", "backward", "sum float32[1000]".
-        step: In which step, counted from 0 over all epochs.
+        what: The name, such as "step", "input", "backward", "sum float32[1000]".
+        step: The step, counted from 0 over all epochs.
         begin, end: Seconds since 1970, by the clock of the worker's host.
     """
 
@@ -65,38 +65,38 @@ class Event:
 
 
 class FlightRecord:
-    """Writes a record, in a file that is made anew.
+    """Writes a flight record to a new file.
 
     Args:
         path: The file.
-        about: Who writes: what JSON can hold, in less than 4 KiB.
+        about: The identity of the writer: JSON-serializable, less than 4 KiB.
 
     Raises:
-        OSError: If it cannot be made.
+        OSError: If the file cannot be created.
     """
 
     def __init__(self, path: str | os.PathLike, about: Mapping[str, Any]):
         self.path = os.fspath(path)
         self._lock = threading.Lock()
-        self._num_events, self._stands = 0, False
+        self._num_events, self._has_stack = 0, False
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path)  # Another may write there yet.
+            os.unlink(self.path)  # Another process may still write to the old file.
         try:
             with open(self.path, "x+b") as file:
-                # All of it at once: a disk that is full later would end the process by SIGBUS.
+                # Allocate everything now: a disk that fills up later would raise SIGBUS.
                 file.write(bytes(_SIZE))
                 file.flush()
                 self._map = mmap.mmap(file.fileno(), _SIZE)
         except OSError:
             with contextlib.suppress(OSError):
-                os.unlink(self.path)  # Half a record would spoil the others of its folder.
+                os.unlink(self.path)  # A partial record would make the folder unreadable.
             raise
         self._about = dict(about)
         self._write_json(_ABOUT, _NAMES - _ABOUT, self._about)
         self._map[: len(_MAGIC)] = _MAGIC
 
     def add(self, events: Iterable[tuple[str, int, float, float]]) -> None:
-        """Keeps events: what, the step, begin and end each, as of `Event`."""
+        """Appends events, each a tuple of what, step, begin and end, as in `Event`."""
         with self._lock:
             for what, step, begin, end in events:
                 place = _EVENTS + self._num_events % _NUM_EVENTS * _EVENT.size
@@ -105,49 +105,49 @@ class FlightRecord:
                 _EVENT.pack_into(self._map, place, self._num_events, begin, end, step, name)
 
     def now(self, what: str, step: int, since: float) -> None:
-        """Says what the worker does from now on."""
+        """Records the worker's current activity."""
         _STATE.pack_into(self._map, _NOW, since, since, step, what.encode()[:256])
-        if self._stands:
+        if self._has_stack:
             self.stands_at("")
 
     def alive(self, when: float) -> None:
-        """Says that the worker's process lives."""
+        """Records a sign of life of the worker's process."""
         struct.pack_into("<d", self._map, _NOW, when)
 
     def stands_at(self, stack: str) -> None:
-        """Says where in its program it is."""
+        """Records the worker's stack."""
         text = stack.encode()[: _STACK_BYTES - 1]
         start = _NOW + _STATE.size
         self._map[start : start + len(text) + 1] = text + b"\0"
-        self._stands = bool(text)
+        self._has_stack = bool(text)
 
     def name_marks(self, names: Sequence[str]) -> None:
-        """Says what the marks are, by their places."""
+        """Records the names of the marks, in the order of their slots."""
         self._write_json(_NAMES, _MARKS - _NAMES, list(names))
 
     def passed(self, times: bytes) -> None:
-        """Says when each mark was passed last: `NUM_MARKS` doubles."""
+        """Records when each mark was last passed: `NUM_MARKS` doubles."""
         self._map[_MARKS : _MARKS + len(times)] = times
 
     def begin(self) -> None:
-        """Says that what is recorded goes on."""
+        """Records that the training runs (again), and removes an earlier end."""
         self._about = {k: v for k, v in self._about.items() if k not in _ENDED}
         self._write_json(_ABOUT, _NAMES - _ABOUT, self._about)
 
     def end(self, how: str, lost: int | None = None) -> None:
-        """Says how it ended: "well", or an error's words; and which worker's loss ended it."""
+        """Records the end: "well" or an error's text, and the lost worker that caused it."""
         self._about |= {"ended": how[:500], "ended_at": time.time()}
         self._about |= {} if lost is None else {"lost": lost}
-        with contextlib.suppress(ValueError):  # It is closed.
+        with contextlib.suppress(ValueError):  # The map is closed.
             self._write_json(_ABOUT, _NAMES - _ABOUT, self._about)
 
     def close(self) -> None:
-        """Writes no more; a second time does nothing."""
+        """Closes the record; a second call does nothing."""
         self._map.close()
 
     def _write_json(self, start, size, content):
         text = json.dumps(content).encode()
-        while len(text) >= size:  # As much as has room.
+        while len(text) >= size:  # Truncate to the available space.
             content = content[:-1] if isinstance(content, list) else {}
             text = json.dumps(content).encode()
         self._map[start : start + len(text) + 1] = text + b"\0"
@@ -155,16 +155,16 @@ class FlightRecord:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerRecord:
-    """What a record holds.
+    """The content of a flight record.
 
     Attributes:
-        about: Who wrote it: "worker", "num_workers", "num_local", "host", "pid", "job", "attempt",
-            "started"; "ended" and "ended_at", where it did by itself; and "lost", where it ended
-            for the loss of this worker.
-        marks: By name when each mark was passed last; 0 if never.
-        now: What the worker did last, since when, and when it was last seen alive.
-        stack: Where in its program it stood then, if it had for seconds; else nothing.
-        events: The last, from the oldest.
+        about: Identity of the writer: "worker", "num_workers", "num_local", "host", "pid", "job",
+            "attempt", "started"; "ended" and "ended_at", if it ended on its own; and "lost", the
+            worker whose loss ended it.
+        marks: The time when each mark was last passed, by name; 0 if never.
+        now: The last activity, from its start to the last sign of life.
+        stack: The stack at that time, if the activity had lasted for seconds; else "".
+        events: The most recent events, oldest first.
     """
 
     about: dict[str, Any]
@@ -180,13 +180,13 @@ class WorkerRecord:
 
 
 def path_of(folder: str | os.PathLike, worker: int, attempt: int) -> str:
-    """Returns where a worker keeps its record, in the folder of its job."""
+    """Returns the path of a worker's record in the folder of its job."""
     again = f".restart_{attempt}" if attempt else ""
     return os.path.join(folder, f"worker_{worker}{again}{SUFFIX}")
 
 
 def read_record(path: str | os.PathLike) -> WorkerRecord:
-    """Reads a record, of a live worker or not; `OSError`, or `ValueError` if it is none."""
+    """Reads a record, even of a live worker; raises `OSError`, or `ValueError` if it is invalid."""
     with open(path, "rb") as file:
         data = file.read()
     if not data.startswith(_MAGIC) or len(data) != _SIZE:
@@ -221,14 +221,14 @@ def read_record(path: str | os.PathLike) -> WorkerRecord:
 def _json_at(data, start, empty):
     text = data[start : data.index(b"\0", start)]
     try:
-        found = json.loads(text) if text else empty
+        value = json.loads(text) if text else empty
     except RecursionError:
-        found = None
-    return found if isinstance(found, type(empty)) else empty
+        value = None
+    return value if isinstance(value, type(empty)) else empty
 
 
 def _is_about(about):
-    """Whether what a record says of its worker is of the types that readers compare and show."""
+    """Whether the identity in a record has the types that readers rely on."""
     kinds = {"worker": int, "num_workers": int, "num_local": int, "started": int | float}
     kinds |= {"ended_at": int | float, "ended": str, "lost": int, "host": str}
     return "worker" in about and all(

@@ -1,6 +1,6 @@
-"""What a model's step would take on each mesh of devices, and which mesh is the fastest that fits.
+"""Predicts a model's step time on each mesh of devices, and picks the fastest mesh that fits.
 
-calibration, candidates, prediction   arithmetic on what was measured, in plain Python
-part_timing, step_timing, tiny_model  what is measured beside the layers
+calibration, candidates, prediction   arithmetic on measurements, in plain Python
+part_timing, step_timing, tiny_model  measurements in addition to the layers
 planner                               measures a model, and ranks the candidates
 """

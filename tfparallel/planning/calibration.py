@@ -1,8 +1,8 @@
-"""What a mesh adds to a step beside the layers: a tiny model's step beyond its prediction.
+"""Calibrates the overhead of a mesh: the step time of a tiny model beyond its prediction.
 
-Two small layers are trained as they are, on two replicas, on two that share out the optimizer, and
-in two stages. The first is what any step takes. What the others take beyond their predictions is
-laid to replicas, to the shares of weights, and to the calls of stages.
+Two small layers train on one device, on two replicas, on two replicas that shard the optimizer, and
+in two stages. The first run gives the overhead of any step. The time of the other runs beyond their
+predictions is attributed to replicas, to the shards of weights, and to the calls of stages.
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ from tfparallel.planning.prediction import Pieces, Prediction, predict
 
 __all__ = ["NUM_MICRO_BATCHES", "NUM_ROWS", "NUM_WEIGHTS", "TinySteps", "calibrated"]
 
-NUM_ROWS, NUM_MICRO_BATCHES = 8, 4  # Of the tiny model's batch, and in its stages.
-NUM_WEIGHTS = 2  # Of each of its two layers.
-_CALL = 1e-3  # Seconds, to see how a step grows with those of a call.
+NUM_ROWS, NUM_MICRO_BATCHES = 8, 4  # The tiny model's batch size, and micro-batches in stages.
+NUM_WEIGHTS = 2  # Per layer; the tiny model has two layers.
+_CALL = 1e-3  # Seconds; a probe for how much a step grows with the time of a call.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +25,9 @@ class TinySteps:
 
     Attributes:
         alone: On one device.
-        replicas: On two replicas; None where it was not measured.
-        stages: In two stages; likewise.
-        shares: On two replicas that share out the optimizer; likewise.
+        replicas: On two replicas; None if not measured.
+        stages: In two stages; None if not measured.
+        shares: On two replicas that shard the optimizer; None if not measured.
     """
 
     alone: float
@@ -37,11 +37,11 @@ class TinySteps:
 
 
 def calibrated(steps: TinySteps, update: Line, machine: Machine) -> tuple[float, Machine]:
-    """Returns what any step takes, and the machine with what replicas, shares and calls take.
+    """Returns the overhead of any step, and the machine with the costs of replicas, shards, calls.
 
     Args:
-        steps: What was measured.
-        update: As `ModelCosts` has it.
+        steps: The measurements.
+        update: The cost of updates, as in `ModelCosts`.
         machine: What the devices share.
     """
     layers = [LayerCosts(name, Line(), num_trained=NUM_WEIGHTS) for name in ("first", "second")]

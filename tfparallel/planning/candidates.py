@@ -1,9 +1,9 @@
-"""Which mesh is the fastest of those that fit: all of them, by predicted steps or by trials.
+"""Ranks the candidate meshes by predicted or measured step time.
 
-Candidates are the meshes that take all devices, and one device alone: where devices share cores,
-nothing else may be as fast. Replicas of whole models come three times: as they are, sharing out the
-optimizer, or the weights too. What the model cannot use, or what exceeds a device's memory, is
-listed behind them, with the reason. Where the parallelism is given, they are its own.
+The candidates are the meshes that use all devices, and a single device, which may be the fastest if
+devices share cores. Meshes of replicas only have three variants: plain, with a sharded optimizer,
+and with sharded weights too. Meshes that the model cannot use, or that exceed a device's memory,
+come last, with the reason. If a parallelism is requested, only its meshes are candidates.
 """
 
 import dataclasses
@@ -30,23 +30,24 @@ __all__ = [
 ]
 
 BALANCES = ("time", "both", "memory")
-_NUM_MICRO_BATCHES, _NUM_MICRO_BATCHES_OF_A_REPLICA = 8, 4  # As the builders have it.
-CLOSE = 0.05  # Steps that differ by less may be measured the other way round.
+_NUM_MICRO_BATCHES, _NUM_MICRO_BATCHES_OF_A_REPLICA = 8, 4  # The defaults of the builders.
+CLOSE = 0.05  # A smaller difference of predicted steps may be reversed by a measurement.
 _SHARDS = ("optimizer", "parameters")
 
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """What was asked for, of every mesh.
+    """The user's settings, which apply to every mesh.
 
     Attributes:
-        batch_size: The rows of a batch.
-        device_memory: How many bytes a device may hold; None for no limit.
-        num_micro_batches: Of a replica, where a mesh has a pipeline; None: as it has by default.
+        batch_size: Number of rows in a batch.
+        device_memory: Bytes that a device may hold; None for no limit.
+        num_micro_batches: Micro-batches per replica, for meshes with a pipeline; None for the
+            default.
         schedule: "gpipe", "1f1b" or "interleaved".
-        chunks_per_device: As `make_schedule` takes it.
+        chunks_per_device: As for `make_schedule`.
         recompute: "never", "always" or "except_last".
-        balances: By what a pipeline may be cut, the best that fits is taken: of `BALANCES`.
+        balances: The criteria for cutting a pipeline, from `BALANCES`; the best that fits is used.
         parallelism: "auto" for all meshes of all devices, and one device; "pipeline" for one
             pipeline; "model" for layers on one device, on two, and so on.
     """
@@ -61,7 +62,7 @@ class Choices:
     parallelism: str = "auto"
 
     def meshes(self, num_devices: int) -> list[Mesh]:
-        """Returns the meshes to choose among."""
+        """Returns the candidate meshes."""
         if self.parallelism == "model":
             return [Mesh(pipeline=number) for number in range(1, num_devices + 1)]
         if self.parallelism == "pipeline":
@@ -69,12 +70,12 @@ class Choices:
         return list(dict.fromkeys([Mesh(), *meshes_of(num_devices)]))
 
     def shards(self, mesh: Mesh) -> tuple[str | None, ...]:
-        """Returns what the replicas of a mesh may share out, None for nothing."""
+        """Returns the options for sharding over the replicas of a mesh; None means no sharding."""
         are_whole_models = self.parallelism == "auto" and mesh.data == mesh.size > 1
         return (None, *_SHARDS) if are_whole_models else (None,)
 
     def num_pieces(self, mesh: Mesh) -> int:
-        """Returns the micro-batches of a replica: as many as the builder would take."""
+        """Returns the number of micro-batches per replica, as the builder would choose it."""
         if mesh.pipeline == 1 or self.parallelism == "model":
             return 1
         if self.num_micro_batches is not None:
@@ -86,18 +87,18 @@ class Choices:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A mesh, what its replicas share out, and what is said of it.
+    """A mesh with a sharding option, and its evaluation.
 
     Attributes:
         mesh: The mesh.
-        num_micro_batches: Of a replica.
-        layers_per_stage: Where it is cut; empty where nothing is predicted.
-        prediction: Its step and its memory; None where the model cannot use it.
-        why_not: Why it cannot be taken; None where it can.
-        balance: By what it is cut; None without a pipeline.
-        measured_seconds: What a step took when the mesh was tried; None if it was not.
+        num_micro_batches: Micro-batches per replica.
+        layers_per_stage: The cut into stages; empty without a prediction.
+        prediction: Predicted step time and memory; None if the model cannot use the mesh.
+        why_not: Why it cannot be used; None if it can.
+        balance: The criterion of the cut; None without a pipeline.
+        measured_seconds: Step time in a trial of the mesh; None without a trial.
         is_placed: Whether its stages are layers on devices, without micro-batches.
-        shard: What its replicas share out: "optimizer", "parameters", or None for nothing.
+        shard: What is sharded over the replicas: "optimizer", "parameters", or None.
     """
 
     mesh: Mesh
@@ -112,30 +113,30 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The mesh, and what is shared out, in words."""
+        """The mesh and its sharding, as text."""
         return str(self.mesh) + ("" if self.shard is None else f", shard={self.shard}")
 
     @property
     def parallelism(self) -> str:
-        """The parallelism that trains on the mesh, as `--parallel` names it."""
+        """The parallelism of the mesh, as a value of `--parallel`."""
         if self.is_placed and self.mesh.pipeline > 1:
             return "model"
         return parallelism_of(self.mesh)
 
     @property
     def step_seconds(self) -> float:
-        """A step, as measured if the mesh was tried, else as predicted."""
+        """The measured step time if there was a trial, else the predicted one."""
         if self.measured_seconds is not None:
             return self.measured_seconds
         return self.prediction.step_seconds
 
     @property
     def held_bytes(self) -> int | None:
-        """What the fullest device holds."""
+        """Bytes on the device that holds most; None without a prediction."""
         return None if self.prediction is None else max(self.prediction.held_bytes)
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, as JSON holds it; what is not known is left out."""
+        """Returns the candidate as JSON values, without unknown ones."""
         values: dict[str, Any] = {"mesh": dataclasses.asdict(self.mesh), "form": self.parallelism}
         if self.prediction is not None:
             values |= {
@@ -148,12 +149,12 @@ class Candidate:
                 "stages": [stage.as_json() for stage in self.prediction.stages],
             }
         names = ("shard", "balance", "measured_seconds", "why_not")
-        given = {name: getattr(self, name) for name in names}
-        return values | {name: value for name, value in given.items() if value is not None}
+        optional = {name: getattr(self, name) for name in names}
+        return values | {name: value for name, value in optional.items() if value is not None}
 
 
 def parallelism_of(mesh: Mesh) -> str:
-    """Returns the parallelism that trains on a mesh, as `--parallel` names it.
+    """Returns the parallelism of a mesh, as a value of `--parallel`.
 
     Example:
         >>> [parallelism_of(mesh) for mesh in (Mesh(), Mesh(data=2), Mesh(data=2, pipeline=2))]
@@ -166,7 +167,7 @@ def parallelism_of(mesh: Mesh) -> str:
 
 
 def meshes_of(num_devices: int) -> Iterator[Mesh]:
-    """Yields every mesh of so many devices, the most replicas first.
+    """Yields every mesh of `num_devices` devices, those with most replicas first.
 
     Example:
         >>> [str(mesh) for mesh in meshes_of(2)]
@@ -193,77 +194,77 @@ def rank(
     splits_of: Callable[[Mesh], Mapping[str, str]] = lambda mesh: {},
     refusal: Callable[[Mesh, str | None], str | None] = lambda mesh, shard: None,
 ) -> list[Candidate]:
-    """Returns every candidate, the best first.
+    """Returns all candidates, best first.
 
-    Those that can be taken come by their predicted steps, layers on devices by the number of
-    devices. What shares out its state comes before the others only if it is faster by more than
-    predictions can tell apart, since more works with whole weights; and where replicas send what
-    was not measured, not before those that fit and share out less. Then come those that do not
-    fit, by their memory, and then what the model cannot use.
+    Usable candidates are ordered by predicted step time, or by the number of devices for layers on
+    devices. Sharding ranks before no sharding only if it is faster by more than the accuracy of the
+    predictions, since more features work with whole weights. If communication between replicas was
+    not measured, it never ranks before candidates of the same mesh that fit and shard less. Then
+    come the candidates that do not fit, by memory, and then those that the model cannot use.
 
     Args:
-        costs: Of the model.
-        num_devices: How many devices there are.
-        choices: What was asked for.
+        costs: The costs of the model.
+        num_devices: Number of devices.
+        choices: The user's settings.
         machine: What the devices share.
-        splits_of: How the layers of the model are split on a mesh, by name.
-        refusal: Says why a mesh, with what its replicas share out, refuses the model, or None.
+        splits_of: Returns how the layers of the model are split on a mesh, by name.
+        refusal: Returns why a mesh with a sharding option cannot train the model, or None.
     """
-    found = [
+    candidates = [
         _candidate(costs, mesh, shard, choices, machine, splits_of, refusal)
         for mesh in choices.meshes(num_devices)
-        if mesh.sequence == 1 or splits_of(mesh)  # Most models have no sequence at all.
+        if mesh.sequence == 1 or splits_of(mesh)  # Most models have no sequences.
         for shard in choices.shards(mesh)
     ]
 
-    seconds = _seconds_to_compare(found, is_sent=math.isinf(machine.side_by_side))
+    seconds = _seconds_to_compare(candidates, is_sent=math.isinf(machine.side_by_side))
 
     def place(candidate: Candidate) -> tuple:
         if candidate.prediction is None:
             return (2, 0.0)
         if candidate.why_not is not None:
             return (1, candidate.held_bytes)
-        if choices.parallelism == "model":  # As few devices as do, or all.
+        if choices.parallelism == "model":  # As few devices as suffice, or all of them.
             return (0, candidate.mesh.size * (-1 if choices.device_memory is None else 1))
         return (0, seconds[candidate.name])
 
-    return sorted(found, key=place)  # Of two alike the one that shares out less stays first.
+    return sorted(candidates, key=place)  # A stable sort: among equals, less sharding is first.
 
 
-def _seconds_to_compare(found: Sequence[Candidate], *, is_sent: bool) -> dict[str, float]:
-    """Steps of those that can be taken, by name, with what keeps shares from coming first."""
+def _seconds_to_compare(candidates: Sequence[Candidate], *, is_sent: bool) -> dict[str, float]:
+    """Returns the step times of usable candidates, by name, with a penalty for sharding."""
     seconds: dict[str, float] = {}
     least: dict[Mesh, float] = {}
-    for candidate in found:  # Of one mesh those that share out more come later.
+    for candidate in candidates:  # Within one mesh, more sharding comes later.
         if candidate.why_not is None:
-            own = candidate.prediction.step_seconds * (1 if candidate.shard is None else 1 + CLOSE)
-            own = max(own, least.get(candidate.mesh, 0.0) if is_sent else 0.0)
-            seconds[candidate.name] = least[candidate.mesh] = own
+            step = candidate.prediction.step_seconds * (1 if candidate.shard is None else 1 + CLOSE)
+            step = max(step, least.get(candidate.mesh, 0.0) if is_sent else 0.0)
+            seconds[candidate.name] = least[candidate.mesh] = step
     return seconds
 
 
 def with_trials(
     ranked: Sequence[Candidate], trials: Mapping[str, float | str]
 ) -> list[Candidate]:
-    """Returns candidates in the order of their trials; what was not tried stands behind.
+    """Returns the candidates in the order of their trials, followed by those without a trial.
 
     Args:
-        ranked: What `rank` returned.
-        trials: The seconds of a step of each one that was tried, by its name, or why it could not
-            be trained.
+        ranked: The result of `rank`.
+        trials: For each candidate that was tried, by name, the seconds per step, or why it could
+            not be trained.
     """
 
     def tried(candidate: Candidate) -> Candidate:
-        found = trials.get(candidate.name)
-        if isinstance(found, str):
-            return dataclasses.replace(candidate, prediction=None, why_not=found)
-        return dataclasses.replace(candidate, measured_seconds=found)
+        outcome = trials.get(candidate.name)
+        if isinstance(outcome, str):
+            return dataclasses.replace(candidate, prediction=None, why_not=outcome)
+        return dataclasses.replace(candidate, measured_seconds=outcome)
 
     def place(candidate: Candidate) -> tuple:
         if candidate.prediction is None:
             return (3, 0.0)
         if candidate.why_not is not None:
-            return (2, 0.0)  # Those of one number stay in the order that they had.
+            return (2, 0.0)  # A stable sort: equal keys keep their order.
         if candidate.measured_seconds is None:
             return (1, 0.0)
         return (0, candidate.measured_seconds)
@@ -285,21 +286,21 @@ def _candidate(costs, mesh, shard, choices, machine, splits_of, refusal) -> Cand
     pieces = Pieces(
         mesh, choices.batch_size, schedule, (), splits, choices.recompute, is_placed, shard
     )
-    found = []
+    candidates = []
     for balance in choices.balances if mesh.pipeline > 1 else [None]:
         counts, balance = _cut(costs, pieces, balance, choices)
         prediction = predict(costs, dataclasses.replace(pieces, layers_per_stage=counts), machine)
         over = max(prediction.held_bytes) - (choices.device_memory or float("inf"))
         why_not = f"{size_text(over)} too much for a device" if over > 0 else None
-        found.append(
+        candidates.append(
             Candidate(
                 mesh, number, counts, prediction, why_not, balance, None, is_placed, shard
             )
         )
-    fitting = [candidate for candidate in found if candidate.why_not is None]
+    fitting = [candidate for candidate in candidates if candidate.why_not is None]
     if fitting:
         return min(fitting, key=lambda candidate: candidate.prediction.step_seconds)
-    return min(found, key=lambda candidate: candidate.held_bytes)
+    return min(candidates, key=lambda candidate: candidate.held_bytes)
 
 
 def _schedule(mesh, choices, num_micro_batches):
@@ -315,7 +316,7 @@ def _cannot_use(costs, mesh, choices, num_micro_batches, splits) -> str | None:
         num_stages *= choices.chunks_per_device or 2
     if num_pieces > choices.batch_size:
         return f"{num_pieces} pieces of a batch of {choices.batch_size} rows"
-    # A pipeline that is asked for by name may have stages that pass on what they are given.
+    # An explicitly requested pipeline may have empty stages.
     if num_stages > len(costs.layers) and choices.parallelism != "pipeline":
         return f"{num_stages} stages of {len(costs.layers)} layers"
     if mesh.parts > 1 and not splits:
@@ -324,11 +325,11 @@ def _cannot_use(costs, mesh, choices, num_micro_batches, splits) -> str | None:
 
 
 def _cut(costs: ModelCosts, pieces: Pieces, balance: str | None, choices: Choices):
-    """The number of layers of each stage, and by what they are cut."""
+    """Returns the number of layers in each stage, and the criterion of the cut."""
     if balance is None:
         return (len(costs.layers),), None
     number, rows, at_once = pieces.schedule.num_stages, pieces.rows, pieces.all_gradients
-    # Among all meshes, one that is too large for a device is cut by the next balance, too.
+    # With "auto", no limit is needed: if this cut exceeds it, the next criterion is tried anyway.
     limit = None if choices.parallelism == "auto" else choices.device_memory
     try:
         return tuple(costs.cut(number, rows, balance, limit, all_gradients=at_once)), balance

@@ -1,10 +1,10 @@
-"""How much of a layer a part of it is, in time: a narrower layer is measured beside the whole.
+"""Measures the time of one part of a split layer relative to the whole layer.
 
     seconds of one of T parts = whole · (w + (1 − w)/T)
 
-w is the share that each part does whole. A column reads the whole input, a row makes a whole
-output, and few channels at a time are slower than many. One measurement tells w, at the most parts
-that there may be.
+w is the fraction of the work that every part repeats. A column reads the whole input, a row writes
+a whole output, and few channels at a time are less efficient than many. One measurement of a
+narrower layer determines w, at the largest possible number of parts.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from tfparallel.placement.layer_timing import LayerCall, layer_calls, marginal_s
 
 __all__ = ["measured_whole_shares"]
 
-# By which a layer's configuration tells what is shared out.
+# The entries of a layer's config that are divided over the parts.
 _COUNTS = ("units", "filters", "num_heads", "num_query_heads", "num_key_value_heads", "input_dim")
 _BY_COUNT = ("column", "column, gathered", "heads", "vocabulary")
 
@@ -35,25 +35,25 @@ def measured_whole_shares(
         model: A functional or Sequential model.
         splits: How each split layer is split, by name.
         num_parts: T.
-        batch_size: The rows.
-        seconds: Of each whole layer, by name.
+        batch_size: Number of rows.
+        seconds: Time of each whole layer, by name.
 
     Returns:
-        w by name, from 0 to 1; without the layers of which no narrower one can be made.
+        w by layer name, from 0 to 1, for the layers that have a narrower version.
     """
-    known: dict[tuple[str, str], float | None] = {}
-    found = {}
+    share_of_kind: dict[tuple[str, str], float | None] = {}
+    shares = {}
     for call in layer_calls(model):
         kind = splits.get(call.layer.name)
         if kind not in (*_BY_COUNT, "row"):
             continue
         key = (call.kind, kind)
-        if key not in known:
+        if key not in share_of_kind:
             whole = seconds[call.layer.name]
-            known[key] = _whole_share(call, kind, num_parts, batch_size, whole)
-        if known[key] is not None:
-            found[call.layer.name] = known[key]
-    return found
+            share_of_kind[key] = _whole_share(call, kind, num_parts, batch_size, whole)
+        if share_of_kind[key] is not None:
+            shares[call.layer.name] = share_of_kind[key]
+    return shares
 
 
 def _whole_share(
@@ -69,7 +69,7 @@ def _whole_share(
 
 
 def _part_of(call: LayerCall, kind: str, num_parts: int) -> keras.Model:
-    """A layer of a T-th of the units, or of the inputs, alone in a model."""
+    """Returns a model of a single layer with 1/T of the units or inputs."""
     config = {**call.layer.get_config(), "name": None}
     shapes = [list(tensor.shape) for tensor in call.inputs]
     if kind in _BY_COUNT:

@@ -1,7 +1,8 @@
-"""Which mesh a task should take: its layers measured once, and every mesh predicted from that.
+"""Plans the mesh for a task: measures each layer once, and predicts every mesh from that.
 
-The model is built without storage and never held whole; nothing is trained. Layers run alone, at
-the rows of a whole batch and at those of the smallest piece; what lies between is on a line.
+The model is built without storage, and never held in memory as a whole; nothing is trained. Layers
+run one at a time, at the size of the whole batch and of the smallest piece; sizes in between are
+interpolated linearly.
 """
 
 import dataclasses
@@ -39,26 +40,26 @@ from tfparallel.variables.storageless import NeedsStorage, StoragelessModel
 
 __all__ = ["Plan", "make_plan"]
 
-_NUM_PIECES = 8  # As many as a pipeline makes of a batch.
+_NUM_PIECES = 8  # The default number of micro-batches of a pipeline.
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The answer, and what it rests on.
+    """The ranked candidates, with the measurements behind them.
 
     Attributes:
-        ranked: The candidates, the best first.
-        choices: What was asked for.
-        num_devices: How many devices there are.
-        side_by_side: As `Machine` has it; infinite where each device computes by itself.
-        num_cores: That logical CPU devices share; None where there are GPUs.
-        measured_rows: The numbers of rows that layers were measured at.
+        ranked: The candidates, best first.
+        choices: The user's settings.
+        num_devices: Number of devices.
+        side_by_side: As in `Machine`; infinite if devices do not share cores.
+        num_cores: Cores that logical CPU devices share; None with GPUs.
+        measured_rows: The batch sizes at which layers were measured.
         has_loss: Whether the loss was measured.
-        seconds: How long the measuring took.
-        share_in_parts: The share of the weights that a mesh's axis of parts divides; None where no
-            mesh has one, or nothing can be split.
-        trial_seconds: How long the trials of meshes took.
-        would_fit: If nothing fits, what would make something fit.
+        seconds: Duration of the measurements.
+        share_in_parts: The fraction of the weights that tensor parallelism divides; None if no mesh
+            has a tensor axis, or nothing can be split.
+        trial_seconds: Duration of the trials.
+        would_fit: If nothing fits, the changes that would make something fit.
     """
 
     ranked: Sequence[Candidate]
@@ -75,21 +76,21 @@ class Plan:
 
     @property
     def first(self) -> Candidate | None:
-        """The fastest that fits; None if nothing does."""
+        """The fastest candidate that fits; None if none does."""
         return self.ranked[0] if self.ranked[0].why_not is None else None
 
     @property
     def num_trials(self) -> int:
-        """How many meshes were tried."""
+        """Number of meshes that were tried."""
         return sum(candidate.measured_seconds is not None for candidate in self.ranked)
 
     @property
     def why(self) -> str:
-        """Why the first is first, in a line."""
+        """Why the first candidate is first, in one line."""
         return why_first(self.ranked)
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, as JSON holds it."""
+        """Returns the plan as JSON values."""
         return {
             "num_devices": self.num_devices,
             **dataclasses.asdict(self.choices),
@@ -117,19 +118,19 @@ def make_plan(
     batch_normalization: str | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """Measures a model's layers, and ranks what so many devices can do by it.
+    """Measures a model's layers, and ranks the meshes of `num_devices` devices.
 
     Args:
         build_model: Builds a functional or Sequential model.
         compile_model: Compiles it.
-        num_devices: How many devices there are.
-        choices: What is asked for.
-        batch_normalization: As `pipeline_parallel` takes it.
-        progress: Is told what is measured, while it is.
+        num_devices: Number of devices.
+        choices: The user's settings.
+        batch_normalization: As for `pipeline_parallel`.
+        progress: Called with a description of each measurement.
 
     Raises:
-        PlacementError: If the model's layers cannot be seen, or the pipeline that is planned cannot
-            train it.
+        PlacementError: If the model's layers are not visible (a subclassed model), or the requested
+            pipeline cannot train it.
     """
     started = time.perf_counter()
     try:
@@ -160,7 +161,7 @@ def make_plan(
     machine = Machine(sum_seconds=_sum_seconds(progress)) if num_devices > 1 else Machine()
     if any(mesh.tensor > 1 for mesh in meshes):
         costs = _with_parts(model, costs, num_devices, choices.batch_size, progress)
-    if num_devices > 1 and choices.parallelism != "model":  # Whose devices take turns.
+    if num_devices > 1 and choices.parallelism != "model":  # There, devices take turns.
         machine = _sharing(model, costs, machine, num_devices, cores, sizes[0], progress)
     overhead, machine = calibrated(tiny_steps, costs.update, machine)
     costs = dataclasses.replace(costs, overhead_seconds=overhead)
@@ -191,7 +192,7 @@ def make_plan(
 
 
 def _sizes(num_devices: int, choices: Choices) -> list[int]:
-    """The rows to measure at: of the batch, and of a small piece; or of the only piece there is."""
+    """Returns the numbers of rows to measure at: the whole batch and a small piece, if any."""
     rows = choices.batch_size
     if num_devices == 1 or choices.parallelism == "model":
         return [rows]
@@ -222,19 +223,19 @@ def _measured_costs(model, sizes, choices, progress) -> tuple[ModelCosts, bool]:
 
 
 def _with_shares(model, costs) -> ModelCosts:
-    """The costs, with the weights of which replicas may keep shares."""
+    """Returns the costs with the sizes of the weights that replicas may shard."""
     large = {id(weight) for weight in large_weights(model)}
     layers = [
         dataclasses.replace(
-            own, shared_bytes=tuple(bytes_of(v) for v in layer.variables if id(v) in large)
+            layer_costs, shared_bytes=tuple(bytes_of(v) for v in layer.variables if id(v) in large)
         )
-        for own, layer in zip(costs.layers, layers_in_order(model), strict=True)
+        for layer_costs, layer in zip(costs.layers, layers_in_order(model), strict=True)
     ]
     return dataclasses.replace(costs, layers=layers)
 
 
 def _with_parts(model, costs, num_parts, rows, progress) -> ModelCosts:
-    """The costs, with what each part of a split layer does whole."""
+    """Returns the costs with the work that every part of a split layer repeats."""
     progress("parts of layers")
     seconds = {layer.layer: layer.seconds(rows) for layer in costs.layers}
     splits = _splits(model, Mesh(tensor=num_parts))
@@ -251,14 +252,14 @@ def _with_parts(model, costs, num_parts, rows, progress) -> ModelCosts:
 
 
 def _share_in_parts(costs: ModelCosts) -> float | None:
-    """The share of the weights that parts divide; None if they divide nothing."""
+    """Returns the fraction of the weights that parts divide; None if they divide nothing."""
     sizes = [layer.parameter_bytes for layer in costs.layers]
     divided = [(1 - layer.whole_weights) * layer.parameter_bytes for layer in costs.layers]
     return sum(divided) / sum(sizes) if sum(divided) else None
 
 
 def _sharing(model, costs, machine, num_devices, num_cores, rows, progress) -> Machine:
-    """The machine, with what devices gain that share its cores."""
+    """Returns the machine with the measured speedup of devices that share its cores."""
     if num_cores is None:
         return machine
     progress("layers side by side")
@@ -269,16 +270,16 @@ def _sharing(model, costs, machine, num_devices, num_cores, rows, progress) -> M
 
 
 def _sum_seconds(progress) -> Callable[[int, float], float]:
-    """What a sum of the replicas' gradients takes: on one device, as `data_parallel` has it."""
+    """Returns the cost of summing gradients over replicas on one device, as in `data_parallel`."""
     progress("sums")
     model = CostModel(alpha=0.0, beta=0.0, gamma=measured_sum(), transport="shared")
     return functools.partial(model.seconds, "reduce_to_one")
 
 
 def _splits(model, mesh: Mesh) -> Mapping[str, str]:
-    """How the layers are split into the parts of a mesh, by name; empty where none is.
+    """Returns how the layers are split into the parts of a mesh, by name; empty if none is.
 
-    What is split inside of a layer, a composite one or a model, is "inside".
+    A composite layer or nested model with split layers inside is "inside".
     """
     plans = _plans(model, mesh)
     kinds, split = splits_of(plans), _split_layers(plans)
@@ -290,7 +291,7 @@ def _splits(model, mesh: Mesh) -> Mapping[str, str]:
 
 
 def _plans(model, mesh):
-    is_hybrid = parallelism_of(mesh) == "hybrid"  # Which leaves these whole.
+    is_hybrid = parallelism_of(mesh) == "hybrid"  # Hybrid keeps batch normalization whole.
     whole = frozenset(map(id, batch_norms(model))) if is_hybrid else ()
     try:
         return parts_planned(model, mesh.parts, Asked(whole=whole, by_positions=mesh.sequence > 1))
@@ -299,7 +300,7 @@ def _plans(model, mesh):
 
 
 def _split_layers(plans) -> set[int]:
-    """The `id` of each layer that is split."""
+    """Returns the `id` of each split layer."""
     return {
         id(layer)
         for group, kinds in plans
@@ -309,7 +310,7 @@ def _split_layers(plans) -> set[int]:
 
 
 def _whole_weights(layer, split: set[int]) -> float:
-    """The share of a layer's weights that parts do not divide."""
+    """Returns the fraction of a layer's weights that parts do not divide."""
     inner = [each for each in layers_in(layer) if id(each) in split]
     in_parts = {id(v): math.prod(v.shape) for each in inner for v in each.weights}
     total = sum(math.prod(v.shape) for v in layer.weights)
@@ -317,7 +318,7 @@ def _whole_weights(layer, split: set[int]) -> float:
 
 
 def _shares_refused(model, shard: str) -> str | None:
-    """Why replicas cannot share out a state of the model, as far as that is seen; else None."""
+    """Returns why replicas cannot shard the model's state, as far as can be checked, or None."""
     try:
         check_elementwise(model.optimizer, shares=True)
     except ValueError as error:
@@ -328,7 +329,7 @@ def _shares_refused(model, shard: str) -> str | None:
 def _refusal(
     model, mesh: Mesh, shard: str | None, choices: Choices, batch_normalization: str | None
 ) -> str | None:
-    """Why a mesh, or what its replicas share out, refuses the model; None if neither does."""
+    """Returns why a mesh, or its sharding, cannot train the model; None if both can."""
     if choices.parallelism == "model":
         return None
     if shard is not None:

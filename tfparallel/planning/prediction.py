@@ -1,19 +1,19 @@
-"""The step of a mesh, and what its devices hold, from what the layers cost: nothing is run.
+"""Predicts the step time of a mesh, and its memory per device, from the costs of the layers.
 
-    step = overhead + passes + sums of gradients + updates + copies of shares
+    step = overhead + passes + sums of gradients + updates + copies of shards
 
-The passes are those of one replica, by the schedule's timeline: all replicas do the same at the
-same time. Where devices share cores, they slow each other down. While a of them are at work each
-takes max(1, a/S) times as long, if S is how much more is done side by side:
+The passes are those of one replica, from the timeline of the schedule; all replicas run the same
+passes at the same time. Devices that share cores slow each other down: while a of them are busy,
+each takes max(1, a/S) times as long, where S is the speedup of running side by side:
 
-    passes = ∫ max(1, a(t)/S) dt        a(t) = D · Σ of the parts at work at t
+    passes = ∫ max(1, a(t)/S) dt        a(t) = D · Σ of the parts busy at t
 
-A split layer is on T devices, each with 1/T of what can be divided; the others are on the first
-part alone, and the other parts stand still.
+A split layer is on T devices, each with 1/T of what can be divided. Other layers are only on the
+first part, while the other parts idle.
 
-N replicas that share out a state (`shard=`) each update 1/N of it. What is whole in between is
-copied: the updated weights once, or, of weights that are shared out too, each one for the forward
-and again for the backward pass.
+With `shard=`, each of N replicas updates 1/N of the state. Whole values are assembled by copies:
+the updated weights once or, if weights are sharded too, each weight for the forward pass and again
+for the backward pass.
 """
 
 import dataclasses
@@ -28,32 +28,32 @@ from tfparallel.layout.simulator import StageSeconds, Timeline, simulate
 
 __all__ = ["Pieces", "Prediction", "Stage", "predict"]
 
-# What a split layer's parts add up, as multiples of its outputs and of its inputs.
+# What the parts of a split layer sum, as multiples of its outputs and of its inputs.
 _SUMS = {
     "column": (0, 1),
     "column, gathered": (1, 1),
     "row": (1, 0),
     "heads": (1, 1),
     "vocabulary": (1, 0),
-    "inside": (2, 2),  # As of a transformer's block.
+    "inside": (2, 2),  # As for a transformer block.
 }
-_WHOLE_AT_ONCE = 2  # Of weights that are joined one after another: one is used, one arrives.
+_WHOLE_AT_ONCE = 2  # Weights gathered one after another: one is in use while the next arrives.
 
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """How a batch goes through a mesh.
+    """How a batch passes through a mesh.
 
     Attributes:
         mesh: The mesh.
-        batch_size: The rows of a batch.
-        schedule: What each device of a pipeline does; that of one device where there is none.
-        layers_per_stage: How many consecutive layers each stage has.
-        splits: How each split layer is split, by name; the others are whole.
+        batch_size: Number of rows in a batch.
+        schedule: The pipeline's schedule, or that of a single device.
+        layers_per_stage: Number of consecutive layers in each stage.
+        splits: How each split layer is split, by name; other layers are whole.
         recompute: "never", "always" or "except_last".
-        is_placed: Whether stages are layers on devices (`model_parallel`): each operation of one
-            step, on the device of its layer.
-        shard: What replicas share out: "optimizer", "parameters", or None for nothing.
+        is_placed: Whether stages are layers on devices (`model_parallel`): each operation of a step
+            runs on the device of its layer.
+        shard: What is sharded over the replicas: "optimizer", "parameters", or None.
     """
 
     mesh: Mesh
@@ -67,17 +67,17 @@ class Pieces:
 
     @property
     def rows(self) -> int:
-        """Of the largest piece."""
+        """Number of rows in the largest piece."""
         return -(-self.batch_size // (self.mesh.data * self.schedule.num_micro_batches))
 
     @property
     def all_gradients(self) -> bool:
-        """Whether all gradients are held at once, as sums over pieces or replicas are."""
+        """Whether all gradients exist at once, as for sums over pieces or replicas."""
         return self.has_calls or self.mesh.data > 1
 
     @property
     def has_calls(self) -> bool:
-        """Whether pieces go through calls of stages, as in pipelines and hybrid meshes."""
+        """Whether pieces pass through calls of stages, as in pipelines and hybrid meshes."""
         if self.is_placed:
             return False
         mesh = self.mesh
@@ -87,17 +87,17 @@ class Pieces:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What one stage does, and what is held for it, on the part that works and holds most.
+    """The work and memory of one stage, on its busiest part.
 
     Attributes:
-        layers: In order; none in a stage that passes on what it is given.
+        layers: The layers in order; empty for a stage that only passes its inputs on.
         device: The index of its device.
-        state_bytes: Of parameters, gradients and slots.
-        activation_bytes: What a piece leaves for its backward pass.
-        received_bytes: What the stage is sent for a piece.
-        forward_seconds: Of a piece.
-        backward_seconds: Of a piece, with the forward pass where that is computed again.
-        parts_at_work: How many parts work while one does.
+        state_bytes: Bytes of parameters, gradients and slots.
+        activation_bytes: Bytes that a piece keeps for its backward pass.
+        received_bytes: Bytes that the stage receives for a piece.
+        forward_seconds: Time of the forward pass of a piece.
+        backward_seconds: Time of the backward pass of a piece, including a recomputed forward pass.
+        parts_at_work: Average number of busy parts while one is busy.
     """
 
     layers: Sequence[LayerCosts]
@@ -110,7 +110,7 @@ class Stage:
     parts_at_work: float = 1.0
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, as JSON holds it."""
+        """Returns the stage as JSON values."""
         return {
             "layers": [layer.layer for layer in self.layers],
             "device": self.device,
@@ -125,17 +125,17 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """A mesh's step.
+    """The predicted step of a mesh.
 
     Attributes:
-        overhead_seconds: Of a step with next to nothing to do, and of what replicas add to it.
-        passes_seconds: Forward and backward, of all pieces.
-        sums_seconds: Of the gradients of pieces and replicas.
-        update_seconds: Of the optimizer.
-        held_bytes: The most that each device of a replica holds, the first part of a stage.
-        stages: In order.
-        timeline: When each device of a replica does what, by itself.
-        copies_seconds: Of what replicas share out, to wholes and back.
+        overhead_seconds: Time of an almost empty step, plus the overhead of replicas.
+        passes_seconds: Time of the forward and backward passes of all pieces.
+        sums_seconds: Time to sum gradients over pieces and replicas.
+        update_seconds: Time of the optimizer.
+        held_bytes: Peak bytes of each device of a replica, on the first part of a stage.
+        stages: The stages in order.
+        timeline: The timeline of a replica's devices, without slowdown by shared cores.
+        copies_seconds: Time to gather shards and to split whole values.
     """
 
     overhead_seconds: float
@@ -149,17 +149,17 @@ class Prediction:
 
     @property
     def bubble(self) -> float:
-        """The share of the passes in which stages stand still."""
+        """The fraction of the passes in which stages idle."""
         return 0.0 if self.timeline is None else self.timeline.bubble
 
     @property
     def step_seconds(self) -> float:
-        """All of it."""
+        """The total time of the step."""
         return sum(self.parts.values())
 
     @property
     def parts(self) -> dict[str, float]:
-        """The seconds by what takes them."""
+        """The seconds by category."""
         return {
             "overhead": self.overhead_seconds,
             "passes": self.passes_seconds,
@@ -170,11 +170,11 @@ class Prediction:
 
 
 def predict(costs: ModelCosts, pieces: Pieces, machine: Machine) -> Prediction:
-    """Predicts the step of a mesh, and what each device holds.
+    """Predicts the step time of a mesh, and the memory of each device.
 
     Args:
-        costs: Of the model.
-        pieces: The mesh, and how a batch goes through it.
+        costs: The costs of the model.
+        pieces: The mesh, and how a batch passes through it.
         machine: What the devices share.
     """
     mesh, schedule = pieces.mesh, pieces.schedule
@@ -195,7 +195,7 @@ def predict(costs: ModelCosts, pieces: Pieces, machine: Machine) -> Prediction:
 
 
 def _replicas_seconds(pieces, machine) -> float:
-    """What replicas add where no calls of stages do."""
+    """Returns the overhead of replicas, for meshes without calls of stages."""
     replicas = pieces.mesh.data
     return 0.0 if replicas == 1 or pieces.has_calls else replicas * machine.replica_seconds
 
@@ -205,37 +205,37 @@ def _stages(costs, pieces, machine):
     bounds = [0, *itertools.accumulate(pieces.layers_per_stage)]
     for number, (first, last) in enumerate(itertools.pairwise(bounds)):
         layers = costs.layers[first:last]
-        # Beside the layers: the calls of a stage, forward and backward, and the loss behind all.
+        # In addition to the layers: the forward and backward call of the stage, and the final loss.
         seconds = 2 * machine.call_seconds if pieces.has_calls else 0.0
         seconds += costs.loss(rows) if number == len(bounds) - 2 else 0.0
-        made = costs.loss_bytes(rows) if number == len(bounds) - 2 else 0.0
+        activations = costs.loss_bytes(rows) if number == len(bounds) - 2 else 0.0
         busy, forward, state = seconds, FORWARD_SHARE * seconds, 0.0
         for index, layer in enumerate(layers, first):
             share = _share(layer, pieces)
-            own = all_parts = layer.seconds(rows)
-            held = layer.activation_bytes(rows)
+            first_part = all_parts = layer.seconds(rows)
+            kept_bytes = layer.activation_bytes(rows)
             if mesh.sequence > 1 and layer.layer in pieces.splits:
                 # Each device reads the whole weights, and has gradients for all of them.
                 sums = machine.sum_seconds(mesh.sequence, layer.trained_bytes)
-                part, held = layer.seconds(rows / mesh.sequence), held / mesh.sequence
-                own, all_parts = part + sums, mesh.sequence * part + sums
+                part, kept_bytes = layer.seconds(rows / mesh.sequence), kept_bytes / mesh.sequence
+                first_part, all_parts = part + sums, mesh.sequence * part + sums
             elif share < 1:
                 sums = _sums_of_parts(costs, index, pieces.splits[layer.layer], pieces, machine)
                 part = layer.part_seconds(rows, mesh.tensor)
-                own, all_parts = part + sums, mesh.tensor * part + sums
-            seconds += own
+                first_part, all_parts = part + sums, mesh.tensor * part + sums
+            seconds += first_part
             busy += all_parts
-            forward += layer.forward_share * own
+            forward += layer.forward_share * first_part
             if pieces.shard is None:
                 state += share * layer.state_bytes(pieces.all_gradients)
             else:
                 state += layer.state_bytes_of_share(pieces.shard, mesh.data)
-            made += share * held
+            activations += share * kept_bytes
         yield Stage(
             layers,
             pieces.schedule.device_of(number),
             state,
-            made,
+            activations,
             rows * costs.received_bytes(first, last),
             forward,
             seconds - forward + (forward if pieces.recompute != "never" else 0.0),
@@ -251,27 +251,27 @@ def _sums_of_parts(costs, index, kind, pieces, machine) -> float:
 
 
 def _copies_seconds(stages, pieces, machine) -> float:
-    """What N replicas do to cut and to join, beside the sums: a copied byte takes as an added one.
+    """Returns the time of N replicas to split and gather, in addition to the sums.
 
-    A share of a weight is something to do in itself, whatever its size.
+    Copying a byte costs as much as adding one. Each shard of a weight has a fixed cost too.
     """
     replicas = pieces.mesh.data
     layers = [layer for stage in stages for layer in stage.layers]
     of_each = sum(layer.num_trained for layer in layers) * machine.share_seconds
     size = sum(_copied_bytes(layer, pieces) for layer in layers)
-    own = machine.sum_seconds(2, size)
-    return replicas * of_each + max(own, replicas * own / machine.side_by_side)
+    copying = machine.sum_seconds(2, size)
+    return replicas * of_each + max(copying, replicas * copying / machine.side_by_side)
 
 
 def _copied_bytes(layer: LayerCosts, pieces: Pieces) -> float:
-    """What a replica copies of a layer's weights in a step."""
+    """Returns the bytes of a layer's weights that a replica copies in a step."""
     gathered = sum(layer.shared_bytes) if pieces.shard == "parameters" else 0
     updated = layer.trained_bytes - min(gathered, layer.trained_bytes)
     return 2 * gathered + updated
 
 
 def _slowed(timeline: Timeline, at_work: Sequence[float], machine: Machine) -> float:
-    """The passes' time, with devices that slow each other down."""
+    """Returns the time of the passes, with devices that slow each other down."""
     changes: dict[float, float] = {}
     for instruction, (begin, end) in timeline.seconds.items():
         number = at_work[instruction.stage]
@@ -286,16 +286,16 @@ def _slowed(timeline: Timeline, at_work: Sequence[float], machine: Machine) -> f
 
 
 def _share(layer: LayerCosts, pieces: Pieces) -> float:
-    """The share of a layer's weights that is on the first part of its stage."""
+    """Returns the fraction of a layer's weights on the first part of its stage."""
     if layer.layer not in pieces.splits:
         return 1.0
     return layer.whole_weights + (1 - layer.whole_weights) / pieces.mesh.tensor
 
 
 def _sums_seconds(stages, pieces, machine) -> float:
-    """Each replica adds up its pieces', then the replicas' are added up.
+    """Returns the time to sum gradients over each replica's pieces, then over the replicas.
 
-    Stages do so at the same time; where they share cores it is one after the other.
+    Stages do so at the same time, or one after the other if they share cores.
     """
     replicas, more_pieces = pieces.mesh.data, pieces.schedule.num_micro_batches - 1
     longest = total = 0.0
@@ -313,52 +313,54 @@ def _sums_seconds(stages, pieces, machine) -> float:
 
 
 def _added_bytes(layer: LayerCosts, pieces: Pieces) -> float:
-    """The gradients of a layer that one device adds up."""
+    """Returns the bytes of a layer's gradients that one device sums."""
     if pieces.shard != "parameters":
         return _share(layer, pieces) * layer.trained_bytes
-    shared = min(sum(layer.shared_bytes), layer.trained_bytes)  # Each adds up its own.
+    shared = min(sum(layer.shared_bytes), layer.trained_bytes)  # Each replica sums its shard.
     return layer.trained_bytes - shared + shared / pieces.mesh.data
 
 
 def _update_seconds(update: Line, stages, pieces, machine) -> float:
-    """Each device updates what it holds; each replica its own copies, or shares of one."""
+    """Returns the time of updates: each replica updates its copy of the weights, or its shards."""
     mesh = pieces.mesh
     copies = mesh.data if pieces.shard is None else 1
     longest = total = 0.0
     for stage in stages:
-        own = all_parts = 0.0
+        first_part = all_parts = 0.0
         for layer in stage.layers:
             share = _share(layer, pieces) if pieces.shard is None else 1 / mesh.data
             of_weights = layer.num_trained * update.fixed
             of_bytes = layer.trained_bytes * update.each
-            own += of_weights + share * of_bytes
+            first_part += of_weights + share * of_bytes
             all_parts += of_weights / share + of_bytes
-        longest = max(longest, own)
+        longest = max(longest, first_part)
         total += copies * all_parts
     return max(longest, total / machine.side_by_side)
 
 
 def _held_bytes(stages, pieces, device) -> int:
-    """The most that a device holds at one time, as the schedule has it."""
-    own = [stage for stage in stages if stage.device == device]
+    """Returns the peak memory of a device under the schedule."""
+    device_stages = [stage for stage in stages if stage.device == device]
     updates = [0.0]
     if not pieces.all_gradients:
         updates += [
-            _share(layer, pieces) * layer.update_bytes for stage in own for layer in stage.layers
+            _share(layer, pieces) * layer.update_bytes
+            for stage in device_stages
+            for layer in stage.layers
         ]
 
     def sizes(index: int) -> tuple[float, float]:
-        made, sent = stages[index].activation_bytes, stages[index].received_bytes
-        return (sent + made, 0.0) if pieces.recompute == "never" else (sent, made)
+        activations, sent = stages[index].activation_bytes, stages[index].received_bytes
+        return (sent + activations, 0.0) if pieces.recompute == "never" else (sent, activations)
 
     largest = most_held(pieces.schedule.instructions[device], sizes)
-    # Most activations are gone when a large weight is updated.
-    held = sum(stage.state_bytes for stage in own) + max(largest, *updates)
-    return int(held + _whole_bytes(own, pieces))
+    # Most activations are already freed when a large weight is updated.
+    peak = sum(stage.state_bytes for stage in device_stages) + max(largest, *updates)
+    return int(peak + _whole_bytes(device_stages, pieces))
 
 
 def _whole_bytes(stages, pieces) -> int:
-    """The weights and gradients that are whole for a moment, of those that replicas share out."""
+    """Returns the bytes of sharded weights and gradients that are temporarily whole."""
     if pieces.shard != "parameters":
         return 0
     layers = [layer for stage in stages for layer in stage.layers if layer.trained_bytes]

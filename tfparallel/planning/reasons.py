@@ -1,6 +1,7 @@
-"""Why the first candidate is first; and where none fits, what would.
+"""Explains why the first candidate is first and, if none fits, which changes would help.
 
-What would is computed by the same predictions, of one thing changed at a time: the least that does.
+Such a change comes from the same predictions: the smallest sufficient change of one setting at a
+time.
 """
 
 import dataclasses
@@ -13,18 +14,18 @@ from tfparallel.texts import counted, seconds_text, size_text
 
 __all__ = ["Remedy", "remedies", "why_first"]
 
-_MOST_DEVICES = 1024  # That anybody is advised to take.
+_MOST_DEVICES = 1024  # The largest number of devices to suggest.
 
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """One thing that makes a model fit.
+    """A change of one setting that makes the model fit.
 
     Attributes:
-        name: What is changed: "shard", "recompute", "global_batch_size", "num_devices" or
+        name: The setting: "shard", "recompute", "global_batch_size", "num_devices" or
             "device_memory".
-        value: To what: the least that does; of the batch the most, of its halves.
-        candidate: What fits then.
+        value: The new value: the smallest sufficient one, or the largest halved batch size.
+        candidate: The candidate that fits with it.
     """
 
     name: str
@@ -32,26 +33,26 @@ class Remedy:
     candidate: Candidate
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, as JSON holds it."""
+        """Returns the remedy as JSON values."""
         shard = {} if self.candidate.shard is None else {"shard": self.candidate.shard}
         mesh = dataclasses.asdict(self.candidate.mesh)
-        held = self.candidate.held_bytes
-        return {self.name: self.value, "mesh": mesh, **shard, "held_bytes": held}
+        held_bytes = self.candidate.held_bytes
+        return {self.name: self.value, "mesh": mesh, **shard, "held_bytes": held_bytes}
 
     def __str__(self):
-        by, held = self.candidate.name, size_text(self.candidate.held_bytes)
+        by, size = self.candidate.name, size_text(self.candidate.held_bytes)
         if self.name == "device_memory":
             return f"in {size_text(self.value)} a device ({by})"
         if self.name == "num_devices":
-            return f"on {counted(self.value, 'device')} ({by}: {held})"
-        return f"with --{self.name}={self.value} ({by}: {held})"
+            return f"on {counted(self.value, 'device')} ({by}: {size})"
+        return f"with --{self.name}={self.value} ({by}: {size})"
 
 
 def why_first(ranked: Sequence[Candidate]) -> str:
-    """Says in a line why the first of several is first.
+    """Explains in one line why the first candidate is first.
 
     Args:
-        ranked: What `rank` or `with_trials` returned.
+        ranked: The result of `rank` or `with_trials`.
     """
     fitting = [candidate for candidate in ranked if candidate.why_not is None]
     if not fitting:
@@ -67,12 +68,12 @@ def why_first(ranked: Sequence[Candidate]) -> str:
         if share > 1 - CLOSE:
             return f"{first.name} and {second.name} were the fastest of those tried, and are alike"
         return f"{first.name} took {share:.0%} of the step of the next one tried, {second.name}"
-    own, other = first.prediction.step_seconds, second.prediction.step_seconds
-    close = [c.name for c in others if c.prediction.step_seconds <= own * (1 + CLOSE)]
-    if other < own:
+    best, next_best = first.prediction.step_seconds, second.prediction.step_seconds
+    close = [c.name for c in others if c.prediction.step_seconds <= best * (1 + CLOSE)]
+    if next_best < best:
         return (
             f"{first.name} keeps weights whole; {second.name} is predicted to take "
-            f"{other / own:.0%} of its step: compare them by --num_trials={1 + len(close)}"
+            f"{next_best / best:.0%} of its step: compare them by --num_trials={1 + len(close)}"
         )
     if close:
         are = "is" if len(close) == 1 else "are"
@@ -87,7 +88,7 @@ def why_first(ranked: Sequence[Candidate]) -> str:
     saved = max(parts, key=parts.get)
     takes = "takes" if saved == "overhead" else "take"
     text = (
-        f"{first.name} takes {own / other:.0%} of the step of the next, {second.name}, whose "
+        f"{first.name} takes {best / next_best:.0%} of the step of the next, {second.name}, whose "
         f"{saved} {takes} {seconds_text(parts[saved])} more"
     )
     if saved == "passes" and second.prediction.bubble > 0:
@@ -101,18 +102,19 @@ def remedies(
     num_devices: int,
     rank_others: Callable[[Choices, int], Sequence[Candidate]],
 ) -> list[Remedy]:
-    """Returns what would make something fit, where nothing does.
+    """Returns changes that would make something fit, if nothing does.
 
     Args:
-        ranked: What `rank` returned.
-        choices: What was asked for.
-        num_devices: How many devices there are.
-        rank_others: Ranks candidates for other choices, or as many devices, by the same costs.
+        ranked: The result of `rank`.
+        choices: The user's settings.
+        num_devices: Number of devices.
+        rank_others: Ranks the candidates for other settings or numbers of devices, with the same
+            costs.
     """
 
     def fitting(changed: Choices, number: int = num_devices) -> Candidate | None:
-        found = rank_others(changed, number)
-        return next((candidate for candidate in found if candidate.why_not is None), None)
+        candidates = rank_others(changed, number)
+        return next((candidate for candidate in candidates if candidate.why_not is None), None)
 
     def least(name: str, tried: Sequence[tuple[int | str, Choices, int]]) -> list[Remedy]:
         for value, changed, number in tried:
@@ -125,35 +127,35 @@ def remedies(
     def changed(**values: Any) -> Choices:
         return dataclasses.replace(choices, **values)
 
-    found = []
+    result = []
     if choices.parallelism != "auto":
         others = rank_others(changed(parallelism="auto"), num_devices)
         shares = [c for c in others if c.shard is not None and c.why_not is None]
-        order = sorted(shares, key=lambda candidate: candidate.shard)  # The optimizer's first.
-        found += [Remedy("shard", c.shard, c) for c in order[:1]]
+        order = sorted(shares, key=lambda candidate: candidate.shard)  # "optimizer" first.
+        result += [Remedy("shard", c.shard, c) for c in order[:1]]
     if choices.recompute == "never" and choices.parallelism != "model" and num_devices > 1:
-        found += least("recompute", [("always", changed(recompute="always"), num_devices)])
+        result += least("recompute", [("always", changed(recompute="always"), num_devices)])
     batches = _halves(choices.batch_size)
-    found += least(
+    result += least(
         "global_batch_size", [(rows, changed(batch_size=rows), num_devices) for rows in batches]
     )
     numbers = [num_devices * 2**power for power in range(1, _MOST_DEVICES.bit_length())]
     most = [number for number in numbers if number <= _MOST_DEVICES]
-    found += least("num_devices", [(number, choices, number) for number in most])
-    held = [candidate for candidate in ranked if candidate.held_bytes is not None]
-    if held:
-        smallest = min(held, key=lambda candidate: candidate.held_bytes)
-        found.append(Remedy("device_memory", _rounded_up(smallest.held_bytes), smallest))
-    return found
+    result += least("num_devices", [(number, choices, number) for number in most])
+    predicted = [candidate for candidate in ranked if candidate.held_bytes is not None]
+    if predicted:
+        smallest = min(predicted, key=lambda candidate: candidate.held_bytes)
+        result.append(Remedy("device_memory", _rounded_up(smallest.held_bytes), smallest))
+    return result
 
 
 def _halves(number: int) -> list[int]:
-    """A half of a number, a quarter of it, and so on, to 1."""
+    """Returns a half of a number, a quarter of it, and so on, down to 1."""
     return [number >> power for power in range(1, number.bit_length())]
 
 
 def _rounded_up(size_bytes: int) -> int:
-    """A number of bytes that its text tells exactly, so that one may type it."""
+    """Rounds a number of bytes up to one whose text is exact, so that users can type it."""
     unit = next(unit for unit in (2**30, 2**20, 2**10, 1) if size_bytes >= unit or unit == 1)
     steps = 10 if 1 < unit and size_bytes < 999 * unit else 1  # The text has four digits.
     return math.ceil(steps * size_bytes / unit) * unit // steps

@@ -1,4 +1,4 @@
-"""What a step takes beside its layers: loss, updates and sums, measured on made-up arrays."""
+"""Measures the parts of a step other than layers: loss, updates and sums, on synthetic arrays."""
 
 from collections.abc import Callable
 
@@ -13,24 +13,24 @@ from tfparallel.seams.functional import functional_of
 
 __all__ = ["measured_loss", "measured_sum", "measured_update"]
 
-_FEW, _MANY = 16, 2**20  # Elements of a weight, 4 MiB in float32 at most.
-_MORE_UPDATES = 3  # Behind the first: an update is many operations, and is long to trace.
-_NUM_SMALL = 4  # Small weights are measured together: one takes microseconds.
+_FEW, _MANY = 16, 2**20  # Elements of a weight; at most 4 MiB in float32.
+_MORE_UPDATES = 3  # After the first. An update has many operations, and is slow to trace.
+_NUM_SMALL = 4  # Small weights are measured together, since one takes only microseconds.
 
 
 def measured_loss(model: keras.Model, batch_size: int) -> float | None:
-    """Measures loss, its gradient and the metrics, of made-up outputs and targets.
+    """Measures the loss, its gradient and the metrics, on synthetic outputs and targets.
 
     Args:
         model: A compiled functional or Sequential model, with or without storage.
-        batch_size: The rows.
+        batch_size: Number of rows.
 
     Returns:
-        Seconds; None where made-up targets do not suit the loss.
+        Seconds; None if synthetic targets do not fit the loss.
     """
     inputs = [keras.Input(batch_shape=t.shape, dtype=t.dtype) for t in model.outputs]
     names = [name.partition("/")[0] for name in functional_of(model).output_names]
-    if len(set(names)) < len(names):  # Several outputs of one layer have no names of their own.
+    if len(set(names)) < len(names):  # Several outputs of one layer share a name.
         names = [f"{name}_{index}" for index, name in enumerate(names)]
     pairs = zip(inputs, names, strict=True)
     outputs = [keras.layers.Identity(name=name)(tensor) for tensor, name in pairs]
@@ -43,7 +43,7 @@ def measured_loss(model: keras.Model, batch_size: int) -> float | None:
         alone.compile(**{name: config[name] for name in names})
         return marginal_seconds(_loss_program(alone, batch_size))
     except (ValueError, TypeError, KeyError, AttributeError, tf.errors.OpError):
-        return None  # A loss, or targets, that nobody but the user knows.
+        return None  # The loss needs targets that only the user can provide.
 
 
 def _loss_program(alone, batch_size):
@@ -66,7 +66,7 @@ def _loss_program(alone, batch_size):
         ends = [tf.reshape(each, [-1])[0] for each in gradients if each is not None]
         return [tf.cast(end, tf.float32) for end in (loss, *ends)]
 
-    one(examples(specs(alone.inputs, batch_size), 0))  # Metrics may make their variables now.
+    one(examples(specs(alone.inputs, batch_size), 0))  # Metrics may create variables here.
 
     def program(num_runs):
         batches = [examples(specs(alone.inputs, batch_size), i) for i in range(num_runs)]
@@ -85,16 +85,16 @@ def _loss_program(alone, batch_size):
 
 
 def measured_update(optimizer: keras.Optimizer) -> dict[int, float]:
-    """Measures an update of a weight by an optimizer like this, small and large.
+    """Measures the update of a small and of a large weight, by a copy of the optimizer.
 
     Returns:
-        Seconds of one weight, by its bytes.
+        Seconds per weight, by its size in bytes.
     """
-    found = {}
+    seconds = {}
     for count, number in ((_FEW, _NUM_SMALL), (_MANY, 1)):
         program = _update_program(copy_of(optimizer), count, number)
-        found[count * 4] = marginal_seconds(program, _MORE_UPDATES) / number
-    return found
+        seconds[count * 4] = marginal_seconds(program, _MORE_UPDATES) / number
+    return seconds
 
 
 def _update_program(optimizer, count, number) -> Callable:
@@ -119,9 +119,9 @@ def _update_program(optimizer, count, number) -> Callable:
 
 
 def measured_sum() -> float:
-    """Measures what a byte takes that is added to another, in seconds.
+    """Measures the seconds per byte of an addition.
 
-    By a maximum: of several sums TensorFlow would make one.
+    It computes maxima instead, because TensorFlow would merge several sums into one.
     """
 
     def program(num_runs):

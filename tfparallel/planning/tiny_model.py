@@ -1,4 +1,4 @@
-"""What a mesh takes beside the layers: a tiny model's step, alone, on replicas, in stages."""
+"""Measures the overhead of a mesh: the steps of a tiny model, alone, on replicas, in stages."""
 
 import statistics
 from collections.abc import Callable
@@ -22,13 +22,13 @@ _NUM_STEPS = 60
 def measured_tiny_steps(
     optimizer: keras.Optimizer, *, on_replicas: bool, in_stages: bool, in_shares: bool
 ) -> TinySteps:
-    """Measures the steps of the tiny model; those on two devices where there are two.
+    """Measures the steps of the tiny model; those on two devices only if there are two.
 
     Args:
-        optimizer: One like this updates it.
+        optimizer: The optimizer, which is copied.
         on_replicas: Whether to measure a step on two replicas.
-        in_stages: Whether to measure one in two stages.
-        in_shares: Whether to measure one on two replicas that share out the optimizer.
+        in_stages: Whether to measure a step in two stages.
+        in_shares: Whether to measure a step on two replicas that shard the optimizer.
     """
 
     def measured(under: Callable[[Callable[[], keras.Model]], keras.Model]) -> float:
@@ -39,7 +39,7 @@ def measured_tiny_steps(
     if on_replicas or in_stages:
         try:
             devices = device_lib.choose_devices(num_devices=2)
-        except (ValueError, RuntimeError):  # One GPU; or TensorFlow has started on one CPU.
+        except (ValueError, RuntimeError):  # One GPU, or TensorFlow already started with one CPU.
             return TinySteps(alone)
         if on_replicas:
             replicas = measured(lambda build: data_parallel(build, devices=devices))
@@ -61,7 +61,7 @@ def _build() -> keras.Model:
 
 
 def _step_seconds(model: keras.Model, optimizer: keras.Optimizer) -> float:
-    """What a step of `fit` takes with next to nothing to do."""
+    """Returns the time of an almost empty step of `fit`."""
     model.compile(copy_of(optimizer), "mse")
     steps = StepTime()
     x = np.zeros((_NUM_STEPS * NUM_ROWS, 1), "float32")

@@ -1,4 +1,4 @@
-"""The first meshes of a plan, each trained for a moment on a batch of the task's data."""
+"""Tries the first meshes of a plan: trains each briefly on a batch of the task's data."""
 
 import dataclasses
 import gc
@@ -20,9 +20,9 @@ from tfparallel.user_log import unnoticed
 
 __all__ = ["after_trials", "batch_of"]
 
-_SECONDS, _LEAST_CALLS, _MOST_CALLS = 1.0, 5, 50  # Of a trial, once it is warm.
+_SECONDS, _LEAST_CALLS, _MOST_CALLS = 1.0, 5, 50  # Length of a trial after the warm-up.
 
-# What a builder, TensorFlow or XLA may raise for one mesh, and not for the next.
+# Errors that a builder, TensorFlow or XLA may raise for one mesh but not for the next.
 _REFUSALS = (ValueError, TypeError, RuntimeError, NotImplementedError, tf.errors.OpError)
 
 
@@ -30,7 +30,7 @@ def batch_of(task: Task, global_batch_size: int) -> tuple[Any, ...]:
     """Returns the first batch of a task's data, as NumPy arrays.
 
     Raises:
-        TaskError: If the data is none of what `train` takes.
+        TaskError: If `train` does not accept the data.
     """
     data, _ = task.load_data()
     try:
@@ -49,20 +49,20 @@ def after_trials(
     num_trials: int,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """Returns a plan whose first meshes have been tried, the fastest first.
+    """Tries the first meshes of a plan; returns the plan with the fastest first.
 
-    One is held at a time: each fits the devices, but several may not. A mesh that cannot be trained
-    is listed with the reason, and the next one is tried.
+    Only one model exists at a time: each fits on the devices, but several may not. If a mesh cannot
+    train the model, its reason is recorded, and the next mesh is tried.
 
     Args:
         plan: The plan.
-        batch: What every step is given.
+        batch: The batch of every step.
         build: Builds the task's model on a candidate's mesh, and compiles it.
-        num_trials: How many are tried.
-        progress: Is told what is tried, while it is.
+        num_trials: Number of meshes to try.
+        progress: Called with a description of each trial.
 
     Raises:
-        TaskError: If no mesh can be trained.
+        TaskError: If no mesh can train the model.
     """
     started = time.perf_counter()
     trials: dict[str, float | str] = {}
@@ -90,14 +90,14 @@ def after_trials(
 
 
 def _reason(error: Exception) -> str:
-    """The first sentence of an error."""
+    """Returns the first sentence of an error."""
     if isinstance(error, tf.errors.ResourceExhaustedError):
         return "out of memory when it was tried"
     return str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
 
 
 def _trial(candidate, batch, build) -> float:
-    """Trains on a mesh for a moment; returns the seconds of a step."""
+    """Trains on a mesh briefly; returns the seconds per step."""
     model = None
     policy, is_shown = keras.config.dtype_policy(), keras.config.is_interactive_logging_enabled()
     try:
@@ -106,7 +106,7 @@ def _trial(candidate, batch, build) -> float:
         return _step_seconds(model, batch)
     finally:
         del model
-        keras.backend.clear_session()  # Which forgets the two below.
+        keras.backend.clear_session()  # It also resets the two settings below.
         keras.config.set_dtype_policy(policy)
         if not is_shown:
             keras.config.disable_interactive_logging()
@@ -114,7 +114,7 @@ def _trial(candidate, batch, build) -> float:
 
 
 def _step_seconds(model: keras.Model, batch: tuple[Any, ...]) -> float:
-    """The lower quartile of some steps of `fit`, behind those that trace it and warm it up."""
+    """Returns the lower quartile of several steps of `fit`, after tracing and warm-up."""
     steps_of_a_call = model.steps_per_execution
     batches = batches_dataset([batch]).cache()
 

@@ -190,7 +190,7 @@ class WorkerSession:
             call.add_callbacks(chief_only.RestoredByChief(workers))
         agreement.check_fit(workers, model, call.asked)
         agreement.check_values(workers, model, "at the start of `fit`", states=not self._is_local)
-        recorder = FlightRecorder.wanted(workers.worker_index, workers.num_workers)
+        recorder = FlightRecorder.if_enabled(workers.worker_index, workers.num_workers)
         self._compare_batches("fit", "evaluate")
         self._read_own_rows(call.asked, "x", "fit")
         self._read_own_rows(call.asked, "validation_data", "evaluate")

@@ -1,1 +1,1 @@
-"""A traced step as few XLA programs on each device as its exchanges allow."""
+"""Compiles a traced step into as few XLA programs per device as its exchanges allow."""

@@ -1,31 +1,32 @@
-"""Which operations of a step become one XLA program.
+"""Groups the operations of a step into XLA programs.
 
             device 0                     device 1
         ┌────────────────┐           ┌────────────────┐
-    0   │ forward, up to │           │ forward, up to │     level: how many exchanges stand
-        │ what is summed │           │ what is summed │     behind an operation
+    0   │ forward, up to │           │ forward, up to │     level: the number of exchanges
+        │  the exchange  │           │  the exchange  │     before an operation
         └───────┬────────┘           └───────┬────────┘
                 ├──────── exchange ──────────┤
         ┌───────┴────────┐           ┌───────┴────────┐
     1   │ all the rest   │           │ all the rest   │
         └────────────────┘           └────────────────┘
 
-A program gives nothing out before its end. So an operation that needs something of another device,
-or of what XLA cannot compile, cannot be in the program that this waits for: it is one level later.
-Operations of one device and one level are a program; there is no shorter chain of programs.
+A program releases its results only at its end. So an operation that needs a result from another
+device, or from an operation that XLA cannot compile, cannot be in the program that this result
+depends on: its level is one higher. The operations of one device and level form one program; no
+shorter chain of programs exists.
 
 Some operations are in no program, or in several:
 
-- What XLA cannot compile stays outside, as it was traced. So do numbers that would be a program of
-  their own, and sizes and rows of the batch that another device needs: nobody waits for a program
-  that only cuts the batch.
-- A function that a device calls several times, as a stage of a pipeline is with each micro-batch,
-  is a program of its own, compiled once. Its results leave it before the next call.
-- Constants are in each program that reads them; and so is what a variable holds before the step,
-  unless a program of an earlier level has written it by then.
+- Operations that XLA cannot compile stay outside, as traced. So do scalars that would form a
+  program of their own, and sizes and rows of the batch that another device needs: no device should
+  wait for a program that only slices the batch.
+- A function that a device calls several times, such as a pipeline stage with each micro-batch, is
+  its own program, compiled once. Each call returns its results before the next one.
+- Constants are copied into each program that reads them. So is the value of a variable before the
+  step, unless a program of an earlier level writes the variable.
 
-No program waits for a check (`Assert`) of what a program computes: the step fails all the same, but
-has written what it wrote. Where Keras compiles a step, XLA leaves out all checks.
+No program waits for a check (`Assert`) of another program's results: the step still fails, but only
+after it has written its variables. When Keras compiles a step, XLA drops all checks.
 """
 
 import collections
@@ -48,7 +49,7 @@ from tfparallel.xla.step_graph import StepGraph, has_handle
 
 __all__ = ["plan_of"]
 
-# What hands on rows, or the batch as it is.
+# Operations that pass on rows of the batch, or all of it.
 _MOVES = {"Cast", "Identity", "PlaceholderWithDefault", "Slice", "StridedSlice"}
 
 
@@ -59,19 +60,20 @@ def plan_of(
     is_branch: bool = False,
     all_reduces: Sequence[Sequence[str]] = (),
 ) -> list[Outside | Program]:
-    """Divides a traced step into programs and what stays outside.
+    """Divides a traced step into programs and operations outside of them.
 
     Args:
         graph: The step's `FuncGraph`, or that of a branch.
-        devices: Names of the devices that programs run on; what has no device is on the first.
-        homes: By the name of an argument that is a variable's handle: the variable's device.
-        is_branch: Whether all that stays outside at a level is to be one node, on no device, since
-            each node asks whether the branch is taken.
-        all_reduces: What devices exchange inside of programs: of each, the names of its operations,
-            one for each device (`exchanges.py`).
+        devices: Names of the devices that run programs; operations without a device go on the
+            first.
+        homes: The device of each variable, by the name of its handle argument.
+        is_branch: Whether the operations outside at one level form a single node without a device,
+            because each node tests the branch's condition.
+        all_reduces: The exchanges inside of programs: for each, the names of its operations, one
+            per device (`exchanges.py`).
 
     Returns:
-        The nodes, in an order in which they can run.
+        The nodes, in a valid order of execution.
     """
     return _Planner(graph, devices, homes, is_branch, all_reduces).plan()
 
@@ -85,7 +87,7 @@ class _Planner:
         self._inside = {name for names in all_reduces for name in names}
         self._homes = {name: self._rank(home) for name, home in homes.items()}
         self._has_lists_of_any_size = any(map(has_list_of_any_size, self._operations))
-        # By operation's name; what `Programs` is told.
+        # By operation name; shared with `Programs`.
         self._place: dict[str, int | None] = {}
         self._level: dict[str, int] = {}
         self._waits_for: dict[str, list[str]] = {}
@@ -102,7 +104,7 @@ class _Planner:
         )
 
     def plan(self) -> list[Outside | Program]:
-        """Moves outside what cannot be in a program, until all that is left can."""
+        """Moves operations outside until all remaining ones can be in programs."""
         for op in self._operations:
             self._place[op.name] = self._place_of(op)
         if not self._is_branch:
@@ -119,19 +121,19 @@ class _Planner:
     # Where an operation is.
 
     def _place_of(self, op) -> int | None:
-        """The rank of its device, or None outside of all programs."""
+        """Returns the rank of the operation's device, or None outside of all programs."""
         if op.type == "PlaceholderWithDefault":
-            return None  # A number of one replica's own: the programs of all are the same.
-        asked = set()
+            return None  # A number that differs between replicas, whose programs must be equal.
+        ranks = set()
         for tensor in op.inputs:
             if tensor.dtype == tf.resource:
-                asked.add(self._homes.get(tensor.op.name))
+                ranks.add(self._homes.get(tensor.op.name))
         if op.device:
-            asked.add(self._rank(op.device))
-        if not asked:
-            found = (self._place.get(each.op.name) for each in op.inputs)
-            asked.add(next((rank for rank in found if rank is not None), 0))
-        (rank,) = asked if len(asked) == 1 else (None,)
+            ranks.add(self._rank(op.device))
+        if not ranks:
+            places = (self._place.get(each.op.name) for each in op.inputs)
+            ranks.add(next((rank for rank in places if rank is not None), 0))
+        (rank,) = ranks if len(ranks) == 1 else (None,)
         if op.name in self._inside:
             return rank
         return rank if rank is not None and is_compilable(op) else None
@@ -142,20 +144,20 @@ class _Planner:
             if op.type in CALLS and self._place[op.name] is not None:
                 calls[self._place[op.name], op.get_attr("f").name].append(op)
         for (place, _), several in calls.items():
-            held = {output.dtype for op in several for output in op.outputs}
-            if len(several) > 1 and not held & {tf.variant, tf.resource}:
+            dtypes = {output.dtype for op in several for output in op.outputs}
+            if len(several) > 1 and not dtypes & {tf.variant, tf.resource}:
                 for op in several:
                     self._place[op.name] = None
                     if not self._varies(op):
                         self._alone[op.name] = place
 
     def _move_rows_outside(self) -> None:
-        """Takes out the sizes and rows of the batch that are read on another device, or outside."""
+        """Moves sizes and rows of the batch outside if another device or the outside reads them."""
         of_batch = set()
         for op in self._operations:
             sources = [tensor.op.name for tensor in op.inputs]
             follows = all(
-                name in self._step.constants or name in of_batch or name in self._step.given
+                name in self._step.constants or name in of_batch or name in self._step.arguments
                 for name in sources
             )
             if follows and _hands_on(op) and not has_handle(op):
@@ -187,12 +189,12 @@ class _Planner:
         self._sink()
 
     def _late_parts(self) -> dict[str, int]:
-        """Parts of an all-reduce that are too early: all are in programs of one level."""
-        found = {}
+        """Returns the parts of all-reduces whose level is too low: all parts need the same one."""
+        levels = {}
         for names in self._all_reduces:
             level = max(self._level[name] for name in names)
-            found |= {name: level for name in names if self._level[name] < level}
-        return found
+            levels |= {name: level for name in names if self._level[name] < level}
+        return levels
 
     def _find_levels_from(self, at_least: Mapping[str, int]) -> None:
         for op in self._operations:
@@ -203,20 +205,20 @@ class _Planner:
             self._level[op.name], self._waits_for[op.name] = level, waits
 
     def _sink(self) -> None:
-        """What follows from variables alone is computed where it is read, not handed on."""
-        levels = collections.defaultdict(set)  # Of those that read it; None of what else does.
+        """Moves values that depend only on variables to the level that reads them."""
+        levels = collections.defaultdict(set)  # Levels of the readers; None for any other reader.
         for tensor in self._step.outputs:
             levels[tensor.op.name].add(None)
-        known, follows = self._step.constants | self._step.reads, set()
+        of_variables, follows = self._step.constants | self._step.reads, set()
         for op in self._operations:
-            if not has_handle(op) and all(tensor.op.name in known for tensor in op.inputs):
-                known.add(op.name)
+            if not has_handle(op) and all(tensor.op.name in of_variables for tensor in op.inputs):
+                of_variables.add(op.name)
                 follows.add(op.name)
         for op in reversed(self._operations):
             place = self._place[op.name]
-            found = levels[op.name]
-            if op.name in follows and place is not None and found and None not in found:
-                self._level[op.name] = min(found)
+            readers = levels[op.name]
+            if op.name in follows and place is not None and readers and None not in readers:
+                self._level[op.name] = min(readers)
             for source in self._waits_for[op.name]:
                 levels[source].add(None)
             for tensor in op.inputs:
@@ -225,11 +227,11 @@ class _Planner:
                 levels[source].add(self._level[op.name] if is_here else None)
 
     def _must_wait(self, op, name: str) -> bool:
-        """Whether an operation runs only after another, of which it reads nothing."""
+        """Whether an operation must wait for another one that it does not read from."""
         place, other = self._place[op.name], self._place[name]
         if other is None and self._level[name] and self._step.by_name[name].type in CHECKS:
             return place is None and has_handle(op)
-        # What only computes may do so at any time.
+        # A pure computation may run at any time.
         return other in (None, place) or has_handle(op)
 
     def _level_after(self, source: str, place: int | None) -> int:
@@ -237,36 +239,36 @@ class _Planner:
         return self._level[source] + (other is not None and other != place)
 
     def _handles_that_leave(self) -> set[str]:
-        """What makes, or takes, a list or a handle that would leave a program: XLA has no such."""
-        found = set()
+        """Returns both ends of lists and handles that would leave a program, which XLA forbids."""
+        names = set()
         for op in self._operations:
             for tensor in op.inputs:
                 source = tensor.op.name
                 if tensor.dtype in (tf.variant, tf.resource) and source in self._place:
                     if self._nodes.node(source) != self._nodes.node(op.name):
                         ends = (source, op.name)
-                        found |= {name for name in ends if self._place[name] is not None}
-        return found
+                        names |= {name for name in ends if self._place[name] is not None}
+        return names
 
     def _late_loops(self) -> set[str]:
-        """Loops whose number of turns another program or function hands in: XLA refuses them."""
-        found = [op for op in self._operations if self._place[op.name] is not None]
-        found = [
-            op for op in found if self._is_branch or self._level[op.name] or op.type in CALLS
+        """Returns loops whose trip count comes from elsewhere, which XLA rejects."""
+        loops = [op for op in self._operations if self._place[op.name] is not None]
+        loops = [
+            op for op in loops if self._is_branch or self._level[op.name] or op.type in CALLS
         ]
-        return {op.name for op in found if self._varies(op)}
+        return {op.name for op in loops if self._varies(op)}
 
     def _varies(self, op) -> bool:
-        """Whether it holds a loop, and a list of the step has a size that is not known."""
+        """Whether the operation contains a loop, and the step has a list of dynamic size."""
         return self._has_lists_of_any_size and holds_loop(op)
 
     def _too_little(self) -> set[str]:
-        """What is in programs of numbers alone, which are quicker one by one."""
-        found = collections.defaultdict(set)
+        """Returns the operations of programs of scalars alone, which are faster uncompiled."""
+        by_node = collections.defaultdict(set)
         for op in self._operations:
             if self._place[op.name] is not None:
-                found[self._nodes.node(op.name)].add(op.name)
-        few = [names for names in found.values() if all(map(self._is_little, names))]
+                by_node[self._nodes.node(op.name)].add(op.name)
+        few = [names for names in by_node.values() if all(map(self._is_little, names))]
         return set().union(*few)
 
     def _is_little(self, name: str) -> bool:
@@ -277,7 +279,7 @@ class _Planner:
 
 
 def _hands_on(op) -> bool:
-    """Whether it hands on rows of the batch, or counts them."""
+    """Whether the operation passes on rows of the batch, or counts them."""
     return op.type in _MOVES or all(
         output.dtype.is_integer and output.shape.rank is not None and output.shape.rank < 2
         for output in op.outputs

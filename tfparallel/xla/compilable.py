@@ -1,4 +1,4 @@
-"""Which operations XLA may compile as part of a program."""
+"""Determines which operations XLA may compile as part of a program."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +24,9 @@ __all__ = [
 CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 BRANCHES = ("If", "StatelessIf")
 
-# What XLA would leave out,
+# XLA would drop these.
 CHECKS = {"Assert", "CheckNumerics", "CheckNumericsV2"}
-# cannot return, or gives a size that is known only when it runs.
+# XLA drops these, cannot return their results, or cannot handle their dynamic sizes.
 _NEVER = CHECKS | {
     "NoOp",
     "OptionalFromValue",
@@ -42,7 +42,7 @@ _OF_GROUPS = ("Collective", "Nccl")
 
 
 def is_compilable(operation: tf.Operation) -> bool:
-    """Whether XLA can compile an operation, and all that it calls, on one device."""
+    """Whether XLA can compile an operation, with everything it calls, on one device."""
     if operation.type in _NEVER or operation.type.startswith(_OF_GROUPS):
         return False
     if operation.type not in CALLS and not _has_kernel(operation):
@@ -54,12 +54,12 @@ def is_compilable(operation: tf.Operation) -> bool:
 
 
 def holds_loop(operation: tf.Operation) -> bool:
-    """Whether it is a loop, or calls one."""
+    """Whether the operation is a loop or calls one."""
     return any(each.type in ("While", "StatelessWhile") for each in with_inner([operation]))
 
 
 def has_list_of_any_size(operation: tf.Operation) -> bool:
-    """Whether it makes a list, or calls what makes one, of a size that is not known in a trace."""
+    """Whether the operation creates a list of dynamic size, or calls a function that does."""
     if operation.type in ("EmptyTensorList", "TensorListReserve"):
         return operation.inputs[1].op.type != "Const"
     return operation.type in CALLS and any(
@@ -80,7 +80,7 @@ def _is_compilable_within(inner, outer) -> bool:
 
 
 def ranks_of(devices: Sequence[str]) -> Callable[[str], int | None]:
-    """What tells a device's place in a list, which may name those of this task in short."""
+    """Returns a function from a device name to its rank in `devices`, which may be short names."""
     ranks = {resolve(device): rank for rank, device in enumerate(devices)}
 
     def rank(device):
@@ -91,7 +91,7 @@ def ranks_of(devices: Sequence[str]) -> Callable[[str], int | None]:
 
 
 def _name_of(device: str) -> str | None:
-    """The one spelling of a device's name; None of one that names any device of a type."""
+    """Returns the canonical name of a device; None if it names no specific device."""
     try:
         return resolve(device)
     except ValueError:
@@ -114,31 +114,31 @@ def _kernels_of(kind: str) -> list:
 
 @functools.cache
 def _have_kernels_registered() -> None:
-    # TensorFlow registers those of XLA when it compiles for the first time.
+    # TensorFlow registers the XLA kernels at the first compilation.
     with tf.init_scope():
         tf.function(lambda x: x + 1, jit_compile=True, autograph=False)(tf.constant(1.0))
 
 
 def _allows(constraint, operation) -> bool:
     allowed, value = constraint.allowed_values.list.type, operation.node_def.attr[constraint.name]
-    asked = value.list.type if value.HasField("list") else [value.type]
-    return not allowed or all(each in allowed for each in asked)
+    types = value.list.type if value.HasField("list") else [value.type]
+    return not allowed or all(each in allowed for each in types)
 
 
 def is_draw(operation: tf.Operation) -> bool:
-    """Whether it draws random numbers, and does not only make a key of a seed."""
+    """Whether the operation draws random numbers, rather than only deriving a key from a seed."""
     return "Random" in operation.type and "KeyCounter" not in operation.type
 
 
 def refuse_draw(operation: tf.Operation, within) -> None:
-    """Refuses random numbers that XLA draws on one device, and would not here.
+    """Rejects random draws that XLA compiles on one device, but would not compile here.
 
     Args:
-        operation: What stays outside of all programs.
-        within: It, and what it calls.
+        operation: An operation outside of all programs.
+        within: The operation and everything it calls.
 
     Raises:
-        ValueError: If one of these draws.
+        ValueError: If one of these draws random numbers.
     """
     for each in within:
         if is_draw(each):

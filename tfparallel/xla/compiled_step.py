@@ -1,10 +1,11 @@
-"""A step whose parts XLA compiles, device by device.
+"""Compiles the parts of a step with XLA, device by device.
 
-The step is traced into a graph of its own, which is divided (`clusters.py`), and made again in the
-graph of the caller: each program as a function that XLA compiles as a whole, the rest as it was.
+The step is traced into its own graph, which is divided (`clusters.py`) and rebuilt in the caller's
+graph: each program becomes a function that XLA compiles as a whole; the rest is copied.
 
-A branch (`tf.cond`) of several devices is divided in the same way, and each node of it runs under
-the branch's condition. What a node of the other branch hands on is then empty: nobody reads it.
+A branch (`tf.cond`) that spans several devices is divided in the same way, and each of its nodes
+runs under the branch's condition. A node of the branch not taken returns empty tensors, which no
+operation uses.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,26 +37,26 @@ __all__ = ["in_programs"]
 def in_programs(
     step: Callable[..., Any], devices: Sequence[str], *args: Any, exchanges_inside: bool = False
 ) -> Any:
-    """Calls a step while a function is traced, and has XLA compile what each device does in it.
+    """Calls a step during tracing, so that XLA compiles each device's part of it.
 
     Args:
         step: Takes and returns nested tensors.
         devices: Names of the devices.
-        *args: Its arguments.
-        exchanges_inside: Whether sums over the devices are parts of the programs, and do not cut
-            the step (`exchanges.py`). XLA runs that on several whole GPUs alone.
+        *args: The arguments of `step`.
+        exchanges_inside: Whether sums over the devices are part of the programs, instead of
+            splitting the step (`exchanges.py`). XLA supports this only on several whole GPUs.
 
     Raises:
-        ValueError: If something draws random numbers that XLA cannot compile.
+        ValueError: If the step draws random numbers in an operation that XLA cannot compile.
     """
     graph = tf.compat.v1.get_default_graph()
     if is_of_programs(graph):
         return step(*args)
     traced = traced_graph("step", of_programs(step), args)
     all_reduces = exchange_inside(traced, devices) if exchanges_inside else ()
-    found = iter(_Caller(traced, graph, devices, all_reduces=all_reduces).call(_tensors(args)))
+    outputs = iter(_Caller(traced, graph, devices, all_reduces=all_reduces).call(_tensors(args)))
     return tf.nest.map_structure(
-        lambda each: next(found) if tf.is_tensor(each) else each,
+        lambda each: next(outputs) if tf.is_tensor(each) else each,
         traced.structured_outputs,
         expand_composites=True,
     )
@@ -66,14 +67,14 @@ def _tensors(args) -> list[tf.Tensor]:
 
 
 class _Caller:
-    """Makes a divided graph again in another.
+    """Rebuilds a divided graph in another graph.
 
     Args:
-        traced: The graph.
-        graph: The other.
+        traced: The graph to rebuild.
+        graph: The target graph.
         devices: Names of the devices.
-        condition: Of a branch: whether it is taken.
-        all_reduces: As `plan_of` takes them.
+        condition: For a branch: whether it is taken.
+        all_reduces: As for `plan_of`.
     """
 
     def __init__(
@@ -89,32 +90,32 @@ class _Caller:
         self._devices = devices
         self._condition = condition
         self._all_reduces = all_reduces
-        self._made: dict[tuple[str, int], tf.Tensor] = {}  # By operation and output in the trace.
+        self._rebuilt: dict[tuple[str, int], tf.Tensor] = {}  # (traced op, output) -> tensor.
         self._done: dict[Any, tf.Operation] = {}  # By node.
 
     def call(self, args: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Makes all of a step."""
+        """Rebuilds a whole step; returns its outputs."""
         traced = self._traced
         captured = {id(inner): outer for outer, inner in traced.captures}
         of_caller = iter(args)
-        given = [
+        inputs = [
             captured[id(inner)] if id(inner) in captured else next(of_caller)
             for inner in traced.inputs
         ]
-        return self.make(self.plan(given))
+        return self.make(self.plan(inputs))
 
-    def plan(self, given: Sequence[tf.Tensor]) -> list[Outside | Program]:
-        """Plans the graph, whose arguments are these tensors of the other."""
+    def plan(self, inputs: Sequence[tf.Tensor]) -> list[Outside | Program]:
+        """Plans the graph for these arguments, tensors of the target graph."""
         homes = {}
-        for inner, outer in zip(self._traced.inputs, given, strict=True):
-            self._made[inner.op.name, 0] = outer
+        for inner, outer in zip(self._traced.inputs, inputs, strict=True):
+            self._rebuilt[inner.op.name, 0] = outer
             if inner.dtype == tf.resource:
                 homes[inner.op.name] = outer.device
         is_branch = self._condition is not None
         return plan_of(self._traced, self._devices, homes, is_branch, self._all_reduces)
 
     def make(self, nodes: Sequence[Outside | Program]) -> list[tf.Tensor]:
-        """Makes the nodes of a plan, and returns what the graph returns."""
+        """Builds the nodes of a plan; returns the outputs of the graph."""
         share_functions(self._traced, self._graph)
         with tf.device(None):
             for node in nodes:
@@ -125,25 +126,25 @@ class _Caller:
         return [self._tensor(each) for each in self._traced.outputs]
 
     def _tensor(self, tensor) -> tf.Tensor:
-        return self._made[tensor.op.name, tensor.value_index]
+        return self._rebuilt[tensor.op.name, tensor.value_index]
 
     def _outside(self, node: Outside) -> tf.Operation:
         op = node.operation
         attributes = {k: v for k, v in op.node_def.attr.items() if k != "_class"}
         if node.device is None:
-            if op.type in BRANCHES and (made := self._branches(op)) is not None:
-                return made
+            if op.type in BRANCHES and (rebuilt := self._branches(op)) is not None:
+                return rebuilt
             refuse_draw(op, with_inner([op]))
-            made = self._again(op, op.device or None, attributes)
+            rebuilt = self._copy(op, op.device or None, attributes)
             for each in node.same:
-                self._keep(each.outputs, made.outputs)
-            return made
+                self._keep(each.outputs, rebuilt.outputs)
+            return rebuilt
         attributes["_XlaMustCompile"] = tf.compat.v1.AttrValue(b=True)
-        return self._again(op, self._devices[node.device], attributes)
+        return self._copy(op, self._devices[node.device], attributes)
 
-    def _again(self, op, device, attributes) -> tf.Operation:
+    def _copy(self, op, device, attributes) -> tf.Operation:
         with tf.device(device):
-            made = self._graph.create_op(
+            copy = self._graph.create_op(
                 op.type,
                 [self._tensor(each) for each in op.inputs],
                 [each.dtype for each in op.outputs],
@@ -151,12 +152,12 @@ class _Caller:
                 attrs=attributes,
                 op_def=op.op_def,
             )
-        self._keep(op.outputs, made.outputs)
-        return made
+        self._keep(op.outputs, copy.outputs)
+        return copy
 
     def _branches(self, op) -> tf.Operation | None:
-        """Makes both branches node by node; None if XLA would compile nothing of them."""
-        is_first, *given = map(self._tensor, op.inputs)
+        """Rebuilds both branches node by node; None if XLA would compile no part of them."""
+        is_first, *inputs = map(self._tensor, op.inputs)
         if is_first.dtype != tf.bool or calls_unknown(op):
             return None
         conditions = is_first, tf.logical_not(is_first)
@@ -164,26 +165,26 @@ class _Caller:
             _Caller(graph, self._graph, self._devices, condition)
             for graph, condition in zip(called_by(op), conditions, strict=True)
         ]
-        plans = [caller.plan(given) for caller in callers]
+        plans = [caller.plan(inputs) for caller in callers]
         nodes = [node for plan in plans for node in plan]
         leaving = [*op.outputs, *(each for node in nodes for each in node.outputs)]
         if {each.dtype for each in leaving} & {tf.resource, tf.variant}:
-            return None  # Nothing of such a type is empty.
+            return None  # These types have no empty value.
         if not any(isinstance(node, Program) and node.device is not None for node in nodes):
             return None
-        found = [caller.make(plan) for caller, plan in zip(callers, plans, strict=True)]
-        made = [
+        by_branch = [caller.make(plan) for caller, plan in zip(callers, plans, strict=True)]
+        outputs = [
             ours if ours is other else tf.cond(is_first, lambda o=ours: o, lambda o=other: o)
-            for ours, other in zip(*found, strict=True)
+            for ours, other in zip(*by_branch, strict=True)
         ]
-        self._keep(op.outputs, made)
+        self._keep(op.outputs, outputs)
         done = [each for caller in callers for each in caller._done.values()]
         with self._graph.control_dependencies(done):
             return tf.no_op()
 
     def _program(self, node: Program) -> tf.Operation:
         names = {(t.op.name, t.value_index): f"given_{i}" for i, t in enumerate(node.inputs)}
-        own = {op.name for op in node.operations}
+        members = {op.name for op in node.operations}
         is_compiled = node.device is not None
         definition = tf.compat.v1.GraphDef()
         definition.versions.CopyFrom(self._traced.graph_def_versions)
@@ -199,33 +200,35 @@ class _Caller:
             for tensor in op.inputs:
                 name = tensor.op.name
                 inside = f"{name}:{tensor.value_index}" if tensor.value_index else name
-                node_def.input.append(inside if name in own else names[name, tensor.value_index])
+                node_def.input.append(
+                    inside if name in members else names[name, tensor.value_index]
+                )
             controls = [each.name for each in op.control_inputs]
-            node_def.input.extend(f"^{name}" for name in controls if name in own)
+            node_def.input.extend(f"^{name}" for name in controls if name in members)
 
         def program():
             graph = tf.compat.v1.get_default_graph()
             share_functions(self._traced, graph, definition)
-            given = {name: graph.capture(self._made[key]) for key, name in names.items()}
+            captures = {name: graph.capture(self._rebuilt[key]) for key, name in names.items()}
             returned = [each.name for each in node.outputs]
-            return tf.graph_util.import_graph_def(definition, given, returned, name="")
+            return tf.graph_util.import_graph_def(definition, captures, returned, name="")
 
         function = tf.function(program, autograph=False, jit_compile=is_compiled or None)
         with tf.device(self._devices[node.device] if is_compiled else None):
-            found = self._if_taken(function, node.outputs)
-        self._keep(node.outputs, found)
-        made = found[0].op if found else self._graph.get_operations()[-1]
+            outputs = self._if_taken(function, node.outputs)
+        self._keep(node.outputs, outputs)
+        call = outputs[0].op if outputs else self._graph.get_operations()[-1]
         if self._exchanges(node) and not any(t.dtype == tf.resource for t in node.inputs):
-            run_independently(made)  # TensorFlow would have it wait for another device's.
-        return made
+            run_independently(call)  # TensorFlow would order it after another device's program.
+        return call
 
     def _exchanges(self, node: Program) -> bool:
-        """Whether there is an all-reduce in a program."""
+        """Whether a program contains an all-reduce."""
         names = {op.name for op in node.operations}
         return any(not names.isdisjoint(each) for each in self._all_reduces)
 
     def _if_taken(self, function, outputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Calls a function; in a branch that is not taken, returns empty tensors instead."""
+        """Calls a function, or returns empty tensors if the branch is not taken."""
         if self._condition is None:
             return function() or []
 
@@ -237,10 +240,10 @@ class _Caller:
 
         return tf.cond(self._condition, taken, not_taken)[:-1]
 
-    def _keep(self, traced, made) -> None:
-        for inner, outer in zip(traced, made, strict=True):
+    def _keep(self, traced, rebuilt) -> None:
+        for inner, outer in zip(traced, rebuilt, strict=True):
             if inner.dtype in (tf.resource, tf.variant):
                 copy_handle_data(inner, outer)
             elif not outer.shape.is_fully_defined():
                 outer.set_shape(inner.shape)
-            self._made[inner.op.name, inner.value_index] = outer
+            self._rebuilt[inner.op.name, inner.value_index] = outer

@@ -1,22 +1,22 @@
-"""Sums over the devices, inside of the programs that give and take them.
+"""Moves sums over the devices into the XLA programs that produce and consume them.
 
-Where each device adds, or stacks, the same term of every device, a traced step has an exchange:
+A traced step has an exchange where each device adds, or stacks, the same terms of all devices:
 
     device 0    t_0 ──┬── AddN(t_0, t_1) ── …        t_0 ── all-reduce ── …
                       ╳                         ⇒              │
     device 1    t_1 ──┴── AddN(t_0, t_1) ── …        t_1 ── all-reduce ── …
 
-On the left a program ends where another device's term comes in. On the right none does: XLA makes
-an all-reduce of `CollectiveReduceV2`, which is a part of the program. A stack is a sum as well, in
-which each device adds its term in its own place of a table of zeros.
+On the left, a program must end where another device's term comes in. On the right it need not: XLA
+turns `CollectiveReduceV2` into an all-reduce that is part of the program. A stack becomes a sum
+too, in which each device adds its term in its own row of a table of zeros.
 
-All devices must run the same all-reduces in the same order, or they wait for ever. So
+All devices must run the same all-reduces in the same order, or they hang. Therefore
 
-- exchanges of one depth (the number of exchanges behind) and type are one all-reduce, and
-- each all-reduce takes along one number of the sum before, so that XLA cannot change their order.
+- exchanges of equal depth (number of preceding exchanges) and dtype form one all-reduce, and
+- each all-reduce includes one number of the previous sum, so that XLA cannot reorder them.
 
-What is of a size that is not known in the trace (rows of the batch), or of some devices, stays as
-it was, and cuts the programs.
+Exchanges of dynamic size (rows of the batch), or between only some devices, stay as traced, and
+split the programs.
 """
 
 import collections
@@ -34,17 +34,17 @@ __all__ = ["exchange_inside"]
 
 _SUM, _STACK = "AddN", "Pack"
 _TYPES = (tf.bfloat16, tf.float16, tf.float32, tf.float64)
-# Apart from those of `collectives/cross_device.py`, and of TensorFlow's own.
+# Distinct from the keys of `collectives/cross_device.py` and of TensorFlow.
 _keys = collective_keys(2**22)
 
 
 class _Exchange(NamedTuple):
-    """A term of each device, added or stacked.
+    """Terms of all devices, one each, that are added or stacked.
 
     Attributes:
-        kind: Which of the two.
-        terms: By device, in the order of the ranks.
-        members: By device, the operations that do so.
+        kind: `_SUM` or `_STACK`.
+        terms: The terms, in rank order.
+        members: For each device, its operations that add or stack them.
     """
 
     kind: str
@@ -53,49 +53,49 @@ class _Exchange(NamedTuple):
 
     @property
     def dtype(self) -> tf.DType:
-        """The type of the terms."""
+        """The dtype of the terms."""
         return self.terms[0].dtype
 
     @property
     def is_for_all(self) -> bool:
-        """Whether each device reads the result."""
+        """Whether every device reads the result."""
         return all(self.members)
 
     def with_terms(self, results: Mapping[str, tf.Tensor]) -> "_Exchange":
-        """The same of other terms, by the names of the operations that gave them."""
+        """Returns the exchange with terms replaced by `results`, by operation name."""
         return self._replace(terms=tuple(results.get(t.op.name, t) for t in self.terms))
 
 
 def exchange_inside(graph, devices: Sequence[str]) -> list[list[str]]:
-    """Makes all-reduces of a traced step's exchanges.
+    """Converts the exchanges of a traced step to all-reduces.
 
     Args:
-        graph: The step's `FuncGraph`, which is changed.
+        graph: The step's `FuncGraph`, modified in place.
         devices: Names of the devices.
 
     Returns:
-        For each all-reduce the names of its operations, one for each device.
+        For each all-reduce, the names of its operations, one per device.
     """
     if len(devices) < 2:
         return []
     order = needed(graph)
-    groups = _in_turn(order, _found(order, ranks_of(devices), len(devices)))
+    groups = _in_turn(order, _exchanges_in(order, ranks_of(devices), len(devices)))
     names, before = [], [None] * len(devices)
-    results: dict[str, tf.Tensor] = {}  # By member; they may be terms of what is deeper.
+    results: dict[str, tf.Tensor] = {}  # By member; they may be terms of deeper exchanges.
     with graph.as_default():
         indices = _indices(len(devices))
         group_key = _keys.get_group_key(list(devices))
         for group in groups:
-            own = [each.with_terms(results) for each in group]
+            exchanges = [each.with_terms(results) for each in group]
             names_of_all: list[str] = []
-            # One for all devices: of a trace that has failed midway, too.
+            # One key for all devices, even after a trace that failed midway.
             keys = len(devices), group_key, _keys.get_instance_key(group_key, devices[0])
             for rank, device in enumerate(devices):
                 with tf.device(device):
-                    total, sums = _exchanged(own, rank, indices[rank], keys, before[rank])
+                    total, sums = _exchanged(exchanges, rank, indices[rank], keys, before[rank])
                 before[rank] = total
                 names_of_all.append(total.op.name)
-                for exchange, result in zip(own, sums, strict=True):
+                for exchange, result in zip(exchanges, sums, strict=True):
                     for member in exchange.members[rank]:
                         _replace(graph, member.outputs[0], result)
                         results[member.name] = result
@@ -103,8 +103,8 @@ def exchange_inside(graph, devices: Sequence[str]) -> list[list[str]]:
     return names
 
 
-def _found(order, rank_of, num_devices: int) -> list[_Exchange]:
-    """The exchanges between all devices, in the order of the trace."""
+def _exchanges_in(order, rank_of, num_devices: int) -> list[_Exchange]:
+    """Returns the exchanges between all devices, in the order of the trace."""
     members = collections.defaultdict(lambda: [[] for _ in range(num_devices)])
     terms = {}
     waited_for = {source.name for op in order for source in op.control_inputs}
@@ -130,7 +130,7 @@ def _is_of_known_size(term) -> bool:
 
 
 def _origin(tensor, rank: int, rank_of: Callable[[str], int | None]) -> tf.Tensor:
-    """What a device was sent: the tensor on the other, before it was handed on as it is."""
+    """Returns the original tensor on the other device, before any `Identity` that passed it on."""
     while tensor.op.type == "Identity":
         source = tensor.op.inputs[0]
         if rank_of(tensor.op.device) == rank != rank_of(source.op.device):
@@ -140,10 +140,10 @@ def _origin(tensor, rank: int, rank_of: Callable[[str], int | None]) -> tf.Tenso
 
 
 def _in_turn(order, exchanges) -> list[list[_Exchange]]:
-    """Those of each all-reduce, in their order.
+    """Groups the exchanges into all-reduces, in order.
 
-    XLA drops what nobody reads. So what some devices alone read, such as the loss, is not behind
-    the last that all do.
+    XLA drops unused results. So an exchange that only some devices read, such as the loss, must not
+    come after the last one that all devices read.
     """
     depths = _depths(order, exchanges)
     keys = [(depth, each.dtype.name) for depth, each in zip(depths, exchanges, strict=True)]
@@ -157,7 +157,7 @@ def _in_turn(order, exchanges) -> list[list[_Exchange]]:
 
 
 def _depths(order, exchanges) -> list[int]:
-    """How many exchanges stand behind each of these, itself among them."""
+    """Returns the depth of each exchange: the number of exchanges up to and including it."""
     members = {op.name for each in exchanges for of_one in each.members for op in of_one}
     depth: dict[str, int] = {}
     for op in order:
@@ -168,7 +168,7 @@ def _depths(order, exchanges) -> list[int]:
 
 
 def _indices(num_devices: int) -> list[tf.Tensor]:
-    """The devices' ranks; given to each program, so that all are the same."""
+    """Returns the devices' ranks as inputs, so that the programs of all devices are equal."""
     with tf.device(None):
         return [
             tf.compat.v1.placeholder_with_default(tf.constant(rank), [])
@@ -177,27 +177,27 @@ def _indices(num_devices: int) -> list[tf.Tensor]:
 
 
 def _exchanged(exchanges, rank: int, index, keys, before) -> tuple[tf.Tensor, list[tf.Tensor]]:
-    """One device's part of an all-reduce.
+    """Builds one device's part of an all-reduce.
 
     Args:
-        exchanges: What is exchanged, of one type.
-        rank: The device's.
+        exchanges: The exchanges, all of one dtype.
+        rank: The device's rank.
         index: The same, as a tensor.
-        keys: How many devices there are, the key of their group, and that of the all-reduce.
-        before: This device's sum of the all-reduce before, or None.
+        keys: Number of devices, group key, and instance key of the all-reduce.
+        before: This device's sum from the previous all-reduce, or None.
 
     Returns:
-        The sum, a vector; and each exchange's result, cut out of it.
+        The sum, a vector, and each exchange's result, a slice of it.
     """
-    own = [each.terms[rank] for each in exchanges]
+    terms = [each.terms[rank] for each in exchanges]
     dtype, (number, group_key, instance_key) = exchanges[0].dtype, keys
     places = {_SUM: [], _STACK: []}
     for place, each in enumerate(exchanges):
         places[each.kind].append(place)
-    sizes = {kind: [own[i].shape.num_elements() for i in places[kind]] for kind in places}
-    parts = [tf.reshape(own[i], [-1]) for i in places[_SUM]]
+    sizes = {kind: [terms[i].shape.num_elements() for i in places[kind]] for kind in places}
+    parts = [tf.reshape(terms[i], [-1]) for i in places[_SUM]]
     if places[_STACK]:
-        row = tf.concat([tf.reshape(own[i], [-1]) for i in places[_STACK]], 0)
+        row = tf.concat([tf.reshape(terms[i], [-1]) for i in places[_STACK]], 0)
         is_own = tf.equal(tf.range(number), index)[:, None]
         parts.append(tf.reshape(tf.where(is_own, row, tf.zeros([], dtype)), [-1]))
     if before is not None:
@@ -215,17 +215,17 @@ def _exchanged(exchanges, rank: int, index, keys, before) -> tuple[tf.Tensor, li
     results: list = [None] * len(exchanges)
     split = tf.split(total, [part.shape.num_elements() for part in parts])
     for i, part in zip(places[_SUM], split, strict=False):
-        results[i] = tf.reshape(part, own[i].shape)
+        results[i] = tf.reshape(part, terms[i].shape)
     if places[_STACK]:
         table = tf.reshape(split[len(places[_SUM])], [number, -1])
         columns = tf.split(table, sizes[_STACK], axis=1)
         for i, part in zip(places[_STACK], columns, strict=True):
-            results[i] = tf.reshape(part, [number, *own[i].shape])
+            results[i] = tf.reshape(part, [number, *terms[i].shape])
     return total, results
 
 
 def _replace(graph, old, new) -> None:
-    """Has all that reads one tensor of a graph read another."""
+    """Redirects all consumers of one tensor in a graph to another."""
     for op in old.consumers():
         for index, tensor in enumerate(op.inputs):
             if tensor is old:

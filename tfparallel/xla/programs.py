@@ -1,4 +1,4 @@
-"""The nodes of a plan: programs and what is outside, in an order in which they can run."""
+"""The nodes of a plan: programs and outside operations, in a valid order of execution."""
 
 import collections
 import heapq
@@ -11,7 +11,7 @@ from tfparallel.xla.step_graph import StepGraph
 
 __all__ = ["Node", "Outside", "Program", "Programs"]
 
-# An operation's name, or a program's device and level; no device of what is not compiled.
+# An operation's name, or a program's (device, level); the device is None if it is not compiled.
 Node = str | tuple[int | None, int]
 
 
@@ -19,10 +19,10 @@ class Outside(NamedTuple):
     """An operation that stays as it was traced.
 
     Attributes:
-        operation: It.
-        after: The nodes that it must wait for, beside those that it reads from.
-        device: Of a function that XLA compiles, the device's place in the list of devices.
-        same: Other operations that read the same of a variable, and need not be made again.
+        operation: The operation.
+        after: The nodes that it must wait for, in addition to those that it reads from.
+        device: For a function that XLA compiles, the index of its device.
+        same: Other reads of the same variable value, which share this one.
     """
 
     operation: tf.Operation
@@ -32,12 +32,12 @@ class Outside(NamedTuple):
 
     @property
     def node(self) -> Node:
-        """What `after` calls it."""
+        """Its identifier in `after`."""
         return self.operation.name
 
     @property
     def outputs(self) -> Sequence[tf.Tensor]:
-        """What it returns."""
+        """Its outputs."""
         return self.operation.outputs
 
 
@@ -45,12 +45,12 @@ class Program(NamedTuple):
     """Operations that XLA compiles together, or that a branch runs together, uncompiled.
 
     Attributes:
-        device: The device's place in the list of devices; None if it is not compiled.
-        level: How many exchanges stand behind it.
-        operations: What it does, in order; constants and values of variables first where needed.
-        inputs: The tensors that it takes.
-        outputs: Those of its own that are read elsewhere.
-        after: As of `Outside`.
+        device: Index of the device; None if the program is not compiled.
+        level: Number of exchanges before it.
+        operations: Its operations in order, including copies of constants and variable reads.
+        inputs: The tensors that it reads from elsewhere.
+        outputs: Its tensors that are read elsewhere.
+        after: As for `Outside`.
     """
 
     device: int | None
@@ -62,21 +62,21 @@ class Program(NamedTuple):
 
     @property
     def node(self) -> Node:
-        """What `after` calls it."""
+        """Its identifier in `after`."""
         return self.device, self.level
 
 
 class Programs:
-    """Puts operations together, whose places and levels are known.
+    """Assembles programs from operations, given their places and levels.
 
     Args:
         step: The step.
-        place: By operation's name: the rank of its device, or None outside of all programs.
-        level: Likewise: how many exchanges stand behind it.
-        waits_for: Likewise: what it must wait for, beside what it reads.
-        alone: The ranks of functions outside that XLA compiles by themselves.
+        place: The rank of each operation's device, by name; None outside of all programs.
+        level: The number of exchanges before each operation.
+        waits_for: The operations that each one must wait for, in addition to its inputs.
+        alone: The ranks of outside functions that XLA compiles separately.
         homes: The ranks of the variables' devices, by argument.
-        is_branch: As `plan_of` takes it.
+        is_branch: As for `plan_of`.
     """
 
     def __init__(
@@ -96,15 +96,17 @@ class Programs:
         self._alone = alone
         self._homes = homes
         self._is_branch = is_branch
-        self._members = collections.defaultdict(list)  # By node: the names of its operations,
-        self._copies = collections.defaultdict(set)  # and of what it has a copy of;
-        self._wants = collections.defaultdict(set)  # the nodes that it reads from,
-        self._waits = collections.defaultdict(set)  # and others that must run before it.
-        self._leaving: dict[tuple[str, int], tf.Tensor] = {}  # What is read elsewhere.
-        self._readers = collections.defaultdict(set)  # By variable: the nodes that read it.
+        # By node: its operations, its copied operations, the nodes that it reads from, and other
+        # nodes that must run before it.
+        self._members = collections.defaultdict(list)
+        self._copies = collections.defaultdict(set)
+        self._wants = collections.defaultdict(set)
+        self._waits = collections.defaultdict(set)
+        self._leaving: dict[tuple[str, int], tf.Tensor] = {}  # Tensors that other nodes read.
+        self._readers = collections.defaultdict(set)  # Variable -> the nodes that read it.
 
     def in_turn(self) -> list[Outside | Program]:
-        """Returns the nodes, each behind those that it needs."""
+        """Returns the nodes, each after its dependencies."""
         step = self._step
         for op in step.operations:
             self._members[self.node(op.name)].append(op.name)
@@ -121,18 +123,18 @@ class Programs:
                 self._waits[self.node(op.name)] |= self._readers[variable]
         for node in self._members:
             self._waits[node] -= {node} | self._wants[node]
-        return [self._made(node) for node in self._sorted()]
+        return [self._assembled(node) for node in self._sorted()]
 
     def node(self, name: str) -> Node:
-        """The node of an operation."""
+        """Returns the node of an operation."""
         place = self._place.get(name)
         is_alone = place is None and (name not in self._place or not self._is_branch)
         return name if is_alone else (place, self._level[name])
 
     def _read(self, tensor, node) -> None:
-        """Notes what a node reads; None is the caller of the step."""
+        """Records that a node reads a tensor; None is the caller of the step."""
         source, step = tensor.op, self._step
-        if source.name in step.given:
+        if source.name in step.arguments:
             return
         if source.name in self._place:
             giver = self.node(source.name)
@@ -151,7 +153,7 @@ class Programs:
             self._readers[source.inputs[0].op.name].add(giver)
 
     def _may_copy(self, op, node) -> bool:
-        """Whether a program may have a constant, or what a variable holds, for itself."""
+        """Whether a program may have its own copy of a constant or of a variable's value."""
         if not isinstance(node, tuple):
             return False
         if op.name in self._step.constants:
@@ -167,7 +169,7 @@ class Programs:
         return True
 
     def _sorted(self) -> Iterator[Node]:
-        """The nodes, each behind those that it needs, else in the order of the trace."""
+        """Yields the nodes, each after its dependencies, otherwise in the order of the trace."""
         position = self._step.position
         first = {u: min(map(position.__getitem__, names)) for u, names in self._members.items()}
         followers = collections.defaultdict(list)
@@ -189,7 +191,7 @@ class Programs:
         if any(missing.values()):
             raise RuntimeError("The programs of a step wait for each other, a fault of tfparallel.")
 
-    def _made(self, node) -> Outside | Program:
+    def _assembled(self, node) -> Outside | Program:
         step, after = self._step, list(self._waits[node])
         names = {*self._members[node], *self._copies[node]}
         operations = [step.by_name[name] for name in sorted(names, key=step.position.__getitem__)]

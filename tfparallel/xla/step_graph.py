@@ -1,4 +1,4 @@
-"""A traced step, as its plan looks at it: what must run, and in which order."""
+"""A traced step, prepared for planning: the required operations, in order."""
 
 import collections
 from collections.abc import Iterator
@@ -11,29 +11,29 @@ _READ = "ReadVariableOp"
 
 
 class StepGraph:
-    """The operations of a step's `FuncGraph` that its results and changes need.
+    """The operations of a step's `FuncGraph` that its outputs and side effects need.
 
     Attributes:
-        given: The names of its arguments.
-        outputs: What it returns.
-        operations: Each behind those that it needs; those below are apart.
+        arguments: The names of its arguments.
+        outputs: Its outputs.
+        operations: The operations in order, without constants and reads.
         constants: The names of constants.
-        reads: The names of reads of what a variable holds before the step.
-        writers: By variable, an argument's name: all operations that are given it but such reads.
-        position: Of each operation, its place in an order in which they can run.
-        by_name: All of them.
+        reads: The names of reads of variables' values before the step.
+        writers: All other operations that use a variable, by its argument name.
+        position: The position of each operation in a valid order of execution.
+        by_name: All operations by name.
     """
 
     def __init__(self, graph):
-        self.given = {tensor.op.name for tensor in graph.inputs}
+        self.arguments = {tensor.op.name for tensor in graph.inputs}
         self.outputs = graph.outputs
-        order = [op for op in needed(graph) if op.name not in self.given]
+        order = [op for op in needed(graph) if op.name not in self.arguments]
         self.constants = {op.name for op in order if op.type == "Const"}
         self.reads: set[str] = set()
         self.writers = collections.defaultdict(list)
         self._first_reads: dict[tuple, str] = {}
         for op in order:
-            if op.type == _READ and op.inputs[0].op.name in self.given:
+            if op.type == _READ and op.inputs[0].op.name in self.arguments:
                 if op.inputs[0].op.name not in self.writers:
                     self.reads.add(op.name)
                     self._first_reads.setdefault(_value_of(op), op.name)
@@ -49,11 +49,11 @@ class StepGraph:
         self._names = {op.name for op in self.operations}
 
     def sources(self, op: tf.Operation) -> Iterator[str]:
-        """The names of the operations whose results another takes, but for what is apart."""
+        """Yields the names of the operations that an operation reads from."""
         return (t.op.name for t in op.inputs if t.op.name in self._names)
 
     def controls(self, op: tf.Operation) -> Iterator[str]:
-        """What an operation is told to wait for, or a constant or a read is that it takes."""
+        """Yields the control inputs of an operation, and those of constants and reads it uses."""
         for source in (*op.control_inputs, *(tensor.op for tensor in op.inputs)):
             if source.name in self._free:
                 yield from self.controls(source)
@@ -62,33 +62,33 @@ class StepGraph:
                 yield source.name
 
     def first_like(self, op: tf.Operation) -> str:
-        """The name of the first operation that reads the same value of a variable."""
+        """Returns the name of the first operation that reads the same variable value."""
         return self._first_reads[_value_of(op)] if op.name in self.reads else op.name
 
 
 def has_handle(op) -> bool:
-    """Whether an operation has a state, or is given a variable."""
+    """Whether an operation is stateful or takes a variable handle."""
     return op.op_def.is_stateful or any(tensor.dtype == tf.resource for tensor in op.inputs)
 
 
 def _value_of(op) -> tuple:
-    """What a read is of: a variable, and the type to read it as."""
+    """Identifies the value of a read: the variable, its dtype and the device."""
     return op.inputs[0].op.name, op.outputs[0].dtype, op.device
 
 
 def needed(graph) -> list[tf.Operation]:
-    """What a graph's outputs are made of, and what changes something; each after its sources."""
+    """Returns the operations that a graph's outputs and side effects need, in topological order."""
     ends = [tensor.op for tensor in graph.outputs]
     ends += [op for op in graph.control_outputs if op.type != _READ]
-    wanted, stack = set(), list(ends)
+    names, stack = set(), list(ends)
     while stack:
         op = stack.pop()
-        if op.name not in wanted:
-            wanted.add(op.name)
+        if op.name not in names:
+            names.add(op.name)
             stack += [tensor.op for tensor in op.inputs]
-            # What a variable holds is read after each `assign`, for nobody.
+            # Each `assign` adds a read of the variable that nothing uses.
             stack += [source for source in op.control_inputs if source.type != _READ]
-    done, found = set(), []
+    done, ordered = set(), []
     for end in ends:
         stack = [(end, False)]
         while stack:
@@ -97,9 +97,9 @@ def needed(graph) -> list[tf.Operation]:
                 continue
             if is_ready:
                 done.add(op.name)
-                found.append(op)
+                ordered.append(op)
                 continue
             stack.append((op, True))
             sources = [*op.control_inputs, *(tensor.op for tensor in op.inputs)]
-            stack += [(each, False) for each in sources if each.name in wanted]
-    return found
+            stack += [(each, False) for each in sources if each.name in names]
+    return ordered
