@@ -7,7 +7,7 @@ other processes stay light; the first public name that needs it does (PEP 562).
 import importlib
 import os
 
-if os.environ.get("TFPARALLEL_WORKER_ERROR"):  # In a worker of `tfparallel launch` alone.
+if os.environ.get("TFPARALLEL_WORKER_ERROR"):  # Only in a worker of `tfparallel launch`.
     # The launcher shows an error that ends all workers once, in a few lines.
     importlib.import_module("tfparallel.cluster.worker_error").tell_launcher()
 

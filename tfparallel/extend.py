@@ -64,7 +64,7 @@ def attach(instance: Any, **attributes: Any) -> None:
     if attributes:
         attributes[_ATTRIBUTES] = extended_attributes(instance) | {*attributes, _ATTRIBUTES}
     for name, value in attributes.items():
-        object.__setattr__(instance, name, value)  # Past Keras's tracking.
+        object.__setattr__(instance, name, value)  # Bypasses Keras's tracking.
 
 
 @contextlib.contextmanager

@@ -34,11 +34,11 @@ __all__ = ["NotAlike", "copy_state", "without_draws"]
 @contextlib.contextmanager
 def without_draws() -> Iterator[None]:
     """Restores Python's random state, so layers created within do not change later seeds."""
-    drawn = random.getstate()
+    random_state = random.getstate()
     try:
         yield
     finally:
-        random.setstate(drawn)
+        random.setstate(random_state)
 
 
 def copy_state(
@@ -125,7 +125,7 @@ def _pairs(model, copy) -> list[tuple[keras.Layer, keras.Layer]]:
 
 
 def _shared_no_more(model, copy) -> list[str]:
-    """Problems of layers that several others share; a config loses this, and clones separate."""
+    """Reports layers that several others share, which no config says: their clones have copies."""
     of_model, of_copy = _holders(model), _holders(copy)
     return [
         f"layer '{name}' is one layer in {' and '.join(map(repr, holders))}, of which each would "

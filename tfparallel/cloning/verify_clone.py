@@ -117,9 +117,9 @@ def _in_outputs(model, copy) -> list[str]:
             outputs = _outputs(copy, batch)
         except Exception as error:
             return [f"its clone fails on a batch, '{error}'"]
-        apart = _apart(expected, outputs)
-        if apart and not _apart(expected, _outputs(model, batch)):
-            return [f"{_first_layer(model, copy, batch)}, of a batch, up to {apart:.1e}"]
+        difference = _apart(expected, outputs)
+        if difference and not _apart(expected, _outputs(model, batch)):
+            return [f"{_first_layer(model, copy, batch)}, of a batch, up to {difference:.1e}"]
         return []
     return []
 
@@ -192,8 +192,8 @@ def _apart(expected, outputs) -> float:
         distance = np.abs(np.where((value == other) | (np.isnan(value) & np.isnan(other)), 0,
                                    value - other))  # fmt: skip
         scale = np.max(np.abs(value[np.isfinite(value)]), initial=1e-6)
-        apart = float(np.max(distance, initial=0.0) / scale)
-        largest = max(largest, apart if not apart <= tolerance else 0.0)
+        difference = float(np.max(distance, initial=0.0) / scale)
+        largest = max(largest, difference if not difference <= tolerance else 0.0)
     return largest
 
 

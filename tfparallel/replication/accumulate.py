@@ -48,7 +48,7 @@ __all__ = ["Accumulate"]
 
 
 _ONE_DIVISOR = "One divisor of the whole loss is required"
-_NEXT_TO_NONE = 1e-20  # A divisor that is nothing beside a row, and more than float32's least.
+_NEXT_TO_NONE = 1e-20  # A divisor that is negligible beside a row, and above float32's minimum.
 _LEAST_PAIRS = 4  # Pairs of updates to compare before N is doubled.
 
 
@@ -153,16 +153,16 @@ class Accumulate(EveryStep):
         """
         check_activity(self.model)
         if is_own(self.model, "train_step"):
-            what = "a model with a `train_step` of its own"
+            cause = "a model with a `train_step` of its own"
         elif any(each.gradient_accumulation_steps for each in _with_inner(self.model.optimizer)):
-            what = "an optimizer that accumulates gradients itself"
+            cause = "an optimizer that accumulates gradients itself"
         elif self.sync.grows and len(_with_inner(self.model.optimizer)) > 1:
-            what = "a LossScaleOptimizer, whose gradients differ by more than noise; name an N"
+            cause = "a LossScaleOptimizer, whose gradients differ by more than noise; name an N"
         elif (layer := self._looks_at_all_rows()) is not None:
-            what = f"batch normalization, whose statistics are of a step's rows, in '{layer.name}'"
+            cause = f"batch normalization, whose statistics are of a step's rows, in '{layer.name}'"
         else:
             return
-        self.refuse("Keras's own step, and an update of whole gradients, are required", what)
+        self.refuse("Keras's own step, and an update of whole gradients, are required", cause)
 
     @property
     def _are_sums(self) -> bool:
@@ -183,11 +183,11 @@ class Accumulate(EveryStep):
                     return layer
         return None
 
-    def step(self, data, usual) -> dict[str, Any]:
+    def step(self, data, default) -> dict[str, Any]:
         """Accumulates the gradients of this worker's rows; every N-th step updates the weights."""
         self._check()
         if self.model._workers is None or self._in_shares:
-            logs = usual(data)
+            logs = default(data)
         else:
             data_of_worker, place = self._placed(data)
             way = self.model._way(data_of_worker, "fit")
@@ -201,13 +201,13 @@ class Accumulate(EveryStep):
     def _count_step(self) -> None:
         """Counts an accumulated step, and updates the weights if it is the last of N."""
         counts = self._counts
-        is_time = counts.steps.assign_add(1.0) >= counts.num_steps
+        is_due = counts.steps.assign_add(1.0) >= counts.num_steps
 
         def update():
             self._update_of_steps(is_full=True)
             return True  # Both branches must return the same type; None would add an operation.
 
-        tf.cond(is_time, update, lambda: False)
+        tf.cond(is_due, update, lambda: False)
 
     def _placed(self, data):
         """This worker's rows of the step's data, and their place in the global batch."""
@@ -219,13 +219,13 @@ class Accumulate(EveryStep):
         place = Place(self.model.strategy.first_replica, before, size, tf.add_n(worker_rows))
         return data, place
 
-    def apply(self, result: PassResult, usual) -> None:
+    def apply(self, result: PassResult, default) -> None:
         """Accumulates the gradients of a step, multiplied by its divisor."""
         divisor = tf.cast(self._divisor_of(result), tf.float64)
         # If all rows are masked or weigh nothing, only regularizers have a gradient. It counts
         # only if every step of the update is like this.
-        least = tf.constant(_NEXT_TO_NONE, tf.float64)
-        divisor = tf.where(tf.equal(divisor, 0.0), least, divisor)
+        tiny = tf.constant(_NEXT_TO_NONE, tf.float64)
+        divisor = tf.where(tf.equal(divisor, 0.0), tiny, divisor)
         terms = [_terms_of(gradient) for gradient in self._gradients_of(result)]
         accumulators = self._accumulators_of(result.variables, terms)
         for term, accumulated in zip(

@@ -93,30 +93,30 @@ def check_values(workers, model: keras.Model, when: str, *, states: bool = True)
     # A subclassed model may be built on some workers only.
     shapes = [[list(v.shape), str(v.dtype)] for v in variables]
     facts = [shapes, list(map(_checksum, variables))]
-    everyones = workers.exchange(facts, f"the comparison of weights {when}")
-    if any(theirs != everyones[0][0] for theirs, _ in everyones):
-        counts = ", ".join(str(len(theirs)) for theirs, _ in everyones)
+    facts_by_worker = workers.exchange(facts, f"the comparison of weights {when}")
+    if any(theirs != facts_by_worker[0][0] for theirs, _ in facts_by_worker):
+        counts = ", ".join(str(len(theirs)) for theirs, _ in facts_by_worker)
         raise RuntimeError(
             f"The workers hold different weights {when}. The same are required on all of them. "
             f"Received: {counts} variables, by worker, not all of the same shapes. Build and load "
             "the model on every worker."
         )
-    checksums = zip(*[sums for _, sums in everyones], strict=True)
-    unlike = [v for v, sums in zip(variables, checksums, strict=True) if len(set(sums)) > 1]
-    if not unlike:
+    checksums = zip(*[sums for _, sums in facts_by_worker], strict=True)
+    suspects = [v for v, sums in zip(variables, checksums, strict=True) if len(set(sums)) > 1]
+    if not suspects:
         return
-    most = max(1, _BLOCKS // len(unlike))
-    blocks = [_blocks(variable, most) for variable in unlike]
+    max_blocks = max(1, _BLOCKS // len(suspects))
+    blocks = [_blocks(variable, max_blocks) for variable in suspects]
     values = workers.exchange(blocks, f"the comparison of blocks of weights {when}")
-    apart = {}
-    for place, variable in enumerate(unlike):
+    differing = {}
+    for place, variable in enumerate(suspects):
         others = [i for i, theirs in enumerate(values) if _differ(values[0][place], theirs[place])]
         if others:
-            apart[variable.path] = others
-    if not apart:
+            differing[variable.path] = others
+    if not differing:
         return
-    path, others = next(iter(apart.items()))
-    more = f", and so do {len(apart) - 1} more variables" if len(apart) > 1 else ""
+    path, others = next(iter(differing.items()))
+    more = f", and so do {len(differing) - 1} more variables" if len(differing) > 1 else ""
     raise RuntimeError(
         f"The workers hold different weights {when}. The same are required on all of them. "
         f"Received: '{path}' on {name_workers(others)} differs from worker 0's{more}. Load "
@@ -158,17 +158,17 @@ def _checksum(variable) -> int | None:
     return zlib.crc32(_values(variable).view("uint8"))
 
 
-def _blocks(variable, most: int) -> list[Any]:
+def _blocks(variable, max_blocks: int) -> list[Any]:
     """A projection and a norm of each block of values; a checksum if values are not floats."""
     if not _is_floating(variable) or isinstance(variable, ShardedVariable):
         return [_checksum(variable)]
     values = _values(variable)
-    size = max(_LEAST_BLOCK, -(-len(values) // most))
+    size = max(_LEAST_BLOCK, -(-len(values) // max_blocks))
     blocks = []
     for start in range(0, len(values), size):
-        some = values[start : start + size].astype("float64")
-        projection = float(some @ np.resize(_PATTERN, len(some)))
-        blocks.append([float(f"{number:.9g}") for number in (projection, np.abs(some).sum())])
+        block = values[start : start + size].astype("float64")
+        projection = float(block @ np.resize(_PATTERN, len(block)))
+        blocks.append([float(f"{number:.9g}") for number in (projection, np.abs(block).sum())])
     return blocks
 
 
@@ -228,8 +228,8 @@ class BatchFingerprints:
             rows = [tf.fingerprint(tf.reshape(leaf, [1, -1])) for leaf in leaves]
             fingerprints = tf.cast(tf.concat(rows, 0), tf.int32)
             num_workers = self._workers.num_workers
-            (everyones,) = self._workers.all_gather([fingerprints], [len(leaves)] * num_workers)
-            same = tf.reduce_all(everyones == tf.tile(fingerprints, [num_workers, 1]))
+            (gathered,) = self._workers.all_gather([fingerprints], [len(leaves)] * num_workers)
+            same = tf.reduce_all(gathered == tf.tile(fingerprints, [num_workers, 1]))
             num_checked.assign_add(1)
             with tf.control_dependencies([tf.debugging.Assert(same, [_OTHER_BATCH])]):
                 return tf.constant(True)

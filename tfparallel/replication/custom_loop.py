@@ -186,10 +186,10 @@ def distribute_optimizer(optimizer: keras.Optimizer) -> keras.Optimizer:
         optimizer: A Keras optimizer; it, or this call, must be under the strategy's scope.
 
     Returns:
-        The same object, its class extended.
+        The same object, with its class extended.
 
     Raises:
-        ValueError: If it is no Keras optimizer.
+        ValueError: If it is not a Keras optimizer.
 
     Example:
         >>> strategy = tfparallel.MirroredStrategy(["GPU:0", "GPU:1"])

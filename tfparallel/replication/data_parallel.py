@@ -40,7 +40,7 @@ def data_parallel(
     check_rows: bool = True,
     allow_independent_workers: bool = False,
 ) -> keras.Model:
-    """Trains a plain Keras model on several devices, to the weights that one device gives.
+    """Trains a plain Keras model on several devices, to the same weights as on one device.
 
     Use it when the model fits one device and training should be faster. For a batch of B examples
     on N replicas, replica k computes the rows of its part of B, and
@@ -213,7 +213,7 @@ def _build_asynchronous(model_or_function, policy: Synchronization) -> keras.Mod
             "--nproc_per_node=2 --num_ps=1 -- …`."
         )
     if policy.staleness is not None:
-        steps_ahead(policy.staleness, len(roles.workers))  # Checked before waiting for anyone.
+        steps_ahead(policy.staleness, len(roles.workers))  # Checked before waiting for the job.
     servers = join(roles)
     if not isinstance(model_or_function, keras.Model):
         model = _build(model_or_function, servers)

@@ -166,17 +166,17 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
         It runs one step per execution, so each callback sees one batch.
         """
         self.make_predict_function()
-        usual, steps = self.predict_function, self.steps_per_execution
-        beside, cached = self._predict_own_rows  # Valid as long as Keras keeps `beside`.
-        self.predict_function = cached if beside is usual else None
+        original, steps = self.predict_function, self.steps_per_execution
+        cached_for, cached = self._predict_own_rows  # Valid while Keras keeps it.
+        self.predict_function = cached if cached_for is original else None
         self.steps_per_execution = 1
         attach(self, _gathers=False)
         try:
             yield
-            attach(self, _predict_own_rows=(usual, self.predict_function))
+            attach(self, _predict_own_rows=(original, self.predict_function))
         finally:
             attach(self, _gathers=True)
-            self.predict_function, self.steps_per_execution = usual, steps
+            self.predict_function, self.steps_per_execution = original, steps
 
     def quantize(self, *args, **kwargs):
         """Quantizes the layers on all replicas, as `keras.Model.quantize` does."""
@@ -258,8 +258,8 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
         if self.strategy is None:
             leaves = list(filter(_is_symbolic, keras.tree.flatten(data)))
             # The clock cannot be read where XLA compiles.
-            come = [] if self.jit_compile or not leaves else mark("input", leaves)
-            with tf.control_dependencies(come):
+            marks = [] if self.jit_compile or not leaves else mark("input", leaves)
+            with tf.control_dependencies(marks):
                 return super().train_step(data)
         extend_parts(self)
         worker_rows = None

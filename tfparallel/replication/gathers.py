@@ -45,7 +45,7 @@ _AT_ONCE = 2  # The most whole weights at a time.
 # The operations by which a tape adds gradients, and which of their inputs are terms.
 _ALL = slice(None)
 _TERMS_OF = {"AddN": _ALL, "AddV2": _ALL, "Identity": _ALL}
-_TERMS_OF |= {"ConcatV2": slice(-1), "UnsortedSegmentSum": slice(1)}  # Those of rows.
+_TERMS_OF |= {"ConcatV2": slice(-1), "UnsortedSegmentSum": slice(1)}  # Of sparse gradients.
 
 
 class _Whole:
@@ -56,14 +56,14 @@ class _Whole:
         readers: By replica, the names of the operations that read it in the forward pass.
         sums: For each local replica, the operation that takes its share of the gradient; None
             before the backward pass.
-        again: The second gather of the same weight.
+        second: The second gather of the same weight.
     """
 
     def __init__(self, tensors: list[tf.Tensor]):
         self.tensors = tensors
         self.readers: list[set[str]] = [set()] * len(tensors)
         self.sums: list[tf.Operation] | None = None
-        self.again: _Whole | None = None
+        self.second: _Whole | None = None
 
     def freed_by(self, k: int) -> list[tf.Operation]:
         """The operations so far that use replica k's tensor; its memory is free after them."""
@@ -206,7 +206,7 @@ class Gathers:
             else:
                 sums = self._summed(variable, *values)
             if whole is not None:
-                (whole.again or whole).sums = [tensors[0].op for tensors in sums]
+                (whole.second or whole).sums = [tensors[0].op for tensors in sums]
                 self._names_of_exchanges.add(sums[0][0].op.name)
             return tuple(map(_by_replica, zip(*sums, strict=True)))
 
@@ -263,13 +263,13 @@ class Gathers:
         ]
         if not readers[0] or self._would_wait_for_itself(readers[0], after[0]):
             return
-        again = self._gathered(variable, shares, whole.tensors[0].dtype, after)
-        for (ops, tensor), fresh in zip(pairs, again.tensors, strict=True):
+        second = self._gathered(variable, shares, whole.tensors[0].dtype, after)
+        for (ops, tensor), fresh in zip(pairs, second.tensors, strict=True):
             for op in ops:
                 for index, value in enumerate(op.inputs):
                     if value is tensor:
                         set_input(op, index, fresh)
-        whole.again = again
+        whole.second = second
 
     def _would_wait_for_itself(self, readers, after) -> bool:
         """Whether a gather, or a collective before it, would wait for the gather's readers."""
@@ -281,8 +281,8 @@ class Gathers:
             op = to_look_at.pop()
             if op.name in waited_for:
                 return True
-            behind = [reader for out in op.outputs for reader in out.consumers()]
-            for other in (*behind, *waiting_for(op)):
+            consumers = [reader for out in op.outputs for reader in out.consumers()]
+            for other in (*consumers, *waiting_for(op)):
                 if other.name not in reached:
                     reached.add(other.name)
                     to_look_at.append(other)
@@ -300,12 +300,12 @@ class Gathers:
                 pads = [[0, missing]] + [[0, 0]] * len(rest)
                 terms.append(tf.pad(flat, pads) if missing else flat)
         if strategy.workers is None:
-            cut = []
+            splits = []
             for term in terms:
                 with tf.device(term.device):
-                    cut.append(tf.split(term, len(terms)))
+                    splits.append(tf.split(term, len(terms)))
             sums = []
-            for device, pieces in zip(strategy.devices, zip(*cut, strict=True), strict=True):
+            for device, pieces in zip(strategy.devices, zip(*splits, strict=True), strict=True):
                 with tf.device(device):
                     sums.append((tf.add_n(pieces),))
             return sums

@@ -110,21 +110,21 @@ class LocalSgd(EveryStep):
             ValueError: For a step or an optimizer that needs all workers.
         """
         if is_own(self.model, "train_step"):
-            what = "a model with a `train_step` of its own"
+            cause = "a model with a `train_step` of its own"
         elif isinstance(self.model.optimizer, keras.optimizers.LossScaleOptimizer):
-            what = "a LossScaleOptimizer, of which each worker would have another scale"
+            cause = "a LossScaleOptimizer, of which each worker would have another scale"
         elif self.model.optimizer.gradient_accumulation_steps:
-            what = "an optimizer that accumulates gradients, which the workers add up"
+            cause = "an optimizer that accumulates gradients, which the workers add up"
         elif self.model._workers.compression is not None:
-            what = f"compression={self.model._workers.compression.spec!r}, which is of gradients"
+            cause = f"compression={self.model._workers.compression.spec!r}, which is of gradients"
         else:
             return
-        self.refuse("Keras's own step, an update in each, and whole gradients are required", what)
+        self.refuse("Keras's own step, an update in each, and whole gradients are required", cause)
 
-    def step(self, data, usual) -> dict[str, Any]:
+    def step(self, data, default) -> dict[str, Any]:
         """Trains on this worker's rows, and averages the weights every H steps."""
         if not self.is_silent:
-            return usual(data)
+            return default(data)
         if sample_partition.unmarked(data) is data:  # A global batch: each worker takes its rows.
             self.model._session.compare(data, "fit")
         local_rows, num_rows = self._local_rows(data)
@@ -138,13 +138,13 @@ class LocalSgd(EveryStep):
                 self._idle_step,
             )
         of_state.add(num_rows)
-        is_time = of_weights.add(num_rows) >= float(self.sync.every)
+        is_due = of_weights.add(num_rows) >= float(self.sync.every)
 
         def average():
             self._average((self._weights(), of_weights))
             return True  # Both branches must return the same type; None would add an operation.
 
-        tf.cond(is_time, average, lambda: False)
+        tf.cond(is_due, average, lambda: False)
         return logs
 
     def _idle_step(self):

@@ -58,8 +58,8 @@ class NoiseScale:
             pairs = list(zip(gradients_before, gradients, strict=True))
             noise = [_squares(first - gradient) / 2 for first, gradient in pairs]
             signal = [_products(first.read_value(), gradient) for first, gradient in pairs]
-            of_all = [tf.stack([tf.add_n(noise), tf.add_n(signal)])]
-            noise, signal = tf.unstack((workers.all_reduce(of_all) if workers else of_all)[0])
+            totals = [tf.stack([tf.add_n(noise), tf.add_n(signal)])]
+            noise, signal = tf.unstack((workers.all_reduce(totals) if workers else totals)[0])
             terms = {"noise": noise, "signal": signal, "pairs": 1.0}
             is_finite = tf.math.is_finite(terms["noise"]) & tf.math.is_finite(terms["signal"])
             for name, term in terms.items():

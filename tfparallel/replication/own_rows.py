@@ -155,7 +155,7 @@ class OwnRows(WhereRowsMeet, OneStep):
 
         arguments = (x, y, sample_weight)
         sums = self._call_on_replicas(on_replica, arguments, {}, worker_rows=worker_rows)
-        outputs, like = outputs_and_terms[0]
+        outputs, losses = outputs_and_terms[0]
         place, num_rows = self.strategy.place, count_rows(first)
         if worker_rows is not None:
             num_rows = tf.add_n(worker_rows)
@@ -163,7 +163,7 @@ class OwnRows(WhereRowsMeet, OneStep):
             num_rows = place.num_own_rows
         flat = of_the_batch(keras.tree.flatten(outputs), num_rows)
         outputs = keras.tree.pack_sequence_as(outputs, flat)
-        return _Terms(self, sums, list(map(len, like)), num_rows, y, outputs, sample_weight)
+        return _Terms(self, sums, list(map(len, losses)), num_rows, y, outputs, sample_weight)
 
 
 class _Terms(NamedTuple):

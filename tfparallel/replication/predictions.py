@@ -76,11 +76,11 @@ class PredictionsOfWorkers(keras.callbacks.Callback):
             On the chief, the same structure with the rows of all workers, in the order of the
             examples; None on other workers.
         """
-        everyones = np.array(  # (worker, batch, output)
+        counts = np.array(  # (worker, batch, output)
             self._workers.exchange(self._counts, "the end of `predict(gather_to=…)`")
         )
         leaves = [
-            self._joined(np.asarray(leaf), everyones[:, :, index])
+            self._joined(np.asarray(leaf), counts[:, :, index])
             for index, leaf in enumerate(keras.tree.flatten(predictions))
         ]
         is_chief = self._workers.worker_index == 0

@@ -106,9 +106,9 @@ class IndexedDropout:
         num_rows = shard.num_global_rows if num_rows is None else num_rows
         everything = [*shape[:axis], num_rows, *shape[axis + 1 :]]
         whole = shard._replace(start=0, num_rows=1)
-        drawn = uniform_of_rows(everything, inputs.dtype, seed, whole)
+        values = uniform_of_rows(everything, inputs.dtype, seed, whole)
         begin = tf.one_hot(axis, len(shape), shard.first_row_used, dtype=tf.int32)
-        return tf.slice(drawn, begin, tf.stack(shape))
+        return tf.slice(values, begin, tf.stack(shape))
 
     def _row_axis_of(self, inputs, shard) -> int | None:
         """The axis of the rows; for an eager tensor, the one that the judge found."""

@@ -93,10 +93,10 @@ def by_sample(dataset: tf.data.Dataset) -> tf.data.Dataset:
     empty = tf.data.Dataset.from_tensors(nothing).map(
         lambda *batch: tf.nest.map_structure(_of_any_length, batch)
     )
-    even = dataset.concatenate(empty.repeat(num_steps - num_batches))
-    even = even.apply(tf.data.experimental.assert_cardinality(num_steps))
-    even._tfparallel_by_sample = True
-    return even
+    padded = dataset.concatenate(empty.repeat(num_steps - num_batches))
+    padded = padded.apply(tf.data.experimental.assert_cardinality(num_steps))
+    padded._tfparallel_by_sample = True
+    return padded
 
 
 def weighted(dataset: Any, class_weight: dict[int, float] | None) -> Any:
@@ -167,14 +167,14 @@ def _with_a_row(leaves, counts, workers):
 
     Strings are not sent; an empty one takes their place.
     """
-    least = [tf.minimum(count, 1) for count in counts]
-    missing = 1 - least[workers.worker_index]
+    num_firsts = [tf.minimum(count, 1) for count in counts]
+    missing = 1 - num_firsts[workers.worker_index]
     kinds = [leaf.dtype for leaf in leaves]
     sent = [kind.is_floating or kind.is_integer or kind.is_bool for kind in kinds]
 
     def of_another():
         first_rows = [leaf[:1] for leaf, is_sent in zip(leaves, sent, strict=True) if is_sent]
-        firsts = iter(workers.all_gather(first_rows, least, ROWS) if first_rows else [])
+        firsts = iter(workers.all_gather(first_rows, num_firsts, ROWS) if first_rows else [])
         padded = []
         for leaf, is_sent in zip(leaves, sent, strict=True):
             shape = tf.concat([[missing], tf.shape(leaf)[1:]], 0)
@@ -182,7 +182,7 @@ def _with_a_row(leaves, counts, workers):
             padded.append(tf.concat([leaf, row], 0))
         return padded
 
-    padded = tf.cond(tf.reduce_min(least) > 0, lambda: list(leaves), of_another)
+    padded = tf.cond(tf.reduce_min(num_firsts) > 0, lambda: list(leaves), of_another)
     return [tf.ensure_shape(*pair) for pair in zip(padded, [x.shape for x in leaves], strict=True)]
 
 
@@ -210,8 +210,8 @@ def _padded(leaf, workers):
     if None not in leaf.shape[1:]:
         return leaf
     lengths = tf.shape(leaf)[1:]
-    (everyones,) = workers.all_gather([lengths[None]], [1] * workers.num_workers)
-    missing = tf.reduce_max(everyones, 0) - lengths
+    (gathered,) = workers.all_gather([lengths[None]], [1] * workers.num_workers)
+    missing = tf.reduce_max(gathered, 0) - lengths
     return tf.pad(leaf, tf.concat([[[0, 0]], tf.stack([tf.zeros_like(lengths), missing], 1)], 0))
 
 

@@ -78,26 +78,26 @@ class EveryStep:
     def before_step(self) -> None:
         """Called before each step of `fit`."""
 
-    def step(self, data: Any, usual: Callable[[Any], Mapping[str, Any]]) -> Mapping[str, Any]:
+    def step(self, data: Any, default: Callable[[Any], Mapping[str, Any]]) -> Mapping[str, Any]:
         """Runs a step and returns its logs.
 
         Args:
             data: A batch.
-            usual: Runs the step on the rows of all workers.
+            default: Runs the step on the rows of all workers.
         """
-        return usual(data)
+        return default(data)
 
     def check_way(self, way) -> None:
         """Raises for a way to compute the loss that this policy does not support."""
 
-    def apply(self, result: PassResult, usual: Callable[[PassResult], None]) -> None:
+    def apply(self, result: PassResult, default: Callable[[PassResult], None]) -> None:
         """Applies the gradients of a step.
 
         Args:
             result: The result of the passes.
-            usual: Updates the weights.
+            default: Updates the weights.
         """
-        usual(result)
+        default(result)
 
     def end_epoch(self) -> None:
         """Synchronizes after the steps of an epoch, before anything reads weights and metrics."""

@@ -68,13 +68,13 @@ class WeightGradients:
         model = getattr(self._layer, "_model_of_step", lambda: None)()
         if model is None:
             return []
-        read = {id(variable) for variable in tape.watched_variables()}
+        watched = {id(variable) for variable in tape.watched_variables()}
         trained = set(map(id, self._trained))
         others = [
             variable
             for variable in model.trainable_variables
             if id(variable) not in trained
-            if not read.isdisjoint(map(id, _known_by(variable)))
+            if not watched.isdisjoint(map(id, _known_by(variable)))
         ]
         self._trained += others
         return self._sources_of(others)
@@ -159,8 +159,8 @@ class WeightGradients:
         """
 
         def kinds_of(variable, reading):
-            of_all = zip(self._trained, self._kinds_of_readings(arguments), strict=True)
-            (kinds,) = [kinds for trained, kinds in of_all if trained is variable]
+            pairs = zip(self._trained, self._kinds_of_readings(arguments), strict=True)
+            (kinds,) = [kinds for trained, kinds in pairs if trained is variable]
             return None if kinds is None else kinds[reading]
 
         self.gathers.begin_backward(kinds_of)

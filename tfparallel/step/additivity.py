@@ -111,7 +111,7 @@ def _faults_of_loss(model, types) -> Iterator[str]:
     with graph.as_default(), traced_apart(), kept_as_they_were(losses_given):
         num_rows = tf.compat.v1.placeholder(tf.int32, [])  # Of the whole batch.
         of_examples = example_losses(compiled, y, outputs, sample_weight)
-        of_all = [terms_of(losses, num_rows) for losses in of_examples]
+        terms_by_loss = [terms_of(losses, num_rows) for losses in of_examples]
     if any(map(draws, with_inner(graph.get_operations()))):
         yield "a loss draws random numbers, which one device draws for the whole batch"
     if exchanges_of(graph):
@@ -119,7 +119,7 @@ def _faults_of_loss(model, types) -> Iterator[str]:
     if _writes(graph):
         yield "a loss writes a variable, which one device does once a step"
     judge = Judge(graph, placements)
-    for loss, losses, of_loss in zip(loss_terms(compiled), of_examples, of_all, strict=True):
+    for loss, losses, of_loss in zip(loss_terms(compiled), of_examples, terms_by_loss, strict=True):
         for term in of_loss:
             why_not = _no_sum(judge.of(term))
             if why_not is not None:

@@ -1,8 +1,8 @@
 """A call of `fit`, `evaluate` or `predict`: its arguments, bound once, and its contexts.
 
     model.fit(…) ──► Call ──► _look_at    checks, replaces or adds arguments
-                         ──► _begin     enters contexts: guards, policies, clearer errors
-                         ──► run        calls the method of Keras, or of the user
+                          ──► _begin      enters contexts: guards, policies, clearer errors
+                          ──► run         calls the method of Keras, or of the user
 
 Each class of an extended model adds to `_look_at` and `_begin`, and then calls `super()`.
 """

@@ -145,8 +145,8 @@ class OneStep(CompiledByDevice):
         # A user's own `fit` may do anything with its list.
         if call.kind != "fit" or call.is_own or call.has_callback_list:
             return
-        epochs, most = call.arguments.get("epochs", 1), keras.config.max_epochs()
-        epochs = epochs if most is None else min(epochs, most)  # As Keras sets for its callbacks.
+        epochs, max_epochs = call.arguments.get("epochs", 1), keras.config.max_epochs()
+        epochs = epochs if max_epochs is None else min(epochs, max_epochs)  # Like Keras.
         params = {"verbose": call.arguments.get("verbose", "auto"), "epochs": epochs}
         callbacks = LogsWhereTheyAre(call.arguments.get("callbacks"), params["verbose"])
         call.arguments["callbacks"] = callbacks

@@ -111,8 +111,8 @@ class WhereRowsMeet:
     @property
     def _reasons(self) -> dict[str, str | None]:
         """Why outputs were joined, for "fit" and "evaluate", since the last `compile`."""
-        of_whom, reasons = getattr(self, "_known_reasons", (None, {}))
-        return reasons if of_whom is compiled_loss(self) else {}
+        loss, reasons = getattr(self, "_known_reasons", (None, {}))
+        return reasons if loss is compiled_loss(self) else {}
 
     def _way(self, data, kind: str) -> Way:
         """How a step on such data computes its loss and metrics; reports joined outputs once.
@@ -204,8 +204,8 @@ class WhereRowsMeet:
         """The losses and metrics that do not add up; judged once for each kind of data."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         types = keras.tree.map_structure(type_of, (x, y, sample_weight))
-        of_whom, results = getattr(self, "_known_to_add_up", (None, {}))
-        if of_whom is not compiled_loss(self):
+        loss, results = getattr(self, "_known_to_add_up", (None, {}))
+        if loss is not compiled_loss(self):
             results = {}
         if str(types) not in results:
             try:

@@ -83,10 +83,10 @@ class _MultiWorkerExtended(ProgramExtended, CollectiveAllReduceExtended):
             ) from error
 
     def _get_variable_creator_initial_value(self, replica_id, device, primary_var, **kwargs):
-        where = (replica_id, device, primary_var)
+        arguments = (replica_id, device, primary_var)
         dtype = tf.as_dtype(kwargs["dtype"]) if kwargs.get("dtype") is not None else None
         if replica_id or dtype not in _BROADCAST_AS:
-            return super()._get_variable_creator_initial_value(*where, **kwargs)
+            return super()._get_variable_creator_initial_value(*arguments, **kwargs)
         wider, value = _BROADCAST_AS[dtype], kwargs["initial_value"]
 
         def widened():
@@ -94,7 +94,7 @@ class _MultiWorkerExtended(ProgramExtended, CollectiveAllReduceExtended):
             return tf.cast(tf.convert_to_tensor(initial_value, dtype), wider)
 
         kwargs |= {"initial_value": widened, "dtype": wider}
-        broadcast = super()._get_variable_creator_initial_value(*where, **kwargs)
+        broadcast = super()._get_variable_creator_initial_value(*arguments, **kwargs)
         return lambda: tf.cast(broadcast(), dtype)
 
     def _gather_to_implementation(self, value, destinations, axis, options):
@@ -141,12 +141,12 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         facts: Mapping[str, Any] | None = None,
     ):
         if self is MultiWorkerMirroredStrategy._of_process:
-            again = {"cluster_resolver": cluster_resolver, "devices": devices}
-            again |= {"communication_options": communication_options, "all_reduce": all_reduce}
-            again |= {"compression": compression, "bucket_bytes": bucket_bytes, "facts": facts}
+            passed = {"cluster_resolver": cluster_resolver, "devices": devices}
+            passed |= {"communication_options": communication_options, "all_reduce": all_reduce}
+            passed |= {"compression": compression, "bucket_bytes": bucket_bytes, "facts": facts}
             if stall_timeout not in (_STALL_SECONDS, self.stall_timeout):
-                again["stall_timeout"] = stall_timeout
-            _refuse_anew({name: value for name, value in again.items() if value is not None})
+                passed["stall_timeout"] = stall_timeout
+            _refuse_anew({name: value for name, value in passed.items() if value is not None})
             return
         if not stall_timeout > 0:
             raise ValueError(

@@ -134,14 +134,14 @@ class Again:
             replayed = tf.graph_util.import_graph_def(
                 definition, inputs, [op.name for op in operations], name=f"replica_{self._index}"
             )
-        for op, device, again in zip(operations, devices, replayed, strict=True):
-            by_name[op.name] = again
-            set_device(again, device)
-            _copy_shapes(op, again)
+        for op, device, replay in zip(operations, devices, replayed, strict=True):
+            by_name[op.name] = replay
+            set_device(replay, device)
+            _copy_shapes(op, replay)
         for name, source in later:
             add_control_inputs(by_name[name], [by_name.get(source.name, source)])
 
-    def _catch_up(self, op, again) -> None:
+    def _catch_up(self, op, replay) -> None:
         """Updates a replayed operation, since TensorFlow has changed the original.
 
         A call gets the outputs that its gradient needs only when the gradient is computed.
@@ -149,11 +149,11 @@ class Again:
         node = tf.compat.v1.NodeDef()
         node.CopyFrom(op.node_def)
         self._make_apart(op.graph, node)
-        more_inputs = op.inputs[len(again.inputs) :]  # Empty lists for a loop to fill.
+        more_inputs = op.inputs[len(replay.inputs) :]  # Empty lists for a loop to fill.
         self._import([each for tensor in more_inputs for each in _behind(tensor.op, self._coming)])
-        more = list(map(self._of, more_inputs))
-        extend_operation(again, node.attr, more, op.outputs[len(again.outputs) :])
-        _copy_shapes(op, again)
+        replaced = list(map(self._of, more_inputs))
+        extend_operation(replay, node.attr, replaced, op.outputs[len(replay.outputs) :])
+        _copy_shapes(op, replay)
 
     def _is_of_all(self, op) -> bool:
         """Whether an operation is shared by all places instead of replayed."""
@@ -219,17 +219,17 @@ class Again:
         Returns:
             Whether it differs from the node at the first place.
         """
-        is_other = False
+        differs = False
         if "/device:" in node.device:
             device = self._device_of(node.device)
-            is_other, node.device = device != node.device, device
+            differs, node.device = device != node.device, device
         if _is_seeded(node):
             _draw_apart(node, self._index)
-            is_other = True
+            differs = True
         elif node.op == _PYTHON:
             node.attr["token"].s = python_function_again(node.attr["token"].s, self._tokens)
-            is_other = True
-        return self._functions.replace(graph, node, self._make_apart) or is_other
+            differs = True
+        return self._functions.replace(graph, node, self._make_apart) or differs
 
 
 class DrawnApart:
@@ -285,16 +285,16 @@ class _Functions:
             node: The node.
             change: As for `function_again`.
         """
-        is_other = False
+        differs = False
         for value in node.attr.values():
             for called in [value.func] if value.HasField("func") else value.list.func:
                 name = called.name
                 if name not in self._new_names:
-                    again = function_again(graph, name, f"_{self._index}", change)
-                    self._new_names |= {again: again, name: again}
+                    new_name = function_again(graph, name, f"_{self._index}", change)
+                    self._new_names |= {new_name: new_name, name: new_name}
                 called.name = self._new_names[name]
-                is_other |= called.name != name
-        return is_other
+                differs |= called.name != name
+        return differs
 
 
 def _draw_apart(node, index: int) -> bool:
@@ -315,9 +315,9 @@ def _behind(op, names: set[str]) -> list[tf.Operation]:
     return [*(each for tensor in op.inputs for each in _behind(tensor.op, names)), op]
 
 
-def _copy_shapes(op, again) -> None:
+def _copy_shapes(op, replay) -> None:
     """Copies shapes from the outputs of an operation to those of its replay."""
-    for original, output in zip(op.outputs, again.outputs, strict=True):
+    for original, output in zip(op.outputs, replay.outputs, strict=True):
         if original.dtype in (tf.resource, tf.variant):
             copy_handle_data(original, output)
         elif not output.shape.is_fully_defined():

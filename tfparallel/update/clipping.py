@@ -68,22 +68,22 @@ def norm_factors(
     is_double = any(each.dtype == tf.float64 for i in present for each in terms[i])
     dtype = tf.float64 if is_double else tf.float32
     squares = {i: tf.add_n([_square_of(each, dtype) for each in terms[i]]) for i in present}
-    apart = [i for i in present if isinstance(gradients[i], ShardedGradient)]
-    if workers is not None and apart:
-        sums = workers.all_reduce([tf.stack([squares[i] for i in apart])])[0]
-        squares |= dict(zip(apart, tf.unstack(sums), strict=True))
+    sharded = [i for i in present if isinstance(gradients[i], ShardedGradient)]
+    if workers is not None and sharded:
+        sums = workers.all_reduce([tf.stack([squares[i] for i in sharded])])[0]
+        squares |= dict(zip(sharded, tf.unstack(sums), strict=True))
     unscaled = 1.0 if scale is None else scale
     if optimizer.clipnorm:
-        most = tf.constant(optimizer.clipnorm, dtype)
+        limit = tf.constant(optimizer.clipnorm, dtype)
         of_weight: dict[int, list[tf.Tensor]] = {}
         for i, square in squares.items():
             of_weight.setdefault(id(whole_of(parts[i])), []).append(square)
         norms = {key: tf.sqrt(tf.add_n(terms)) / unscaled for key, terms in of_weight.items()}
-        return [most / tf.maximum(norms.get(id(whole_of(part)), most), most) for part in parts]
+        return [limit / tf.maximum(norms.get(id(whole_of(part)), limit), limit) for part in parts]
     # As in Keras: a norm that is NaN or infinite turns all gradients into NaN.
-    most = tf.constant(optimizer.global_clipnorm, dtype)
+    limit = tf.constant(optimizer.global_clipnorm, dtype)
     norm = tf.sqrt(tf.add_n(list(squares.values()))) / unscaled
-    return [most * tf.minimum(1 / norm, 1 / most) + (norm - norm)] * len(gradients)
+    return [limit * tf.minimum(1 / norm, 1 / limit) + (norm - norm)] * len(gradients)
 
 
 def clip_shares(
@@ -108,8 +108,8 @@ def _by_norm_of_all(gradients, clipnorm) -> list:
     """Applies `tf.clip_by_norm` to a gradient in parts, by the norm of the whole."""
     total = tf.add_n([tf.reduce_sum(_values(each) * _values(each)) for each in gradients])
     # As in `tf.clip_by_norm`: the gradient of a square root is infinite at zero.
-    is_some = total > 0
-    norm = tf.where(is_some, tf.sqrt(tf.where(is_some, total, tf.ones_like(total))), total)
+    is_nonzero = total > 0
+    norm = tf.where(is_nonzero, tf.sqrt(tf.where(is_nonzero, total, tf.ones_like(total))), total)
     clipped = [_values(each) * clipnorm / tf.maximum(norm, clipnorm) for each in gradients]
     return [_with_values(each, values) for each, values in zip(gradients, clipped, strict=True)]
 

@@ -102,8 +102,8 @@ class PendingSums(dict[int, list[tf.Tensor]]):
         expanded: list[list[Any]] = [[None] * len(gradients) for _ in range(len(places))]
         for index, at_place in enumerate(expanded):
             with places.at(index):
-                for i, of_all in zip(present, terms, strict=True):
-                    at_place[i] = tf.where(is_update, tf.zeros_like(of_all[index]), of_all[index])
+                for i, values in zip(present, terms, strict=True):
+                    at_place[i] = tf.where(is_update, tf.zeros_like(values[index]), values[index])
         return expanded
 
     def _terms(self, part, gradient, is_first, places) -> list[tf.Tensor]:

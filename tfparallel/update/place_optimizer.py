@@ -47,6 +47,6 @@ def _is_prepared(optimizer, places, shares) -> bool:
         return True
     if isinstance(optimizer, UnitOptimizer):
         return optimizer._places == places and optimizer._in_shares == (shares and not inner)
-    apart = {id(count_of(optimizer)), id(rate_of(optimizer))}
-    slots = [v for v in variables_held_by(optimizer) if id(v) not in apart]
+    not_slots = {id(count_of(optimizer)), id(rate_of(optimizer))}
+    slots = [v for v in variables_held_by(optimizer) if id(v) not in not_slots]
     return not shares and places.hold(slots)

@@ -133,10 +133,10 @@ class Shares:
             results.append(ShardedGradient(means) if means else None)
         return results
 
-    def join(self, parts: Sequence[keras.Variable], is_time: tf.Tensor | bool = True) -> None:
-        """Fills every copy of the weights from all shares, if it is time."""
-        if tf.is_tensor(is_time):
-            tf.cond(is_time, lambda: self.join(parts), lambda: None)
+    def join(self, parts: Sequence[keras.Variable], is_due: tf.Tensor | bool = True) -> None:
+        """Fills every copy of the weights from all shares, if `is_due`."""
+        if tf.is_tensor(is_due):
+            tf.cond(is_due, lambda: self.join(parts), lambda: None)
             return
         parts = list(filter(_is_whole, parts))
         wholes = joined(list(map(self.of, parts)), self._places)

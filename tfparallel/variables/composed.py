@@ -50,7 +50,7 @@ class _Handle(tf.__internal__.CompositeTensor):
 
 
 class ComposedVariable:
-    """Base class that extends a Keras variable; subclasses compose the whole of the pieces.
+    """Base class that extends a Keras variable; subclasses compose it from pieces.
 
     Attributes:
         pieces: The TensorFlow variables in this process that hold the value.

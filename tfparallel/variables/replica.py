@@ -46,7 +46,7 @@ class Replica(NamedTuple):
     def in_place_of(self, name: str | None) -> str | None:
         """The device that corresponds to one of the first replica's; None for other devices."""
         full = canonical(name) if name else ""
-        local = full.rpartition("/device:")[2]  # As in a process of several.
+        local = full.rpartition("/device:")[2]  # A process may name its own devices so.
         return self.devices.get(full) or self.devices.get(local)
 
 

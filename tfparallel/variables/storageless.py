@@ -87,8 +87,8 @@ class StoragelessModel:
         waiting = _Waiting()
         set_global(DEFERRED_VARIABLES, waiting)
         self._scope = keras.StatelessScope(initialize_variables=False)
-        drawn = random.getstate()
-        numbers = dict(get_global(NAME_NUMBERS) or {})
+        random_state = random.getstate()
+        name_numbers = dict(get_global(NAME_NUMBERS) or {})
         try:
             with self._scope:
                 self.model = function()
@@ -97,8 +97,8 @@ class StoragelessModel:
         except (ValueError, NeedsStorage) as error:
             if isinstance(error, ValueError) and _CANNOT_WAIT not in str(error):
                 raise
-            random.setstate(drawn)
-            set_global(NAME_NUMBERS, collections.defaultdict(int, numbers))
+            random.setstate(random_state)
+            set_global(NAME_NUMBERS, collections.defaultdict(int, name_numbers))
             read = _READ.search(str(error))  # Keras wraps the message.
             raise NeedsStorage(read[0] if read else str(error)) from error
         finally:
@@ -152,6 +152,6 @@ def move_variables(variables: Iterable[keras.Variable], device: str) -> None:
 
 
 def _scope_of(variable):
-    """The name scope that gives a variable the same name as on one device."""
+    """The scope of a variable's name on one device, by which an optimizer may exclude it."""
     scope = variable.path.rpartition("/")[0]
     return tf.name_scope(f"{scope}/" if scope else "")
