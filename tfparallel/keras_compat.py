@@ -1,4 +1,4 @@
-"""Names and behaviors that not every supported version of Keras has.
+"""Names and behaviours that not every supported version of Keras has.
 
 A missing class is replaced by one without instances, so `isinstance(optimizer, MultiOptimizer)` is
 False, which is right.

@@ -116,7 +116,7 @@ def _same_holder(method, other) -> bool:
 
 
 def _is_method(cls, name) -> bool:
-    """Whether a class has a method of this name, which is behavior and not state."""
+    """Whether a class has a method of this name, which is behaviour and not state."""
     return callable(getattr(cls, name, None)) and not name.endswith("_config")
 
 

@@ -166,7 +166,7 @@ class WeightGradients:
         self.gathers.begin_backward(kinds_of)
 
     def _kinds_of_readings(self, arguments) -> list:
-        """The kinds of each weight's readings in an eager step; in a graph, gradients have them."""
+        """The kinds of each weight's readings in an eager step; in a graph, all None."""
         if not tf.executing_eagerly():
             return [None] * len(self._trained)
         trained = list(map(id, self._trained))  # Changes when a layer is frozen.

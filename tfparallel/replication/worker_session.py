@@ -160,7 +160,7 @@ class WorkerSession:
             self._fingerprints.check(data, kind)
 
     def rows_and_counts(self, data: Any, kind: str) -> tuple[Any, Any]:
-        """This worker's rows, and all counts, as of `sample_partition`; compares global batches."""
+        """As `sample_partition.rows_and_counts`; also compares batches that all workers read."""
         data, worker_rows = sample_partition.rows_and_counts(data, self._model.strategy)
         if worker_rows is None:
             self.compare(data, kind)

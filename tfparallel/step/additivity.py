@@ -68,7 +68,7 @@ def why_not_by_rows(model: keras.Model) -> str | None:
 
 
 def adds_up(model: keras.Model, y, outputs, sample_weight, masks=()) -> AddsUp:
-    """Judges a loss and metrics.
+    """Judges whether a loss and metrics add up over pieces.
 
     Args:
         model: A compiled model with built loss and metrics.
