@@ -7,8 +7,8 @@ other processes stay light; the first public name that needs it does (PEP 562).
 import importlib
 import os
 
-if os.environ.get("TFPARALLEL_WORKER_ERROR"):  # In a worker of `tfparallel launch` alone.
-    # What ends all of them is shown once, in a few lines.
+if os.environ.get("TFPARALLEL_WORKER_ERROR"):  # Only in a worker of `tfparallel launch`.
+    # The launcher shows an error that ends all workers once, in a few lines.
     importlib.import_module("tfparallel.cluster.worker_error").tell_launcher()
 
 # A literal: setup.cfg reads it without importing the package.
@@ -49,10 +49,10 @@ _FACE = {
     "worker_index": ("tfparallel.collectives.ops", "worker_index"),
 }
 
-# What decides in plain Python, and must not make a launcher wait for TensorFlow.
+# Names in plain Python, which must not make a launcher wait for TensorFlow.
 _PLAIN = {"Cluster", "Mesh", "spawn"}
 
-# Spelled out once more, because editors and linters read only literals.
+# Repeated, because editors and linters only read literals.
 __all__ = [
     "Cluster",
     "Mesh",
@@ -96,7 +96,7 @@ def __getattr__(name):
     module_name, attribute = _FACE[name]
     module = importlib.import_module(module_name)
     value = module if attribute is None else getattr(module, attribute)
-    # The next access finds the value without coming here.
+    # The next access finds the value without this function.
     globals()[name] = value
     return value
 
@@ -105,5 +105,5 @@ def __dir__():
     return list(__all__)
 
 
-if os.environ.get("TFPARALLEL_STANDBY"):  # A process that `launch --standby` has started ahead.
+if os.environ.get("TFPARALLEL_STANDBY"):  # A process that `launch --standby` started in advance.
     importlib.import_module("tfparallel.warm_spare").wait()

@@ -1,7 +1,4 @@
-"""What a program is doing, for a person who waits: a line for what takes longer than five seconds.
-
-It goes to stderr.
-"""
+"""Reports what a program is doing: a line on stderr for anything that takes over five seconds."""
 
 import contextlib
 import os
@@ -16,12 +13,12 @@ _PATIENCE_SECONDS = 5.0
 
 
 class Activity:
-    """Says what is being done for as long as it is open; a context manager.
+    """Reports the current activity while it is open; a context manager.
 
     Args:
-        text: What is being done first, such as "tracing the step of 2 devices".
-        is_shown: Whether anything is said at all; all but one of several workers say nothing.
-        patience_seconds: After how long.
+        text: The first activity, such as "tracing the step of 2 devices".
+        is_shown: Whether to print at all; only one of several workers does.
+        patience_seconds: The delay before a line is printed.
 
     Example:
     ```python
@@ -36,7 +33,7 @@ class Activity:
         self, text: str, *, is_shown: bool = True, patience_seconds: float = _PATIENCE_SECONDS
     ):
         self._text, self._patience = text, patience_seconds
-        self._is_shown = is_shown and sys.stderr is not None  # Under pythonw there is none.
+        self._is_shown = is_shown and sys.stderr is not None  # pythonw has no stderr.
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._stream = None
@@ -44,11 +41,11 @@ class Activity:
     def __enter__(self) -> "Activity":
         if self._is_shown and self._thread is None:
             try:
-                # Of its own: what TensorFlow writes to stderr is held back while it loads.
+                # A duplicate, since stderr is filtered while TensorFlow loads.
                 number = os.dup(sys.stderr.fileno())
                 self._stream = os.fdopen(number, "w", encoding="utf-8", errors="replace")
             except (OSError, ValueError, AttributeError):
-                return self  # A notebook's, or one that a program has put in its place.
+                return self  # A notebook, or a program, has replaced stderr.
             self._thread = threading.Thread(target=self._tell, name="activity", daemon=True)
             self._thread.start()
         return self
@@ -57,11 +54,11 @@ class Activity:
         self.stop()
 
     def say(self, text: str) -> None:
-        """Says what is being done from now on."""
+        """Sets the current activity."""
         self._text = text
 
     def stop(self) -> None:
-        """Ends it; a second call does nothing."""
+        """Stops reporting; a second call does nothing."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
@@ -73,7 +70,7 @@ class Activity:
 
     def _tell(self) -> None:
         said, said_at = None, time.monotonic()
-        with contextlib.suppress(OSError, ValueError):  # Whoever read it has gone.
+        with contextlib.suppress(OSError, ValueError):  # The reader has exited.
             while not self._stopped.wait(_LOOK_SECONDS):
                 now = time.monotonic()
                 if now - said_at >= self._patience and self._text != said:

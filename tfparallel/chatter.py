@@ -1,4 +1,4 @@
-"""Lines that TensorFlow's C++ code writes to stderr, of which a person needs none."""
+"""Lines without news that TensorFlow's C++ code writes to stderr."""
 
 import glob
 import os
@@ -9,7 +9,7 @@ __all__ = ["has_nvidia_gpu", "is_chatter", "may_hold_chatter", "wants_quiet"]
 _VERBOSE = "TFPARALLEL_VERBOSE"
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 
-# Of errors and warnings, in the new and in the old form, which TensorFlow 2.19 has.
+# The prefix of errors and warnings, in the new form, and in the old one of TensorFlow 2.19.
 _PREFIX = rb"([EW]\d{4} |\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [EW] )"
 _CHATTER = re.compile(
     b"^(?:%s)"
@@ -21,16 +21,16 @@ _CHATTER = re.compile(
             rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: I ",
             # The second line of the message about CPU instructions.
             rb"To enable the following instructions: ",
-            # Those of the message about workers that are not there yet.
+            # The list in the message about workers that are not ready yet.
             rb"/job:\w+/replica:\d+/task:\d+\s*$",
             # Two libraries of one CUDA build register the same factory: harmless.
             _PREFIX + rb".*Unable to register cu\w+ factory",
-            # The launcher says whom it has stopped.
+            # The launcher reports which workers it stopped.
             _PREFIX + rb".*preemption_notifier\.cc:\d+\] SIGTERM caught",
             _PREFIX + rb".*computation placer already registered",
-            # What a newer library wrote into a graph, which this one leaves out.
+            # A newer library wrote an attribute into a graph that this one ignores.
             _PREFIX + rb".*NodeDef mentions attribute \S+ which is not in the op definition",
-            # XLA measures kernels on a GPU that others use, too.
+            # XLA measures kernels on a shared GPU.
             _PREFIX + rb".*Delay kernel timed out",
             # A data set ends after Python.
             _PREFIX + rb".*finalizing GeneratorDataset iterator: .{0,300}Python interpreter state",
@@ -53,7 +53,7 @@ def is_chatter(line: bytes, has_gpu: bool) -> bool:
 
 
 def may_hold_chatter(text: bytes) -> bool:
-    """Whether a line of a text may be one of them.
+    """Whether a text may contain such a line.
 
     Args:
         text: Any number of lines.
@@ -62,18 +62,18 @@ def may_hold_chatter(text: bytes) -> bool:
 
 
 def wants_quiet() -> bool:
-    """Whether such lines are to be held back: unless the environment asks for them."""
+    """Whether to suppress such lines: unless the environment asks for them."""
     if os.environ.get(_VERBOSE, "") not in ("", "0"):
         return False
-    # Level 0 asks for information; 1 and above ask for none, yet TensorFlow
-    # prints what it logs before it has read the level.
+    # Level 0 asks for information. Level 1 and above do not, yet TensorFlow
+    # prints messages that it logs before it reads the level.
     return os.environ.get(_LEVEL) != "0"
 
 
 def has_nvidia_gpu() -> bool:
-    """Tells whether the system shows an NVIDIA GPU, whatever TensorFlow sees.
+    """Whether the system has an NVIDIA GPU, whatever TensorFlow sees.
 
     Returns:
-        True if a GPU's device file exists (`/dev/dxg` is that of WSL).
+        True if a GPU's device file exists (`/dev/dxg` under WSL).
     """
     return bool(glob.glob("/dev/nvidia[0-9]*")) or os.path.exists("/dev/dxg")

@@ -1,8 +1,8 @@
-"""Where a thread computes: for which rows, replica and pass of a step, and who watches.
+"""The context of a thread's computation: the rows, replica and pass of a step, and its observers.
 
-A layer, an optimizer, a loss are written for one device, and are handed nothing of this. What a
-parallelism adds to them asks here. Where each replica of a strategy is a thread, it has its own
-context.
+Layers, optimizers and losses are written for one device, and receive nothing of this. The code that
+a parallelism adds to them looks it up here. If each replica of a strategy is a thread, each has its
+own context.
 """
 
 import contextlib
@@ -16,16 +16,16 @@ __all__ = ["ComputeContext", "context", "within"]
 
 @dataclasses.dataclass(frozen=True)
 class ComputeContext:
-    """What is known where something is computed; None where nothing is.
+    """The current context; None for unset attributes.
 
     Attributes:
-        shard: Which rows of the batch (`data/rows_of_replica.py`).
-        replica: Which replica of a mesh (`variables/replica.py`).
-        stage_pass: Which pass of which stage (`pipeline/pass_context.py`).
-        hand_on_parts: How a layer hands on a tensor in parts (`layers/parts.py`).
-        trace: What notes the operations of layers (`tracing/audit.py`).
-        takes_shares: Whether gradients go to an optimizer that takes those of shares.
-        gathers: What joins the shares of a weight that is read (`replication/gathers.py`).
+        shard: The rows of the batch (`data/rows_of_replica.py`).
+        replica: The replica of a mesh (`variables/replica.py`).
+        stage_pass: The pass of a stage (`pipeline/pass_context.py`).
+        hand_on_parts: How a layer passes on a tensor in parts (`layers/parts.py`).
+        trace: Records the operations of layers (`tracing/audit.py`).
+        takes_shares: Whether gradients go to an optimizer that takes gradients of shares.
+        gathers: Gathers the shares of a weight that is read (`replication/gathers.py`).
     """
 
     shard: Any = None
@@ -42,16 +42,16 @@ _of_thread = threading.local()
 
 
 def context() -> ComputeContext:
-    """Returns where this thread computes."""
+    """Returns the context of this thread."""
     return getattr(_of_thread, "context", _NOWHERE)
 
 
 @contextlib.contextmanager
 def within(**changes: Any) -> Iterator[None]:
-    """Within it this thread computes somewhere else.
+    """Changes this thread's context within the block.
 
     Args:
-        **changes: Attributes of `ComputeContext`; the others stay.
+        **changes: Attributes of `ComputeContext`; the others stay the same.
     """
     outer = context()
     _of_thread.context = dataclasses.replace(outer, **changes)

@@ -1,6 +1,6 @@
-"""What the CUDA driver alone tells of a GPU: TensorFlow does not, or only once it has started.
+"""Properties of a GPU that only the CUDA driver knows, or TensorFlow only after it has started.
 
-GPUs are numbered as TensorFlow's physical devices are: in the order of CUDA_VISIBLE_DEVICES.
+GPUs are numbered like TensorFlow's physical devices, in the order of CUDA_VISIBLE_DEVICES.
 """
 
 import ctypes
@@ -9,7 +9,7 @@ __all__ = ["device_of", "memory_mib", "num_gpus", "uuid"]
 
 
 def num_gpus() -> int:
-    """Returns how many GPUs this process may use; 0 where there is no driver."""
+    """Returns the number of GPUs that this process may use; 0 without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -20,7 +20,7 @@ def num_gpus() -> int:
 
 
 def memory_mib(index: int) -> int | None:
-    """Returns the memory of a GPU in MiB, or None where the driver does not tell."""
+    """Returns the memory of a GPU in MiB, or None if the driver does not report it."""
     driver, device = device_of(index)
     size_bytes = ctypes.c_size_t()
     if device is None or driver.cuDeviceTotalMem_v2(ctypes.byref(size_bytes), device):
@@ -29,7 +29,7 @@ def memory_mib(index: int) -> int | None:
 
 
 def uuid(index: int) -> str | None:
-    """Returns what tells a GPU from all others, or None where the driver does not tell."""
+    """Returns the UUID of a GPU, or None if the driver does not report it."""
     driver, device = device_of(index)
     code = (ctypes.c_char * 16)()
     if device is None or driver.cuDeviceGetUuid(ctypes.byref(code), device):
@@ -38,7 +38,7 @@ def uuid(index: int) -> str | None:
 
 
 def device_of(index: int) -> tuple:
-    """Returns the driver and its name for a GPU; None for what there is not."""
+    """Returns the driver and its handle of a GPU; None for what does not exist."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

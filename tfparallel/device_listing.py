@@ -1,4 +1,4 @@
-"""Which logical devices there are, here and in the processes that were joined."""
+"""Lists the logical devices of this process and of connected processes."""
 
 import os
 import re
@@ -10,9 +10,9 @@ from tfparallel.device_names import canonical
 tf = startup.import_tensorflow()
 
 if not startup.has_nvidia_gpu():
-    # The first look for GPUs logs an error where there is none; look now, with
-    # the log held back. On a machine with a GPU the look waits until it is
-    # needed, since CUDA_VISIBLE_DEVICES may still change.
+    # The first search for GPUs logs an error if there is none; search now,
+    # with the log suppressed. On a machine with a GPU, the search waits until
+    # it is needed, since CUDA_VISIBLE_DEVICES may still change.
     with startup.quiet_stderr():
         tf.config.list_physical_devices()
 
@@ -27,21 +27,21 @@ __all__ = [
     "why_no_gpu",
 ]
 
-_connected: list[str] = []  # The devices of all processes, once `connect` has joined them.
+_connected: list[str] = []  # The devices of all processes, after `connect`.
 
 
 def list_devices(device_type: str | None = None) -> list[str]:
     """Lists the logical devices, without starting TensorFlow's runtime.
 
-    `tf.config.list_logical_devices` starts the runtime, after which nothing can
-    be split any more; this function may be called at any time.
+    `tf.config.list_logical_devices` starts the runtime, after which devices
+    cannot be split any more; you may call this function at any time.
 
     Args:
-        device_type: `"CPU"` or `"GPU"` for one type alone; by default all.
+        device_type: `"CPU"` or `"GPU"` for only one type; by default all.
 
     Returns:
         Names such as `["CPU:0", "GPU:0"]`, by type and index; after
-        `tfparallel.connect_to_cluster` those of all its processes, such as
+        `tfparallel.connect_to_cluster`, the names for all its processes, such as
         `["/job:worker/task:0/device:CPU:0", ...]`.
 
     Raises:
@@ -69,16 +69,16 @@ def list_devices(device_type: str | None = None) -> list[str]:
 
 
 def resolve(name: str) -> str:
-    """Gives a device name its one spelling among those that exist, without looking for it.
+    """Converts a device name to its canonical form, without checking that it exists.
 
     Args:
         name: A device name in any form that `canonical` takes.
 
     Returns:
-        What `canonical` returns; after `connect`, the full name of a device of this process too.
+        The result of `canonical`; after `connect`, the full name even for a device of this process.
 
     Raises:
-        ValueError: If `name` is no device name.
+        ValueError: If `name` is not a device name.
 
     Example:
         >>> tfparallel.devices.resolve("/device:CPU:1")
@@ -91,15 +91,15 @@ def resolve(name: str) -> str:
 
 
 def reached_devices() -> set[str]:
-    """The names of all devices that TensorFlow reaches, of other processes too; starts it."""
+    """The names of all devices that TensorFlow reaches in any process; starts its runtime."""
     return {canonical(device.name) for device in tf.config.list_logical_devices()}
 
 
 def connect(addresses: Sequence[str]) -> list[str]:
-    """Joins the devices of other processes to those of this one, which is the first.
+    """Connects to the devices of other processes; this process is the first.
 
     Args:
-        addresses: `"host:port"` of each process. In all others a `tf.distribute.Server` runs.
+        addresses: `"host:port"` of each process. All others run a `tf.distribute.Server`.
 
     Returns:
         The names of all devices, those of the first process first.
@@ -110,29 +110,29 @@ def connect(addresses: Sequence[str]) -> list[str]:
     """
     cluster = tf.train.ClusterSpec({"worker": list(addresses)})
     tf.config.experimental_connect_to_cluster(cluster, job_name="worker", task_index=0)
-    found = reached_devices()
-    _connected[:] = sorted(found, key=lambda name: [int(n) for n in re.findall(r":(\d+)", name)])
+    names = reached_devices()
+    _connected[:] = sorted(names, key=lambda name: [int(n) for n in re.findall(r":(\d+)", name)])
     return list(_connected)
 
 
 def physical_devices(kind: str) -> list[tf.config.PhysicalDevice]:
-    """The devices of a type, but for those that `tf.config.set_visible_devices` hides."""
+    """The devices of a type, except those that `tf.config.set_visible_devices` hides."""
     return tf.config.get_visible_devices(kind)
 
 
 def num_logical(physical: tf.config.PhysicalDevice) -> int:
-    """How many logical devices a physical one gives."""
+    """The number of logical devices of a physical one."""
     configuration = tf.config.get_logical_device_configuration(physical)
     return 1 if configuration is None else len(configuration)
 
 
-def how_to_get_more(asked: Sequence[str]) -> str:
-    """What to call for the devices among these that do not exist."""
+def how_to_get_more(devices: Sequence[str]) -> str:
+    """A hint on how to create the missing ones of these devices."""
     hints = []
-    num_cpus = 1 + max((int(name[4:]) for name in asked if name.startswith("CPU:")), default=-1)
+    num_cpus = 1 + max((int(name[4:]) for name in devices if name.startswith("CPU:")), default=-1)
     if num_cpus > len(list_devices("CPU")):
         hints.append(f"To get more CPU devices: `tfparallel.devices.split_cpu({num_cpus})`.")
-    num_gpus = 1 + max((int(name[4:]) for name in asked if name.startswith("GPU:")), default=-1)
+    num_gpus = 1 + max((int(name[4:]) for name in devices if name.startswith("GPU:")), default=-1)
     gpus = list_devices("GPU")
     if num_gpus > len(gpus):
         if gpus:
@@ -146,7 +146,7 @@ def how_to_get_more(asked: Sequence[str]) -> str:
 
 
 def why_no_gpu() -> str:
-    """Explains a GPU that the system shows and TensorFlow does not; else is empty."""
+    """Why TensorFlow does not see the system's GPU; empty if it does, or there is none."""
     if not startup.has_nvidia_gpu() or tf.config.list_physical_devices("GPU"):
         return ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

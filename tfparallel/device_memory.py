@@ -1,4 +1,4 @@
-"""What TensorFlow's allocators have counted on each device, and what a GPU is."""
+"""The memory of each device, and its peak use as counted by TensorFlow's allocators."""
 
 import os
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ __all__ = ["memory_bytes", "peak_bytes_of_gpus", "peak_tensor_bytes"]
 
 
 def peak_tensor_bytes(device: str = "CPU:0") -> int | None:
-    """Returns the most that tensors on a device of this process have taken so far.
+    """Returns the peak memory of tensors on a device of this process so far.
 
-    TensorFlow's own allocator counts, and keeps what is freed: a process's resident size is more,
-    and tells less. On a CPU it is there where oneDNN is, for tensors of 256 KiB and more; the
-    logical devices of a CPU have one together.
+    TensorFlow's allocator counts it, and keeps freed memory, so a process's resident size is larger
+    and less informative. CPUs have this allocator with oneDNN, for tensors of 256 KiB and more; the
+    logical devices of a CPU share one.
 
     Args:
-        device: Its name.
+        device: The name of the device.
 
     Returns:
-        Bytes, or None where nothing counts them.
+        Bytes, or None if nothing counts them.
 
     Example:
         >>> model.fit(x, y)
@@ -35,29 +35,29 @@ def peak_tensor_bytes(device: str = "CPU:0") -> int | None:
 
 
 def peak_bytes_of_gpus(devices: Sequence[str]) -> dict[str, int]:
-    """Returns the most that tensors have taken on each GPU of this process among devices.
+    """Returns the peak memory of tensors on each of this process's GPUs among devices.
 
-    Another process's are known to that process alone.
+    Only a process itself knows the peaks of its GPUs.
 
     Args:
-        devices: Their names.
+        devices: The names of devices.
 
     Returns:
-        Bytes by name, as given.
+        Bytes by the names passed.
     """
     peaks = {device: peak_tensor_bytes(gpu) for device, gpu in _own_gpus(devices)}
     return {device: peak for device, peak in peaks.items() if peak is not None}
 
 
 def memory_bytes(device: str = "CPU:0") -> int | None:
-    """Returns how much memory a device of this process has.
+    """Returns the memory of a device of this process.
 
     Args:
-        device: Its name, with or without a job and a task. The CPU's devices have the host's memory
-            together.
+        device: The name of the device, with or without a job and a task. The CPU's devices share
+            the host's memory.
 
     Returns:
-        Bytes; of a part of a GPU its limit; or None where nothing tells.
+        Bytes; for a part of a GPU, its limit; None if unknown.
     """
     kind, _, index = canonical(device).rpartition("/device:")[2].partition(":")
     if kind != "GPU":
@@ -77,9 +77,9 @@ def memory_bytes(device: str = "CPU:0") -> int | None:
 
 
 def _own_gpus(devices):
-    """Pairs the name of a GPU of this process with the one that its allocator has."""
+    """Pairs the names of this process's GPUs with those that its allocator uses."""
     for device in devices:
-        # Names with a job are process 0's, which alone holds the devices of others.
+        # Only process 0 uses the devices of others, so names with a job belong to it.
         process, _, name = canonical(device).rpartition("/device:")
         if name.startswith("GPU") and (not process or process.endswith("/task:0")):
             yield device, name

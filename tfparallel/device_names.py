@@ -1,6 +1,6 @@
-"""The one spelling of a device's name: `"GPU:0"`, or `"/job:worker/task:1/device:GPU:0"`.
+"""The canonical name of a device: `"GPU:0"`, or `"/job:worker/task:1/device:GPU:0"`.
 
-The first is a device of this process, the second one of a process that `connect_to_cluster` joined.
+The first is a device of this process, the second a device of one that `connect_to_cluster` joined.
 """
 
 import re
@@ -15,10 +15,10 @@ _DEVICE_NAME = re.compile(
 
 
 def canonical(name: str) -> str:
-    """Gives a device name its one spelling, without asking whether it exists.
+    """Converts a device name to its canonical form, without checking that it exists.
 
     Args:
-        name: `"gpu:0"`, `"/GPU:0"`, `"/device:GPU:0"`, `"GPU:0"`, or the same behind a job and a
+        name: `"gpu:0"`, `"/GPU:0"`, `"/device:GPU:0"`, `"GPU:0"`, or the same after a job and a
             task such as `/job:worker/replica:0/task:1`.
 
     Returns:
@@ -26,7 +26,7 @@ def canonical(name: str) -> str:
         `"/job:worker/task:1/device:GPU:0"`.
 
     Raises:
-        ValueError: If `name` is no device name.
+        ValueError: If `name` is not a device name.
 
     Example:
         >>> tfparallel.devices.canonical("/device:GPU:0")
@@ -45,16 +45,16 @@ def canonical(name: str) -> str:
 
 
 def to_tensorflow_name(name: str) -> str:
-    """Turns a device name into the form that `tf.device` documents.
+    """Converts a device name to the form that `tf.device` documents.
 
     Args:
         name: A device name in any form that `canonical` takes.
 
     Returns:
-        The name as `"/device:GPU:0"`, behind its job and task if it has them.
+        The name as `"/device:GPU:0"`, after its job and task if it has them.
 
     Raises:
-        ValueError: If `name` is no device name.
+        ValueError: If `name` is not a device name.
 
     Example:
         >>> with tf.device(tfparallel.devices.to_tensorflow_name("CPU:1")):

@@ -1,4 +1,4 @@
-"""Logical devices made of the CPU or of a GPU, before TensorFlow's runtime starts."""
+"""Splits the CPU or a GPU into logical devices, before TensorFlow's runtime starts."""
 
 import numbers
 
@@ -16,19 +16,19 @@ tf = startup.import_tensorflow()
 
 __all__ = ["check_count", "set_memory_growth", "split_cpu", "split_gpu", "too_late"]
 
-# TensorFlow and CUDA keep some memory of their own beside the logical devices'.
+# TensorFlow and CUDA need some memory besides that of the logical devices.
 _USABLE_GPU_MEMORY = 0.9
 
 
 def split_cpu(num_devices: int) -> list[str]:
     """Splits the CPU into logical devices, to try parallel training without GPUs.
 
-    They share the cores and the memory of the machine: results are those of
-    as many real devices, speed is not. A second call with the same number does
-    nothing.
+    They share the cores and the memory of the machine: the results are those
+    of as many real devices, but not the speed. A second call with the same
+    number does nothing.
 
     Args:
-        num_devices: How many logical CPU devices there shall be.
+        num_devices: The number of logical CPU devices.
 
     Returns:
         The names `["CPU:0", …]`.
@@ -52,15 +52,15 @@ def split_gpu(
 ) -> list[str]:
     """Splits one GPU into logical devices, each with its own share of the memory.
 
-    A second call with the same numbers does nothing. Where several GPUs are
-    split, the logical devices are numbered through: GPU:0 and GPU:1 are the
-    halves of the first.
+    A second call with the same numbers does nothing. If several GPUs are
+    split, the logical devices are numbered consecutively: GPU:0 and GPU:1 are
+    the halves of the first.
 
     Args:
-        num_devices: How many logical devices the GPU shall give.
-        memory_limit_mib: Memory of each, in MiB; by default an equal share of
-            90% of the GPU's memory, since TensorFlow needs some beside it.
-        gpu: Which GPU, counted before any was split.
+        num_devices: The number of logical devices.
+        memory_limit_mib: The memory of each, in MiB; by default an equal share
+            of 90% of the GPU's memory, since TensorFlow needs some besides.
+        gpu: The GPU, by its name before any was split.
 
     Returns:
         The names of all logical GPU devices.
@@ -69,7 +69,7 @@ def split_gpu(
         ValueError: If a number is not a whole number of at least 1, or there is
             no such GPU.
         RuntimeError: If TensorFlow's runtime has started with other numbers, or
-            the GPU's memory cannot be read.
+            the memory of the GPU is unknown.
 
     Example:
         >>> tfparallel.devices.split_gpu(2)  # doctest: +SKIP
@@ -98,16 +98,16 @@ def split_gpu(
 
 
 def set_memory_growth(enabled: bool = True) -> list[str]:
-    """Lets TensorFlow take GPU memory as needed, instead of all of it at once.
+    """Lets TensorFlow allocate GPU memory as needed, instead of all of it at once.
 
-    On a machine without a GPU it does nothing, so that a program may call it
-    everywhere. A second call with the same value does nothing.
+    On a machine without a GPU it does nothing, so a program may call it
+    anywhere. A second call with the same value does nothing.
 
     Args:
         enabled: Whether memory grows.
 
     Returns:
-        The names of the GPUs it was set on.
+        The names of the GPUs.
 
     Raises:
         RuntimeError: If TensorFlow's runtime has started with the other setting.
@@ -120,7 +120,7 @@ def set_memory_growth(enabled: bool = True) -> list[str]:
     gpus = physical_devices("GPU")
     call = f"set_memory_growth({enabled})"
     for index, physical in enumerate(gpus):
-        # A GPU that nobody set anything on reports None or False.
+        # An unset GPU reports None or False.
         if bool(tf.config.experimental.get_memory_growth(physical)) == enabled:
             continue
         if tf.config.get_logical_device_configuration(physical) is not None and enabled:
@@ -137,17 +137,17 @@ def set_memory_growth(enabled: bool = True) -> list[str]:
 
 
 def _split(physical, num_devices, memory_limit_mib, call):
-    wanted = [
+    requested = [
         tf.config.LogicalDeviceConfiguration(memory_limit=memory_limit_mib)
         for _ in range(num_devices)
     ]
     present = tf.config.get_logical_device_configuration(physical)
-    if present == wanted or (present is None and num_devices == 1 and memory_limit_mib is None):
+    if present == requested or (present is None and num_devices == 1 and memory_limit_mib is None):
         return
     try:
-        tf.config.set_logical_device_configuration(physical, wanted)
+        tf.config.set_logical_device_configuration(physical, requested)
     except RuntimeError as error:
-        # The one public sign that the runtime has started.
+        # The only public sign that the runtime has started.
         kind = physical.device_type
         what = (
             f"split the {kind} into {counted(num_devices, 'device')}: it has "
@@ -157,7 +157,7 @@ def _split(physical, num_devices, memory_limit_mib, call):
 
 
 def too_late(what: str, call: str) -> str:
-    """The message of a call that comes after the runtime has started."""
+    """The error message of a call after the runtime has started."""
     return (
         f"Cannot {what}, and TensorFlow's runtime has started already; devices must be set up "
         "before the first tensor, layer, or data set is made. "
@@ -168,7 +168,7 @@ def too_late(what: str, call: str) -> str:
 
 
 def check_count(value: object, argument: str = "num_devices") -> None:
-    """Raises unless a value is a whole number of at least 1; True devices are a mistake."""
+    """Raises unless a value is a whole number of at least 1, and not a boolean."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise ValueError(
             f"{argument} must be a whole number of at least 1. Received: {argument}={value!r}."

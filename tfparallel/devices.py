@@ -1,9 +1,9 @@
 """Logical devices: list them, check names against them, split the CPU or a GPU.
 
-A device is named `"CPU:0"` or `"GPU:1"`. TensorFlow places an operation on the
-CPU without a word when the device it was given does not exist; the functions
-here raise instead. Which devices there are, and those of other processes, is in
-`device_listing.py`; how the CPU and GPUs are split, in `device_setup.py`.
+A device is named `"CPU:0"` or `"GPU:1"`. If a device does not exist, TensorFlow
+silently places the operation on the CPU; the functions here raise instead.
+`device_listing.py` lists devices, also those of other processes;
+`device_setup.py` splits the CPU and GPUs.
 
 ```python
 import tfparallel
@@ -61,18 +61,18 @@ _DEVICE_TYPES = ("auto", "cpu", "gpu")
 
 
 def check_devices(names: Sequence[str] | int) -> list[str]:
-    """Checks device names against what exists.
+    """Checks that the named devices exist.
 
     Args:
-        names: Device names, in any form that `canonical` takes; or how many devices to take, as
-            `choose_devices` does.
+        names: Device names, in any form that `canonical` takes; or a number of devices, as for
+            `choose_devices`.
 
     Returns:
         The names as `"GPU:0"`, in the order given.
 
     Raises:
         ValueError: If the list is empty, or a name is malformed, unknown, or
-            given twice; all of them in one message.
+            given twice; one message reports all of them.
 
     Example:
         >>> tfparallel.devices.check_devices(["/device:CPU:1", "cpu:0"])
@@ -114,22 +114,22 @@ def check_devices(names: Sequence[str] | int) -> list[str]:
 
 
 def hide_other_gpus(names: Sequence[str]) -> None:
-    """Leaves this process the named GPUs alone, which are numbered anew from GPU:0.
+    """Hides all GPUs but the named ones, which are renumbered from GPU:0.
 
     Args:
-        names: Names of GPUs, none of which was split.
+        names: Names of GPUs, none of them split.
 
     Raises:
         ValueError: As `check_devices`.
-        RuntimeError: If TensorFlow's runtime has started with others.
+        RuntimeError: If TensorFlow's runtime has started with other GPUs.
 
     Example:
         >>> tfparallel.devices.hide_other_gpus(["GPU:1"])  # doctest: +SKIP
     """
     gpus = physical_devices("GPU")
-    kept = [gpus[int(name.partition(":")[2])] for name in check_devices(names)]
+    visible = [gpus[int(name.partition(":")[2])] for name in check_devices(names)]
     try:
-        tf.config.set_visible_devices(kept, "GPU")
+        tf.config.set_visible_devices(visible, "GPU")
     except RuntimeError as error:
         raise RuntimeError(
             too_late("hide GPUs", f"hide_other_gpus({list(names)})")
@@ -137,10 +137,10 @@ def hide_other_gpus(names: Sequence[str]) -> None:
 
 
 def hide_gpus() -> None:
-    """Leaves this process no GPU: what names no device runs on the CPU, too.
+    """Hides all GPUs, so operations without a device run on the CPU.
 
     Raises:
-        RuntimeError: If TensorFlow's runtime has started with some.
+        RuntimeError: If TensorFlow's runtime has started with GPUs.
 
     Example:
         >>> tfparallel.devices.hide_gpus()
@@ -155,13 +155,13 @@ def hide_gpus() -> None:
 
 
 def whole_gpu(name: str) -> int | None:
-    """Returns which GPU, as CUDA counts them, a device is the whole of.
+    """Returns CUDA's number of the GPU that a device covers whole.
 
     Args:
         name: A device of this process.
 
     Returns:
-        The number; None for a part of a GPU, and for what is none.
+        The number; None for a part of a GPU, and for a device of another type.
 
     Example:
         >>> tfparallel.devices.whole_gpu("CPU:0") is None
@@ -186,13 +186,12 @@ def choose_devices(
     device_type: str = "auto",
     devices: Sequence[str] | int | None = None,
 ) -> list[str]:
-    """Chooses the devices of a training run from what the user asked for.
+    """Chooses the devices of a training run by number, type or name.
 
     Args:
-        num_devices: How many; by default all there are of the type. More CPU
-            devices than exist are made by splitting the CPU, while that is
-            still possible.
-        device_type: `"cpu"`, `"gpu"`, or `"auto"`: GPUs if there is any, else
+        num_devices: How many devices; by default all of the type. If there are
+            fewer CPU devices, the CPU is split, while that is still possible.
+        device_type: `"cpu"`, `"gpu"`, or `"auto"`: GPUs if there are any, else
             the CPU.
         devices: Device names, instead of the other two; or a number, as `num_devices`.
 
@@ -200,9 +199,9 @@ def choose_devices(
         Canonical device names.
 
     Raises:
-        ValueError: If the arguments contradict each other, or ask for what
-            does not exist.
-        RuntimeError: If the CPU would have to be split, and TensorFlow's
+        ValueError: If the arguments contradict each other, or a device does
+            not exist.
+        RuntimeError: If the CPU would have to be split after TensorFlow's
             runtime has started.
 
     Example:

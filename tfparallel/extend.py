@@ -1,7 +1,7 @@
-"""Gives an object a class that extends its own, so that nothing global is patched.
+"""Extends the class of a single object, instead of patching anything globally.
 
-The new class keeps the name, the module and the documentation of the old one, so that what is
-saved names the user's class, and plain Keras can load it.
+The new class keeps the name, module and documentation of the original, so saved files name the
+user's class, and plain Keras can load them.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _ATTRIBUTES = "_extended_attributes"
 
 @functools.cache
 def extended_class(mixin: type, original: type) -> type:
-    """Returns the class that puts `mixin` before `original`; one class for each pair."""
+    """Returns a subclass of `mixin` and `original`, in this order; one class for each pair."""
     extended = type(
         original.__name__,
         (mixin, original),
@@ -39,37 +39,37 @@ def extended_class(mixin: type, original: type) -> type:
         extended.__reduce__ = _reduce_to_original
     package, _, name = keras.saving.get_registered_name(original).rpartition(">")
     if package:
-        # A registered class is saved under its registered name; loading still finds the user's.
+        # Keras saves the registered name; loading must still find the user's class.
         keras.saving.register_keras_serializable(package, name)(extended)
         keras.saving.register_keras_serializable(package, name)(original)
     return extended
 
 
 def extend(instance: Extended, mixin: type, **attributes: Any) -> Extended:
-    """Changes the class of `instance` to one that extends it with `mixin`, and sets attributes.
+    """Extends the class of `instance` with `mixin`, and sets attributes.
 
-    Extending twice with the same mixin changes the attributes alone.
+    Extending a second time with the same mixin only sets the attributes.
     """
     if not isinstance(instance, mixin):
         instance.__class__ = extended_class(mixin, type(instance))
         if hasattr(mixin, "quantize"):
-            # What Keras puts on each layer, to wrap its method, would hide the mixin's.
+            # The wrapper that Keras stores on each layer would hide the mixin's method.
             vars(instance).pop("quantize", None)
     attach(instance, **attributes)
     return instance
 
 
 def attach(instance: Any, **attributes: Any) -> None:
-    """Sets attributes of this package's on an object of Keras's: no part of it, nor of its copy."""
+    """Sets attributes of this package on a Keras object; Keras does not track or copy them."""
     if attributes:
         attributes[_ATTRIBUTES] = extended_attributes(instance) | {*attributes, _ATTRIBUTES}
     for name, value in attributes.items():
-        object.__setattr__(instance, name, value)  # Past Keras's tracking.
+        object.__setattr__(instance, name, value)  # Bypasses Keras's tracking.
 
 
 @contextlib.contextmanager
 def attached(instance: Any, **attributes: Any) -> Iterator[None]:
-    """Within it an object has attributes of this package's; then those that it had before."""
+    """Sets attributes of this package on an object, and restores the previous ones on exit."""
     before = {name: getattr(instance, name, None) for name in attributes}
     attach(instance, **attributes)
     try:
@@ -79,7 +79,7 @@ def attached(instance: Any, **attributes: Any) -> Iterator[None]:
 
 
 def extended_attributes(instance: Any) -> frozenset[str]:
-    """The names of the attributes that `extend` and `attach` have set."""
+    """The names of the attributes that `extend` and `attach` set."""
     return frozenset(getattr(instance, _ATTRIBUTES, ()))
 
 
@@ -89,7 +89,7 @@ def original_class(instance: Any) -> type:
 
 
 def is_own(model: keras.Model, method: str) -> bool:
-    """Whether a method is the user's own and not Keras's: one of the class, or set on the model."""
+    """Whether the user overrides a method of Keras, in the class or on the instance."""
     is_of_class = getattr(original_class(model), method) is not getattr(keras.Model, method)
     return method in vars(model) or is_of_class
 
@@ -100,8 +100,8 @@ def _before(original: type) -> type:
     return original
 
 
-# What is made from an extended class, as `keras.models.clone_model` does, has none of the
-# attributes of an extended object: it is one of the original class.
+# An object made from an extended class, as `keras.models.clone_model` does, lacks the attributes
+# of an extended object. So it is created as one of the original class.
 
 
 def _new_original(cls, *args, **kwargs):
@@ -113,23 +113,23 @@ def _original_from_config(cls, config, **kwargs):
 
 
 def _reduce_to_original(self):
-    # Keras pickles what it saves, and the class that reads it; an extended one has no module.
+    # Keras pickles the class that reads the object, and an extended class is in no module.
     original = original_class(self)
     function, arguments = original.__reduce__(self)
     return getattr(original, function.__name__), arguments
 
 
 def classes_of(model: keras.Model) -> dict[str, Any]:
-    """The user's own classes and functions in a model, which a config names and Keras must find."""
-    found: dict[str, Any] = {}
+    """The user's classes and functions in a model, which Keras must find by name in a config."""
+    classes: dict[str, Any] = {}
     for layer in layers_in(model):
         for value in vars(layer).values():
             if isinstance(value, types.FunctionType) and _is_the_users(value):
-                found[value.__name__] = value
-            elif isinstance(value, keras.Layer):  # Which Keras 3.10 does not always track.
-                found |= _of_the_user(value)
-        found |= _of_the_user(layer)
-    return found
+                classes[value.__name__] = value
+            elif isinstance(value, keras.Layer):  # Keras 3.10 does not always track it.
+                classes |= _of_the_user(value)
+        classes |= _of_the_user(layer)
+    return classes
 
 
 def _of_the_user(layer: keras.Layer) -> dict[str, Any]:

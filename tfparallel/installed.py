@@ -1,4 +1,4 @@
-"""What is installed, under whatever name: `keras` comes as `keras-nightly`, too."""
+"""The installed distributions of modules: `keras` may come from `keras-nightly`."""
 
 from importlib import metadata
 
@@ -9,8 +9,8 @@ def distribution_of(module: str) -> str | None:
     """Returns the name under which pip installed a module; None if it did not.
 
     Args:
-        module: At the top level, such as "tensorflow", of which there are tensorflow-cpu and
-            tf-nightly.
+        module: A top-level module such as "tensorflow", which tensorflow-cpu and tf-nightly also
+            provide.
     """
     try:
         metadata.version(module)

@@ -1,4 +1,4 @@
-"""Meeting the other processes of a job, before TensorFlow connects them and would wait for ever."""
+"""Waits for the processes of a job before TensorFlow connects them, which would wait forever."""
 
 import contextlib
 import os
@@ -23,28 +23,28 @@ from tfparallel.user_log import notice
 __all__ = ["join_job", "serving"]
 
 _PAGE = "docs/security.md"
-_OF_NCCL = "NCCL_SOCKET_IFNAME"  # On which network interfaces NCCL listens.
+_OF_NCCL = "NCCL_SOCKET_IFNAME"  # The network interfaces on which NCCL listens.
 
 
 def join_job(
     addresses: Sequence[str], index: int, facts: Mapping[str, Any], start_timeout: float
 ) -> list[str]:
-    """Waits until all processes are there, and agree on the facts and on the versions.
+    """Waits until all processes are ready, and agree on the facts and the versions.
 
-    What TensorFlow then sends them goes past a proxy that the environment names for gRPC.
+    TensorFlow's connections then bypass any proxy that the environment sets for gRPC.
 
     Args:
         addresses: `"host:port"` of each, with the ports that TensorFlow will use.
-        index: Which of them this process is.
-        facts: What all must agree on, beside the versions.
+        index: The index of this process.
+        facts: What all must agree on, besides the versions.
         start_timeout: How many seconds to wait.
 
     Returns:
-        The addresses for TensorFlow, in the same order: those of the loopback if all processes are
-        on one host.
+        The addresses for TensorFlow, in the same order; loopback addresses if all processes are on
+        one host.
 
     Raises:
-        RuntimeError: If one is missing, cannot be reached, or does not agree.
+        RuntimeError: If a process is missing, cannot be reached, or does not agree.
     """
     versions = {
         "Python": ".".join(map(str, sys.version_info[:2])),
@@ -60,25 +60,25 @@ def join_job(
         may_differ=["network"],
     )
     networks = {theirs["network"] for theirs in said}
-    found = list(addresses)
+    joined = list(addresses)
     if len(networks) == 1 and None not in networks:
-        found = moved_to_loopback(addresses)
-    _go_past_proxies(found)
-    return found
+        joined = moved_to_loopback(addresses)
+    _go_past_proxies(joined)
+    return joined
 
 
 @contextlib.contextmanager
 def serving(addresses: Sequence[str], index: int) -> Iterator[None]:
-    """Closes TensorFlow's server, started inside, and NCCL to other hosts if the job has one.
+    """Hides TensorFlow's server, started inside, and NCCL from other hosts if the job has one host.
 
     Args:
-        addresses: What `join_job` returned.
-        index: Which of them this process is.
+        addresses: The result of `join_job`.
+        index: The index of this process.
     """
     port = split_address(addresses[index])[1]
     if not are_loopback(addresses):
         yield
-        # It is so in every process, and one of them says it.
+        # The same in every process; only one reports it.
         problems = [] if index else [f"(one per process) {OPEN}; the job has several hosts"]
     else:
         os.environ.setdefault(_OF_NCCL, "lo")
@@ -89,10 +89,10 @@ def serving(addresses: Sequence[str], index: int) -> Iterator[None]:
 
 
 def _go_past_proxies(addresses: Sequence[str]) -> None:
-    """Has gRPC connect to the job's hosts by itself, whatever http_proxy says.
+    """Makes gRPC connect to the job's hosts directly, whatever http_proxy says.
 
-    gRPC asks a proxy for every host that `no_grpc_proxy`, or without it `no_proxy`, does not name,
-    loopback included; what the proxy refuses, TensorFlow tries again for ever.
+    gRPC uses a proxy for every host, even loopback, that is not in `no_grpc_proxy` or, if that is
+    unset, `no_proxy`. If the proxy refuses, TensorFlow retries forever.
     """
     named = os.environ.get("no_grpc_proxy", os.environ.get("no_proxy", ""))
     hosts = [host for host in named.split(",") if host]

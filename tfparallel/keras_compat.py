@@ -1,7 +1,7 @@
-"""What not every version of Keras has which tfparallel runs on.
+"""Names and behaviours that not every supported version of Keras has.
 
-Where Keras lacks a class, one stands in its place that nothing is an instance of: whoever asks
-`isinstance(optimizer, MultiOptimizer)` is told no, which is right.
+A missing class is replaced by one without instances, so `isinstance(optimizer, MultiOptimizer)` is
+False, which is right.
 """
 
 import keras
@@ -15,12 +15,12 @@ __all__ = [
     "renormalizes",
 ]
 
-# Whether an activity regularizer is a sum over the batch; since Keras 3.14 it is a mean, to which
-# the pieces of a batch add up.
+# Whether an activity regularizer is a sum over the batch. Since Keras 3.14 it is a mean, which
+# pieces of a batch add up to.
 ACTIVITY_IS_SUMMED = Version(keras.__version__) < Version("3.14")
 
-# What a softmax makes of masked scores: it takes a number from them, puts the least in their place,
-# or gives them no weight even where all are masked.
+# How a softmax treats masked scores: it subtracts a number, replaces them by the least value, or
+# gives them no weight even if all are masked.
 _SOFTMAX = keras.layers.Softmax.call.__code__
 _IS_REPLACED, _IS_ZERO = "where" in _SOFTMAX.co_names, 0.0 in _SOFTMAX.co_consts
 MASKED_SCORES = "less" if not _IS_REPLACED else "zero" if _IS_ZERO else "least"
@@ -35,5 +35,5 @@ ScheduleFreeAdamW = _class_or_none_such("ScheduleFreeAdamW")
 
 
 def renormalizes(layer: keras.layers.BatchNormalization) -> bool:
-    """Whether batch normalization corrects by averages that move in each call (Ioffe, 2017)."""
+    """Whether batch normalization uses renormalization, with moving averages (Ioffe, 2017)."""
     return getattr(layer, "renorm", False)

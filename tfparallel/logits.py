@@ -1,11 +1,11 @@
-"""The logits behind an output, which Keras's cross-entropies look for.
+"""The logits of an output, which Keras's cross-entropies look for.
 
-Keras's softmax and sigmoid note their logits on what they put out, and where nothing is noted, a
-loss looks at the operation that made the output. Of logits a cross-entropy is exact; probabilities
-it clips at 1e-7, and what is clipped has no gradient. An output that was joined, sliced or sent is
-another tensor, with neither: so its logits are joined, and make the output again.
+Keras's softmax and sigmoid attach their logits to their output; if there are none, a loss looks at
+the operation that computed the output. A cross-entropy of logits is exact. It clips probabilities
+at 1e-7, and clipped values have no gradient. An output that was joined, sliced or sent is a new
+tensor, without either: so its logits are joined, and the output is computed from them again.
 
-Rests on an attribute of Keras's, `_keras_logits`, and on its look at operations.
+Relies on an attribute of Keras, `_keras_logits`, and on how it inspects operations.
 """
 
 from collections.abc import Sequence
@@ -24,34 +24,34 @@ _ACTIVATIONS = {
 
 
 class Logits(NamedTuple):
-    """What is behind an output.
+    """The logits of an output.
 
     Attributes:
-        tensor: The logits, of the output's shape; None of many outputs alike.
-        operation: What makes the output of them: "Softmax", "Sigmoid", or None where that is not
-            known (eagerly), so that the output is needed beside them.
-        is_noted: Whether Keras noted them.
+        tensor: The logits, with the output's shape; None if it stands for many outputs.
+        operation: The operation that computes the output: "Softmax", "Sigmoid", or None if unknown
+            (eagerly), so the output is needed, too.
+        is_noted: Whether Keras attached them.
     """
 
     tensor: tf.Tensor | None
     operation: str | None
     is_noted: bool
 
-    def output(self, logits: tf.Tensor, kept: tf.Tensor | None = None) -> tf.Tensor:
-        """Returns the output of other logits, such that a loss finds them.
+    def output(self, logits: tf.Tensor, joined: tf.Tensor | None = None) -> tf.Tensor:
+        """Returns the output for other logits, and attaches them for the loss.
 
         Args:
-            logits: Joined, sliced or sent.
-            kept: The output, likewise; not read where the operation is known.
+            logits: The joined, sliced or sent logits.
+            joined: The output, joined, sliced or sent; not read if the operation is known.
         """
-        found = kept if self.operation is None else _ACTIVATIONS[self.operation](logits)
+        output = joined if self.operation is None else _ACTIVATIONS[self.operation](logits)
         if self.is_noted:
-            set_logits(found, logits)
-        return found
+            set_logits(output, logits)
+        return output
 
 
 def logits_of(output: tf.Tensor) -> Logits | None:
-    """Returns what a loss would find behind an output, or None."""
+    """Returns the logits that a loss would find for an output, or None."""
     noted = logits_beside(output)
     if tf.is_symbolic_tensor(output) and output.op.type in _ACTIVATIONS:
         logits = output.op.inputs[0]
@@ -61,13 +61,13 @@ def logits_of(output: tf.Tensor) -> Logits | None:
 
 
 def sources_of(output: tf.Tensor, logits: Logits | None) -> list[tf.Tensor]:
-    """Returns what to join, slice or send in place of an output: it, its logits, or both."""
+    """Returns the tensors to join, slice or send for an output: it, its logits, or both."""
     if logits is None:
         return [output]
     return [logits.tensor] if logits.operation is not None else [output, logits.tensor]
 
 
 def output_of(sources: Sequence[tf.Tensor], logits: Logits | None) -> tf.Tensor:
-    """Returns the output, of what `sources_of` gave once it has been joined, sliced or sent."""
-    *kept, last = sources
-    return last if logits is None else logits.output(last, *kept)
+    """Returns the output from the joined, sliced or sent tensors of `sources_of`."""
+    *outputs, last = sources
+    return last if logits is None else logits.output(last, *outputs)

@@ -1,4 +1,4 @@
-"""What does not fit, all of it in one error."""
+"""Collects several problems into one error."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -9,11 +9,11 @@ __all__ = ["PlacementError", "Problems", "usable_devices"]
 
 
 class PlacementError(ValueError):
-    """The model, the devices and what is asked of them do not fit together."""
+    """Raised if the model, the devices and the options do not fit together."""
 
 
 class Problems:
-    """Gathers errors of checks that do not depend on each other, and raises them together.
+    """Collects errors of independent checks, and raises them together.
 
     Example:
         >>> problems = Problems()
@@ -32,9 +32,9 @@ class Problems:
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Keeps the `ValueError` that the block raises, and goes on behind the block.
+        """Collects a `ValueError` of the block, and continues after the block.
 
-        Any other error may follow from what is known to be wrong, which is then raised instead.
+        Any other error may be a consequence of the collected ones, which are then raised instead.
         """
         try:
             yield
@@ -45,10 +45,10 @@ class Problems:
             raise
 
     def raise_all(self) -> None:
-        """Raises what was gathered, if anything.
+        """Raises the collected errors, if any.
 
         Raises:
-            ValueError: A single error as it is; of several a `PlacementError`, a line or more each.
+            ValueError: A single error unchanged; several as a `PlacementError` with all messages.
         """
         if len(self._errors) == 1:
             raise self._errors[0]
@@ -57,11 +57,11 @@ class Problems:
 
 
 def usable_devices(devices: str | Sequence[str] | int, problems: Problems) -> list[str]:
-    """Returns the names of devices; what cannot be used is a problem, and counts all the same.
+    """Returns the names of devices, and collects problems; unusable devices still count.
 
     Args:
-        devices: What a user asked for.
-        problems: Gathers what is wrong with it.
+        devices: The devices that the user requested.
+        problems: Collects the problems.
     """
     with problems.gathered():
         return device_lib.check_devices(devices)
@@ -69,5 +69,5 @@ def usable_devices(devices: str | Sequence[str] | int, problems: Problems) -> li
         problems.raise_all()
     names = devices.split(",") if isinstance(devices, str) else list(devices)
     if not names:
-        problems.raise_all()  # Nothing can be held against no device.
+        problems.raise_all()  # Without devices, nothing else can be checked.
     return names

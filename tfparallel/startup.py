@@ -1,9 +1,9 @@
 """Starts TensorFlow: quietly, on the right Keras backend, in a tested version.
 
-TensorFlow writes a screenful to the terminal before the user's program has
-printed its first line, some of it before any log level is read. What is known
-to carry no news is held back here; every other line comes through. Set
-`TFPARALLEL_VERBOSE=1` (or `TF_CPP_MIN_LOG_LEVEL=0`) to see it all.
+TensorFlow writes a screenful to the terminal before the user's program prints
+its first line, some of it before any log level is read. Lines that are known to
+carry no news are suppressed here; every other line comes through. Set
+`TFPARALLEL_VERBOSE=1` (or `TF_CPP_MIN_LOG_LEVEL=0`) to see them all.
 """
 
 import contextlib
@@ -51,15 +51,15 @@ def import_tensorflow() -> types.ModuleType:
 
 
 def prepare() -> None:
-    """Loads TensorFlow and Keras without chatter and checks both.
+    """Loads TensorFlow and Keras without chatter, and checks both.
 
-    The first call does the work, every later one returns at once. The versions
-    are those that `setup.cfg` names; TFPARALLEL_ANY_VERSION=1 lets others in,
+    The first call does the work; later calls return at once. The tested
+    versions are those in `setup.cfg`; TFPARALLEL_ANY_VERSION=1 allows others,
     with one warning.
 
     Raises:
         RuntimeError: If Keras is set to another backend than TensorFlow.
-        ImportError: If TensorFlow or Keras is of a version that was not tested.
+        ImportError: If the version of TensorFlow or Keras was not tested.
     """
     with _lock:
         if _state["prepared"]:
@@ -71,8 +71,8 @@ def prepare() -> None:
         with quiet_stderr(), without_collections():
             tensorflow = importlib.import_module("tensorflow")
             keras = importlib.import_module("keras")
-        # In a notebook and at Python's prompt TensorFlow shows information, too. A level that the
-        # user has set stays.
+        # In a notebook and at Python's prompt, TensorFlow also shows information. A level that the
+        # user set stays.
         logger = tensorflow.get_logger()
         if is_new and wants_quiet() and logger.level == logging.INFO:
             logger.setLevel(logging.WARNING)
@@ -85,9 +85,9 @@ def prepare() -> None:
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Pauses the garbage collector while many objects are made that live on.
+    """Pauses the garbage collector while many long-lived objects are created.
 
-    It took 0.8 of the 5.9 s of an import, and 1.2 of the 6.6 s of a trace of MobileNetV2.
+    Collections took 0.8 of the 5.9 s of an import, and 1.2 of the 6.6 s of a trace of MobileNetV2.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -100,11 +100,11 @@ def without_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_stderr() -> Iterator[None]:
-    """Holds back TensorFlow's known chatter while the block runs.
+    """Suppresses TensorFlow's known chatter while the block runs.
 
-    C++ code writes to file descriptor 2 and knows nothing of `sys.stderr`, so
-    the descriptor itself is turned to a temporary file; what is no chatter is
-    written out when the block ends, by an exception too.
+    C++ code writes to file descriptor 2 and does not use `sys.stderr`, so the
+    descriptor itself is redirected to a temporary file; all other lines are
+    written out when the block ends, even by an exception.
 
     Yields:
         Nothing.
@@ -117,7 +117,7 @@ def quiet_stderr() -> Iterator[None]:
             log = stack.enter_context(tempfile.TemporaryFile())
             screen = os.dup(2)
         except OSError:
-            # A daemon without descriptor 2, or no place for a temporary file:
+            # A daemon without descriptor 2, or no space for a temporary file:
             # chatter is better than a failure.
             yield
             return
@@ -131,15 +131,15 @@ def quiet_stderr() -> Iterator[None]:
             os.dup2(screen, 2)
             log.seek(0)
             has_gpu = has_nvidia_gpu()
-            kept = b"".join(line for line in log if not is_chatter(line, has_gpu))
-            if kept:
+            lines = b"".join(line for line in log if not is_chatter(line, has_gpu))
+            if lines:
                 # Into a duplicate: closing the file object must not close 2.
                 with os.fdopen(os.dup(2), "wb") as stderr:
-                    stderr.write(kept)
+                    stderr.write(lines)
 
 
 def _flush_stderr():
-    # A notebook, or a program under pythonw, may have none.
+    # A notebook, or a program under pythonw, may have no stderr.
     if sys.stderr is not None:
         with contextlib.suppress(ValueError, OSError):
             sys.stderr.flush()
@@ -161,7 +161,7 @@ def _tested_ranges():
     try:
         lines = importlib.metadata.requires("tfparallel") or []
     except importlib.metadata.PackageNotFoundError:
-        # Run from a source tree that was not installed: nothing was promised.
+        # Run from a source tree without installation, which promises nothing.
         return {}
     requirements = [Requirement(line) for line in lines]
     return {
@@ -171,19 +171,19 @@ def _tested_ranges():
     }
 
 
-def _check_versions(found):
+def _check_versions(versions):
     tested = _tested_ranges()
     outside = [
         name
-        for name, version in found.items()
+        for name, version in versions.items()
         if name in tested and not _contains(tested[name], version)
     ]
     if not outside:
         return
     ranges = " and ".join(f"{name}{specifier}" for name, specifier in sorted(tested.items()))
-    received = ", ".join(f"{name} {version}" for name, version in sorted(found.items()))
+    received = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
     fix = "pip install " + " ".join(f"'{name}{tested[name]}'" for name in sorted(outside))
-    # keras-nightly and keras are one module, which both would be installed into.
+    # keras-nightly and keras install into the same module.
     others = {distribution_of(name) for name in outside} - {*outside, None}
     if others:
         fix = f"pip uninstall {' '.join(sorted(others))} && {fix}"
@@ -193,7 +193,7 @@ def _check_versions(found):
     )
     if os.environ.get(_ANY_VERSION_VARIABLE, "") in ("", "0"):
         raise ImportError(f"{message} To try this one all the same: {_ANY_VERSION_VARIABLE}=1.")
-    # The user's own line is unknowable behind the lazy import.
+    # The lazy import hides the user's own line.
     warnings.warn(message, stacklevel=2)
 
 
@@ -201,5 +201,5 @@ def _contains(specifier, version):
     try:
         return specifier.contains(Version(version), prereleases=True)
     except InvalidVersion:
-        # A private build with a name of its own: not one that was tested.
+        # A private build with its own version scheme was not tested.
         return False

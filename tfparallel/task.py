@@ -11,7 +11,7 @@ arrays or nested structures of them; files, by `tfparallel.data.TFRecords` or
 `NPZShards`; a `keras.utils.PyDataset`, whose batches stay as they are; or a
 `tf.data.Dataset` of single examples. `validation` may be None.
 
-`EPOCHS = 12`, by choice, is how often `train` passes over the data, and a function `callbacks()`
+Optionally, `EPOCHS = 12` sets how often `train` passes over the data, and a function `callbacks()`
 returns a list of Keras callbacks for `train`.
 
 The file itself imports Keras; this module imports neither Keras nor
@@ -39,18 +39,18 @@ _NO_VALIDATION = "Return `(x, y), None` if there is no validation data."
 
 
 class TaskError(ValueError):
-    """A task file that breaks the contract; the text lists every problem found."""
+    """Raised for a task file that breaks the contract; the text lists every problem."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A loaded task file, whose functions check what the user's ones return.
+    """A loaded task file; its methods check the results of the user's functions.
 
     Attributes:
         path: The path of the file.
-        name: The file's name without its ending.
-        functions: The user's own functions by name.
-        epochs: How often to pass over the data, if the file says so.
+        name: The file's name without its extension.
+        functions: The user's functions by name.
+        epochs: The number of passes over the data, if the file sets it.
     """
 
     path: str
@@ -64,7 +64,7 @@ class Task:
         return _CALLBACKS in self.functions
 
     def callbacks(self) -> list[Any]:
-        """Returns the Keras callbacks that the file has for `train`; none if it says nothing.
+        """Returns the file's Keras callbacks for `train`; an empty list if it defines none.
 
         Raises:
             TaskError: If the function returns anything but a list of callbacks.
@@ -73,18 +73,18 @@ class Task:
             return []
         import keras
 
-        found = self.functions[_CALLBACKS]()
-        is_list = isinstance(found, tuple | list)
-        wrong = [c for c in found if not isinstance(c, keras.callbacks.Callback)] if is_list else []
+        value = self.functions[_CALLBACKS]()
+        is_list = isinstance(value, tuple | list)
+        wrong = [c for c in value if not isinstance(c, keras.callbacks.Callback)] if is_list else []
         if not is_list or wrong:
-            received = _describe(wrong[0] if wrong else found)
+            received = _describe(wrong[0] if wrong else value)
             if wrong and isinstance(wrong[0], type):
                 received += f"; make one of it: {wrong[0].__name__}(...)"
             raise TaskError(
                 f"callbacks() in {self.path} must return a list of Keras callbacks. "
                 f"Received: {received}."
             )
-        return list(found)
+        return list(value)
 
     def build_model(self) -> Any:
         """Returns the user's model.
@@ -149,10 +149,10 @@ class Task:
 
 
 def load_task(path: str) -> Task:
-    """Imports a task file and checks that its three functions are there.
+    """Imports a task file and checks that it has its three functions.
 
-    The file's folder is on `sys.path` while it is imported, so that it may
-    import its neighbours.
+    The file's folder is on `sys.path` during the import, so it may import
+    its neighbours.
 
     Args:
         path: The path of the Python file.
@@ -162,7 +162,7 @@ def load_task(path: str) -> Task:
 
     Raises:
         TaskError: If the file is missing, is not Python, fails to import, or
-            lacks functions; all missing ones are named together.
+            lacks functions; the error names all missing ones.
     """
     if os.path.isdir(path):
         raise TaskError(f"A task file is required. Received: a folder, {path!r}.")
@@ -205,8 +205,8 @@ def _import(path: str, name: str) -> Any:
     folder = os.path.dirname(os.path.abspath(path))
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
-    # Registered, so that classes of the file can be found by pickle and Keras;
-    # a module of the same name that is already there stays as it is.
+    # Registered so that pickle and Keras find the classes of the file; an
+    # existing module of the same name stays.
     sys.modules.setdefault(name, module)
     sys.path.insert(0, folder)
     try:
@@ -224,7 +224,7 @@ def _import(path: str, name: str) -> Any:
 
 
 def _from_file_on(path: str, trace: types.TracebackType | None) -> types.TracebackType | None:
-    """A traceback without the frames that import the file; none of it, if it did not begin."""
+    """A traceback without the frames that import the file; None if the file did not run."""
     while trace is not None and trace.tb_frame.f_code.co_filename != path:
         trace = trace.tb_next
     return trace
@@ -234,7 +234,7 @@ def _data_problems(part: Any) -> list[str]:
     if hasattr(part, "element_spec") and hasattr(part, "cardinality"):
         return _dataset_problems(part)
     if hasattr(part, "num_indices") or hasattr(part, "num_batches"):
-        return []  # A source, or a PyDataset, which are checked where they are made and read.
+        return []  # A source, or a PyDataset, is checked where it is created and read.
     if not isinstance(part, tuple | list) or len(part) not in (2, 3):
         return [f"{_DATA_FORM}. Received: {_describe(part)}"]
     lengths = {}

@@ -1,4 +1,4 @@
-"""Counts, bytes, seconds, lists, tables and values as people write and read them."""
+"""Formats and parses counts, bytes, seconds, lists, tables and values for people."""
 
 import numbers
 import re
@@ -20,7 +20,7 @@ __all__ = [
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}  # As in nccl-tests.
-MOST_NAMES = 8  # More than these nobody reads in a line.
+MOST_NAMES = 8  # The most names in a line.
 _LONGEST = 60  # Characters of a value.
 
 
@@ -28,7 +28,7 @@ def parse_bytes(text: str) -> int:
     """Reads a number of bytes: `"16GiB"`, `"500MB"`, `"4K"`, `"1048576"`.
 
     Raises:
-        ValueError: If it is none, or not above zero.
+        ValueError: If it is not a number of bytes, or not above zero.
     """
     match = re.fullmatch(r"(\d+(?:\.\d*)?) ?([A-Za-z]*)", text.strip())
     unit = _UNITS.get(match[2].upper()) if match else None
@@ -41,14 +41,14 @@ def parse_bytes(text: str) -> int:
 
 
 def number_of_bytes(name: str, value: int | str | None) -> int | None:
-    """Returns what an argument says, a number or a text such as `"16GiB"`; None for None.
+    """Returns the bytes of an argument, a number or a text such as `"16GiB"`; None for None.
 
     Args:
         name: The argument's name, for the message.
-        value: What was given.
+        value: The argument's value.
 
     Raises:
-        ValueError: If it is no number of bytes, or not above zero.
+        ValueError: If it is not a number of bytes, or not above zero.
     """
     if value is None:
         return None
@@ -90,11 +90,11 @@ def seconds_text(seconds: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
-    """Returns a line for each row of a table, its columns as wide as their longest text.
+    """Returns a line for each row of a table, with columns as wide as their longest text.
 
     Args:
-        rows: All of one length.
-        right: Whether texts stand at the right of their columns.
+        rows: The rows, all of the same length.
+        right: Whether to align texts to the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     place = str.rjust if right else str.ljust
@@ -102,11 +102,11 @@ def aligned(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
 
 
 def first_to_last(names: Sequence[str], noun: str | None = None) -> str:
-    """Returns names in a line, of many the first and the last.
+    """Returns names in a line; for many names, only the first and the last.
 
     Args:
-        names: Any number of them.
-        noun: What they are, for their number where some are left out; None to leave it out.
+        names: Any number of names.
+        noun: A plural noun for their number if some are omitted; None to omit the number.
 
     Example:
         >>> first_to_last(["a", "b"], "layers")
@@ -121,7 +121,7 @@ def first_to_last(names: Sequence[str], noun: str | None = None) -> str:
 
 
 def short(value: Any) -> str:
-    """Returns a value's type, and its shape or as much of its text as fits.
+    """Returns a value's type, and its shape or a prefix of its text.
 
     Example:
         >>> short("file.npz"), short(None)

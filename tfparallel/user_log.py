@@ -1,7 +1,7 @@
-"""Lines for the person at the terminal, where nothing is wrong: what was chosen, and why.
+"""Notices for the person at the terminal, such as which algorithm was chosen and why.
 
-absl hides information by default, and a warning alarms. A notice is a plain line on stderr; stdout
-may be what the program puts out.
+absl hides information by default, and a warning would alarm. A notice is a plain line on stderr;
+stdout may be the program's output.
 """
 
 import contextlib
@@ -14,19 +14,19 @@ from absl import logging
 
 __all__ = ["notice", "unnoticed"]
 
-_shown: set[str] = set()  # Of this process, as Python's warnings remember theirs.
+_shown: set[str] = set()  # In this process, like Python's record of shown warnings.
 _state = {"is_silent": False}
 
 
 def notice(text: str, *, once: bool = False) -> None:
     """Shows a line on stderr.
 
-    After `keras.config.disable_interactive_logging()`, and where absl shows information anyway, it
-    is a record of absl's instead.
+    After `keras.config.disable_interactive_logging()`, or if absl shows information anyway, it is
+    an absl record instead.
 
     Args:
         text: The line.
-        once: Whether the same line is shown once in a process.
+        once: Whether to show the same line only once per process.
     """
     if _state["is_silent"]:
         return
@@ -37,13 +37,13 @@ def notice(text: str, *, once: bool = False) -> None:
     is_logged = logging.get_absl_logger().isEnabledFor(python_logging.INFO)
     if is_logged or not keras.config.is_interactive_logging_enabled():
         logging.info("%s", text)
-    elif sys.stderr is not None:  # Under pythonw there is none.
+    elif sys.stderr is not None:  # pythonw has no stderr.
         print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def unnoticed() -> Iterator[None]:
-    """Drops the notices of the block: those of a trial that nobody asked for."""
+    """Drops the notices of the block, such as those of a trial run."""
     before, _state["is_silent"] = _state["is_silent"], True
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a process does that is to become a worker later: it loads TensorFlow, and waits.
+"""A spare process, which loads TensorFlow and waits until it becomes a worker.
 
 `launch --standby` starts it; see `tfparallel.cluster.warm_spares`.
 """
@@ -18,10 +18,10 @@ _LOOK_SECONDS = 0.01
 
 
 def wait() -> None:
-    """Returns when this process is a worker, in its environment.
+    """Waits until this process becomes a worker, and sets its environment.
 
-    The launcher ends one that it does not take; the reaper between them ends one whose launcher
-    has ended.
+    The launcher ends a spare that it does not need; the reaper between them ends a spare whose
+    launcher has exited.
     """
     path = os.environ.pop(STANDBY)
     startup.prepare()
@@ -33,7 +33,7 @@ def wait() -> None:
         time.sleep(_LOOK_SECONDS)
     with open(path) as file:
         changed = json.load(file)
-    changed.pop(WORKER_ERROR, None)  # This process has taken it already.
+    changed.pop(WORKER_ERROR, None)  # This process has already taken it.
     for name, value in changed.items():
         if value is None:
             os.environ.pop(name, None)

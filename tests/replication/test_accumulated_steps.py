@@ -152,7 +152,7 @@ def test_a_replica_adds_up_its_share(all_weights_are_large):
     for shard in ("gradients", "parameters"):
         model = on_replicas("regularizer", 3, shard=shard)
         trained(model, "regularizer", ROWS, epochs=1)
-        for weight, held in model._policy._held.values():
+        for weight, held in model._policy._accumulators.values():
             assert [own.device[-5:] for own in held] == ["CPU:0", "CPU:1", "CPU:2"]
             rows = weight.shape[0] if len(weight.shape) == 2 else weight.shape.num_elements()
             assert {own.shape[0] for own in held} == {-(-rows // 3)}

@@ -50,7 +50,7 @@ def test_methods_of_the_users_own_may_have_another_signature(form):
 def test_what_was_not_changed_is_passed_on_as_it_was():
     call = Call(build(), "fit", (X, Y), {"epochs": 2})
     call.add_callbacks(keras.callbacks.Callback())
-    del call.asked["epochs"]
+    del call.arguments["epochs"]
     args, named = call.run(lambda *args, **named: (args, named))
     assert args[0] is X and args[1] is Y
     assert "epochs" not in named

@@ -320,7 +320,7 @@ def accumulated_shares(workers, folder):
         found[f"{shard}, by the step"] = apart(model, one)
         found["history"] = max(found.get("history", 0), largest(history, expected))
     found["rows"] = list(rows)
-    held = [own[0].shape.num_elements() for _, own in model._policy._held.values()]
+    held = [own[0].shape.num_elements() for _, own in model._policy._accumulators.values()]
     found["held"] = [sum(held), sum(int(np.prod(w.shape)) for w in model.weights)]
     scaled = lambda: keras.optimizers.LossScaleOptimizer(momentum())  # noqa: E731
     trained(model := parallel(build_read, shard="parameters"), ROWS, optimizer=scaled())

@@ -1,1 +1,1 @@
-"""Copies of a built Keras model that are like it, or an error that says why not."""
+"""Exact copies of a built Keras model, or an error that says why not."""

@@ -1,8 +1,8 @@
-"""What a layer holds beside its variables and its config: numbers, functions, tensors.
+"""The attributes of a layer that are neither variables nor config: numbers, functions, tensors.
 
-A rate that was set after the layer was built, `lora_alpha`, an activation that was replaced, the
-mean of an adapted `Normalization`, and whatever a layer of the user's own keeps and its
-`get_config` leaves out.
+Such as a rate that was set after the layer was built, `lora_alpha`, an activation that was
+replaced, the mean of an adapted `Normalization`, and anything that a user's own layer stores and
+its `get_config` omits.
 """
 
 import copy as copy_lib
@@ -34,24 +34,24 @@ _BY_CONFIG = (
     keras.losses.Loss,
     keras.DTypePolicy,
 )
-# What any layer has and the user may set; the rest of a bare layer is Keras's own bookkeeping.
+# Attributes of any layer that the user may set; the rest of a bare layer is Keras's bookkeeping.
 _SET_BY_USERS = {"_supports_masking", "activity_regularizer", "autocast", "_remat_mode"}
 _ABSENT = object()
 _MOST_OBJECTS = 10_000
 
 
 class CannotCarry(ValueError):
-    """An attribute cannot be given to the copy; the message says which, and what it is."""
+    """Raised if an attribute cannot be copied; the message names it and its value."""
 
 
 def carry_attributes(source: Any, target: Any) -> None:
-    """Gives a layer's copy what the layer holds, where the copy has something else.
+    """Copies a layer's attributes to its copy, where they differ.
 
-    Functions, regularizers, constraints, losses and tensors are shared: they have no state. Records
-    are copied. What belongs to Keras's tracking (variables, layers, metrics) is not looked at.
+    Functions, regularizers, constraints, losses and tensors are shared, since they have no state.
+    Records are copied. Objects that Keras tracks (variables, layers, metrics) are skipped.
 
     Raises:
-        CannotCarry: If a value is tied to the source, as a bound method is.
+        CannotCarry: If a value is tied to the source, such as a bound method.
     """
     skipped = _bookkeeping() | extended_attributes(source)
     for name, value in list(vars(source).items()):
@@ -61,7 +61,7 @@ def carry_attributes(source: Any, target: Any) -> None:
         if copy is value:
             continue
         if isinstance(value, keras.random.SeedGenerator) and copy in (_ABSENT, None):
-            # A dropout whose rate is zero now has a generator from when it was not.
+            # A dropout layer whose rate was set to zero still has its generator.
             with unlocked(target):
                 setattr(target, name, keras.random.SeedGenerator(0, name=value.name))
         elif isinstance(value, tf.Variable):
@@ -78,7 +78,7 @@ def carry_attributes(source: Any, target: Any) -> None:
 
 
 def same(value: Any, other: Any) -> bool:
-    """Whether two values of an attribute do the same, as far as can be seen."""
+    """Whether two values of an attribute are equivalent, as far as can be seen."""
     if value is other:
         return True
     if tf.is_tensor(value) or isinstance(value, np.ndarray | np.generic):
@@ -86,7 +86,7 @@ def same(value: Any, other: Any) -> bool:
     if isinstance(value, list | tuple | set | frozenset | dict):
         return _same_containers(value, other)
     if isinstance(value, _BY_CONFIG) or _is_record(value):
-        # A config may leave out what the constructor was given: Keras's default is an empty one.
+        # A config may omit constructor arguments; Keras's default config is empty.
         return type(value) is type(other) and all(
             _same_containers(each(value), each(other)) for each in (_config_of, _values_in)
         )
@@ -110,18 +110,18 @@ def same(value: Any, other: Any) -> bool:
 
 
 def _same_holder(method, other) -> bool:
-    """Whether the objects to which two methods are bound have the same values."""
+    """Whether the objects that two methods are bound to have the same values."""
     one, another = method.__self__, other.__self__
     return type(one) is type(another) and _same_containers(_values_in(one), _values_in(another))
 
 
 def _is_method(cls, name) -> bool:
-    """Whether a class has a method of this name, which says what the layer does and not holds."""
+    """Whether a class has a method of this name, which is behaviour and not state."""
     return callable(getattr(cls, name, None)) and not name.endswith("_config")
 
 
 def _is_record(value) -> bool:
-    """Whether it is a bare collection of named values."""
+    """Whether a value is a plain collection of named values."""
     is_one = isinstance(value, types.SimpleNamespace) or dataclasses.is_dataclass(value)
     return is_one and not isinstance(value, type) and hasattr(value, "__dict__")
 
@@ -135,22 +135,22 @@ def _config_of(value) -> dict:
 
 def _values_in(value) -> dict:
     """The attributes of an object that are values."""
-    held = getattr(value, "__dict__", {})
-    return {name: each for name, each in held.items() if _is_value(each, (value,))}
+    attributes = getattr(value, "__dict__", {})
+    return {name: each for name, each in attributes.items() if _is_value(each, (value,))}
 
 
 def _is_value(value, around=()) -> bool:
-    """Whether this module knows how to compare it, and so may hand it on.
+    """Whether this module can compare, and so copy, a value.
 
-    What refers to one of those `around` it is no value: to compare it would not end.
+    An object that refers to one of those `around` it is not a value: comparing would not end.
     """
     if isinstance(value, keras.KerasTensor) or any(value is each for each in around):
         return False
     if isinstance(value, tf.Tensor):
         return not tf.is_symbolic_tensor(value)
-    held = vars(value) if _is_record(value) else value
-    if isinstance(held, dict | list | tuple | set | frozenset):
-        inner = held.values() if isinstance(held, dict) else held
+    content = vars(value) if _is_record(value) else value
+    if isinstance(content, dict | list | tuple | set | frozenset):
+        inner = content.values() if isinstance(content, dict) else content
         return all(_is_value(each, (*around, value)) for each in inner)
     return isinstance(
         value,
@@ -159,15 +159,15 @@ def _is_value(value, around=()) -> bool:
 
 
 def _holds_layer(value) -> bool:
-    """Whether it is bound to a layer or a variable, and would compute with the source's."""
+    """Whether a value is bound to a layer or variable, so that a copy would use the source's."""
     if isinstance(value, types.MethodType):
         return has_state(value.__self__)
     if isinstance(value, functools.partial):
         return any(map(_is_layer_or_holds_one, (value.func, *value.args, *value.keywords.values())))
     if isinstance(value, types.FunctionType):
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        held = (*_closed_over(value), *_globals_of(value), *defaults)
-        return any(map(_is_layer_or_holds_one, held))
+        referenced = (*_closed_over(value), *_globals_of(value), *defaults)
+        return any(map(_is_layer_or_holds_one, referenced))
     if isinstance(value, dict):
         return any(map(_holds_layer, value.values()))
     if isinstance(value, list | tuple | set | frozenset):
@@ -189,7 +189,7 @@ def has_state(value) -> bool:
             return True
         if id(each) in seen or isinstance(each, (*_PLAIN, type, types.ModuleType)):
             continue
-        if len(seen) == _MOST_OBJECTS:  # It is too much to be a setting.
+        if len(seen) == _MOST_OBJECTS:  # Too many objects for a setting.
             return True
         seen.add(id(each))
         if isinstance(each, dict | list | tuple | set | frozenset):
@@ -225,37 +225,37 @@ def _same_containers(value, other) -> bool:
 
 
 def _same_functions(value, other) -> bool:
-    """A layer that is read from a config has the same code in another function."""
+    """Whether two functions have the same code and values; a config creates new functions."""
     if value.__code__ != other.__code__:
         return False
     pairs = [
         *zip(_closed_over(value), _closed_over(other), strict=True),
         *zip(value.__defaults__ or (), other.__defaults__ or (), strict=False),
     ]
-    # What is no value, such as `self`, is each function's own.
+    # Other objects, such as `self`, may differ.
     return all(same(*pair) for pair in pairs if _is_value(pair[0]))
 
 
 def _globals_of(function) -> list:
-    """The values of the names that a function reads in its module, as far as it has them now."""
+    """The current values of the module names that a function reads."""
     names, scope = function.__code__.co_names, function.__globals__
     return [scope[name] for name in names if name in scope]
 
 
 def _closed_over(function) -> list:
-    found = []
+    values = []
     for cell in function.__closure__ or ():
         try:
-            found.append(cell.cell_contents)
-        except ValueError:  # A name that has no value yet.
-            found.append(None)
-    return found
+            values.append(cell.cell_contents)
+        except ValueError:  # The name has no value yet.
+            values.append(None)
+    return values
 
 
 def carry_arguments(source: Any, target: Any) -> None:
-    """Gives a new object what the constructor of a class of the user's own was given.
+    """Copies the constructor arguments of a user's own class to a new object.
 
-    An optimizer or a metric keeps the arguments under their names; a config may leave some out.
+    An optimizer or metric stores the arguments under their names; a config may omit some.
     """
     for cls in original_class(source).__mro__:
         if cls.__module__.startswith("keras."):
@@ -276,7 +276,7 @@ def _assign(name, value, copy) -> None:
 
 @functools.cache
 def _bookkeeping() -> frozenset[str]:
-    """The attributes that every layer and every model of Keras has."""
+    """The attributes that every Keras layer or model has."""
     inputs = keras.Input((1,), name="bare")
     outputs = keras.layers.Identity(name="bare_output")(inputs)
     models = [keras.Model(inputs, outputs, name="bare"), keras.Sequential(name="bare")]

@@ -1,4 +1,4 @@
-"""Compiles a copy of a model as the model was, with its optimizer's state."""
+"""Compiles a copy of a model like the original, including the optimizer state."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,26 +29,26 @@ def compile_alike(
     copy: keras.Model,
     prepare: Callable[[keras.Optimizer], None] | None = None,
 ) -> None:
-    """Compiles `copy` if `model` is compiled: optimizer, loss, metrics, how steps are run.
+    """Compiles `copy` like `model`, if compiled: optimizer, loss, metrics, how steps are run.
 
-    The loss is shared, and so are functions; what has a state is made anew, and the optimizer is
-    given its own's. `prepare` is called with the copy's optimizer before it is built.
+    Shares the loss and functions; creates new objects for those with a state, and copies the
+    optimizer state. `prepare` is called with the copy's optimizer before it is built.
 
     Raises:
-        NotAlike: If the optimizer or a metric cannot be made from its config.
+        NotAlike: If the optimizer or a metric cannot be created from its config.
     """
     if not model.compiled or not model.get_compile_config():
         return
     if original_class(model).compile is not keras.Model.compile:
-        # A class with a `compile` of its own says itself how it is compiled from a config.
+        # A class that overrides `compile` also defines how to compile from a config.
         with keras.saving.custom_object_scope(classes_of(model)):
             original_class(copy).compile_from_config(copy, model.get_compile_config())
         if model.optimizer is not None and copy.optimizer is not None:
             _carry_beside_config(model.optimizer, copy.optimizer, _pairs(model, copy))
         _carry_state(model, copy)
         return
-    # What `compile` was called with, which its config describes less well: a loss of the user's
-    # own is one object, and a lambda has no config.
+    # The arguments of `compile`, which its config describes less well: a user's own loss is an
+    # object, and a lambda has no config.
     arguments = dict(compile_arguments(model))
     arguments["optimizer"] = _optimizer_like(model, copy)
     for name in ("metrics", "weighted_metrics"):
@@ -60,7 +60,7 @@ def compile_alike(
     if not trained:
         copy.compile(**arguments, auto_scale_loss=False)
         return
-    # The optimizer has slots for what was trained when it was built, not for what is now.
+    # The optimizer has slots for the weights that were trainable when it was built.
     flags = [variable.trainable for variable in copy.variables]
     frozen = [layer for layer in layers_in(copy) if not layer.trainable]
     try:
@@ -101,7 +101,7 @@ def _carry_state(model, copy) -> None:
 
 
 def _shapes(variables) -> list[tuple]:
-    """Of a replica's shares of slots, those of the whole."""
+    """The shapes of variables; for sharded slots, those of the whole."""
     return [tuple(getattr(variable, "_shown", variable).shape) for variable in variables]
 
 
@@ -118,17 +118,17 @@ def _pairs(model, copy) -> list[tuple[keras.Variable, keras.Variable]]:
 
 
 def _carry_beside_config(source, target, pairs) -> None:
-    """What no config of an optimizer says: what is left out of weight decay, and its updates.
+    """Copies what an optimizer's config omits: exclusions from weight decay, and the step count.
 
-    Their number may be set before there is anything else.
+    The step count may be set before the optimizer is built.
     """
-    # Of `iterations` Keras makes the number of updates, where several steps are one.
+    # If an update covers several steps, Keras computes the number of updates from this count.
     count_of(target).assign(count_of(source))
     excluded = left_out_of_decay(source)
     pattern = left_out_pattern(source)
     if excluded or pattern:
         target.exclude_from_weight_decay(
-            var_list=[copied for own, copied in pairs if key_of(source, own) in excluded],
+            var_list=[copied for variable, copied in pairs if key_of(source, variable) in excluded],
             var_names=[pattern.pattern] if pattern else None,
         )
     for inner, copied in zip(_inner(source), _inner(target), strict=True):
@@ -136,38 +136,38 @@ def _carry_beside_config(source, target, pairs) -> None:
 
 
 def _inner(optimizer) -> list[keras.Optimizer]:
-    """The optimizers that one wraps."""
+    """The optimizers that an optimizer wraps."""
     if hasattr(optimizer, "inner_optimizer"):
         return [optimizer.inner_optimizer]
     return list(getattr(optimizer, "optimizers", ()))
 
 
 def metric_like(metric):
-    """Returns a metric without its state; what is no metric object, as it is."""
+    """Returns a copy of a metric without its state; other values unchanged."""
     return _from_config(metric, "metric") if isinstance(metric, keras.Metric) else metric
 
 
-def _schedule_of(held) -> LearningRateSchedule | None:
-    """The schedule of an optimizer if it has no state; its config may leave something out."""
-    rate = rate_of(held) if isinstance(held, keras.Optimizer) else None
+def _schedule_of(compiled_object) -> LearningRateSchedule | None:
+    """An optimizer's schedule if it has no state; its own config may be incomplete."""
+    rate = rate_of(compiled_object) if isinstance(compiled_object, keras.Optimizer) else None
     return rate if isinstance(rate, LearningRateSchedule) and not has_state(rate) else None
 
 
-def _from_config(held, kind: str):
-    """A new object like one that has a state."""
-    original = original_class(held)
+def _from_config(source, kind: str):
+    """Creates a new object like one that has a state."""
+    original = original_class(source)
     try:
-        config, schedule = held.get_config(), _schedule_of(held)
+        config, schedule = source.get_config(), _schedule_of(source)
         if schedule is not None and "learning_rate" in config:
             config["learning_rate"] = schedule
-        made = original.from_config(config)
-        carry_arguments(held, made)
-        if schedule is not None:  # It may have made one itself.
-            made.learning_rate = schedule
-        return made
+        copy = original.from_config(config)
+        carry_arguments(source, copy)
+        if schedule is not None:  # The copy may have created its own.
+            copy.learning_rate = schedule
+        return copy
     except (TypeError, ValueError, NotImplementedError) as error:
         raise NotAlike(
-            f"The model is compiled with the {kind} '{held.name}' of class {original.__name__}, "
+            f"The model is compiled with the {kind} '{source.name}' of class {original.__name__}, "
             "which cannot be rebuilt from its config. `get_config` and `from_config` are required "
             f"to clone it. Received: {error}. Clone the model before it is compiled, and compile "
             "the clone."

@@ -1,10 +1,10 @@
-"""Gives the copy of a model, built from its config, what the config does not say.
+"""Completes the copy of a model that was built from its config.
 
 ```
-   config ──► layers, shapes          what Keras builds the copy from
+   config ──► layers, shapes          Keras builds the copy from them
    model ───► weights, flags of each variable, LoRA, adapted state, attributes set later
-   model ───► the very preprocessor, or what else has no weights and is not in the graph
-              └── compared at the end; what differs still is refused (`verify_clone.py`)
+   model ───► preprocessors and other layers without weights outside of the graph, shared
+              └── compared at the end; remaining differences raise (`verify_clone.py`)
 ```
 """
 
@@ -33,12 +33,12 @@ __all__ = ["NotAlike", "copy_state", "without_draws"]
 
 @contextlib.contextmanager
 def without_draws() -> Iterator[None]:
-    """Within it layers may be made whose seeds those that come after do not miss."""
-    drawn = random.getstate()
+    """Restores Python's random state, so layers created within do not change later seeds."""
+    random_state = random.getstate()
     try:
         yield
     finally:
-        random.setstate(drawn)
+        random.setstate(random_state)
 
 
 def copy_state(
@@ -46,19 +46,19 @@ def copy_state(
     copy: keras.Model,
     scope: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> list[tuple[keras.Layer, keras.Layer]]:
-    """Makes `copy`, which Keras made of the config of `model`, like it; both are built.
+    """Completes `copy`, which Keras built from the config of `model`; both are built.
 
     Args:
         model: The model.
         copy: Its copy, changed in place.
-        scope: Returns the scope in which the copy's variables are made.
+        scope: Returns the scope of the copy's variables.
 
     Returns:
-        The layers of both, in pairs.
+        Pairs of the layers of both.
 
     Raises:
         NotAlike: If the copy still differs: in its layers, its variables and their flags, its
-            config, or what it computes of a batch. All that was seen is in the message.
+            config, or its outputs for a batch. The message lists the differences.
     """
     _share_beside_the_graph(model, copy)
     pairs = _pairs(model, copy)
@@ -73,7 +73,7 @@ def copy_state(
         variables = _matched(model, pairs)
         for source, target in variables:
             target.assign(source)
-            target._path = source.path  # By which an optimizer names its slots.
+            target._path = source.path  # An optimizer names its slots by it.
         for source, target in pairs:
             target.trainable = source.trainable
         for source, target in variables:
@@ -85,15 +85,15 @@ def copy_state(
 
 
 def _share_beside_the_graph(model, copy) -> None:
-    """Gives the copy the layers without weights that the model holds and does not call.
+    """Shares layers without weights that the model holds but does not call.
 
-    The words of a tokenizer stand in no config.
+    For example, the vocabulary of a tokenizer is in no config.
     """
     for name in {*vars(model), *vars(copy)} if hasattr(model, "operations") else ():
-        own, made = vars(model).get(name), vars(copy).get(name)
-        if _is_beside_the_graph(model, own) or _is_beside_the_graph(copy, made):
-            untrack(copy, made)
-            setattr(copy, name, own)
+        value, copied = vars(model).get(name), vars(copy).get(name)
+        if _is_beside_the_graph(model, value) or _is_beside_the_graph(copy, copied):
+            untrack(copy, copied)
+            setattr(copy, name, value)
 
 
 def _is_beside_the_graph(model, value) -> bool:
@@ -102,7 +102,7 @@ def _is_beside_the_graph(model, value) -> bool:
 
 
 def _compared(model) -> list[keras.Layer]:
-    """All layers of a model, but for those that it shares with its copy."""
+    """All layers of a model except those that it shares with its copy."""
     shared = {
         id(inner)
         for layer in layers_held_by(model)
@@ -125,7 +125,7 @@ def _pairs(model, copy) -> list[tuple[keras.Layer, keras.Layer]]:
 
 
 def _shared_no_more(model, copy) -> list[str]:
-    """Layers that several others hold, as a config cannot say: their clones hold one each."""
+    """Reports layers that several others share, which no config says: their clones have copies."""
     of_model, of_copy = _holders(model), _holders(copy)
     return [
         f"layer '{name}' is one layer in {' and '.join(map(repr, holders))}, of which each would "
@@ -136,26 +136,26 @@ def _shared_no_more(model, copy) -> list[str]:
 
 
 def _holders(model) -> dict[str, list[str]]:
-    """The names of what holds each layer, by the layer's name; the most for a name of several."""
-    found: dict[int, tuple[str, list[str]]] = {}
+    """The names of each layer's holders, by its name; for a duplicate name, the longest list."""
+    holders_by_id: dict[int, tuple[str, list[str]]] = {}
     for holder in layers_in(model):
         for layer in {id(layer): layer for layer in layers_held_by(holder)}.values():
-            found.setdefault(id(layer), (layer.name, []))[1].append(holder.name)
-    ordered = sorted(found.values(), key=lambda named: len(named[1]))
+            holders_by_id.setdefault(id(layer), (layer.name, []))[1].append(holder.name)
+    ordered = sorted(holders_by_id.values(), key=lambda named: len(named[1]))
     return dict(ordered)
 
 
 def _carry_layer(source: keras.Layer, target: keras.Layer) -> None:
     if getattr(source, "lora_enabled", False) and not getattr(target, "lora_enabled", False):
-        # Inside of another layer, as attention's projections are, whose config says nothing of it.
+        # For an inner layer, such as attention's projections, the outer config omits it.
         target.enable_lora(source.lora_rank, lora_alpha=source.lora_alpha)
     _carry_policy(source, target)
     if hasattr(source, "load_assets"):
-        with tempfile.TemporaryDirectory() as folder:  # The words of an adapted lookup.
+        with tempfile.TemporaryDirectory() as folder:  # The vocabulary of an adapted lookup.
             source.save_assets(folder)
             target.load_assets(folder)
     carry_attributes(source, target)
-    target.name = source.name  # Which a config without `name` leaves to Keras.
+    target.name = source.name  # Keras chooses a name if the config has none.
     for metric, copied in zip(metrics_held_by(source), metrics_held_by(target), strict=True):
         carry_attributes(metric, copied)
 
@@ -172,11 +172,11 @@ def _carry_policy(source, target) -> None:
 
 
 def _matched(model, pairs) -> list[tuple[keras.Variable, keras.Variable]]:
-    """The variables of a model with those of its copy, each once."""
-    problems, found = [], {}
+    """Pairs of the distinct variables of a model and its copy."""
+    problems, matches = [], {}
     for source, target in pairs:
         ours, theirs = _variables_of(source), _variables_of(target)
-        shapes = [[(tuple(v.shape), v.dtype) for v in held] for held in (ours, theirs)]
+        shapes = [[(tuple(v.shape), v.dtype) for v in variables] for variables in (ours, theirs)]
         if shapes[0] != shapes[1]:
             problems.append(
                 f"layer '{_path(source)}' has the variables {_listed(ours)}, its clone "
@@ -184,23 +184,23 @@ def _matched(model, pairs) -> list[tuple[keras.Variable, keras.Variable]]:
             )
             continue
         for variable, copied in zip(ours, theirs, strict=True):
-            if found.setdefault(id(variable), (variable, copied))[1] is not copied:
+            if matches.setdefault(id(variable), (variable, copied))[1] is not copied:
                 problems.append(
                     f"layer '{_path(source)}' shares variable '{variable.path}' with another "
                     "layer, and its clone has one of its own"
                 )
     _refuse(model, problems)
-    return list(found.values())
+    return list(matches.values())
 
 
 def _variables_of(layer) -> list[keras.Variable]:
-    held = variables_held_by(layer)
-    held += [generator.state for generator in seed_generators_of(layer)]
-    return held + [variable for metric in metrics_held_by(layer) for variable in metric.variables]
+    states = variables_held_by(layer)
+    states += [generator.state for generator in seed_generators_of(layer)]
+    return states + [variable for metric in metrics_held_by(layer) for variable in metric.variables]
 
 
 def _path(layer) -> str:
-    return layer.path or layer.name  # One that is not built has no path.
+    return layer.path or layer.name  # An unbuilt layer has no path.
 
 
 def _listed(variables) -> str:

@@ -1,10 +1,9 @@
-"""Builds a model again: layer by layer from each layer's config, or as its own class does.
+"""Rebuilds a model: layer by layer from each layer's config, or by its own class.
 
-A functional model whose class has a constructor of its own, as KerasHub's have, is made by that: a
-config of its own says nothing of layers, and what `clone_model` returns is of another class. Where
-a model has no config, its class is given copies of what it was given: Keras's examples hand built
-models to one of a class of their own, which keeps them under the names of its constructor's
-arguments.
+A functional model whose class has its own constructor, as in KerasHub, is created by that: its
+config does not list layers, and `clone_model` would return another class. If a model has no config,
+its class is called with copies of the original arguments: Keras's examples pass built models to a
+custom class, which stores them under the names of its constructor's arguments.
 
 ```
    VAE(encoder, decoder)     self.encoder, self.decoder ──► VAE(copy of encoder, copy of decoder)
@@ -39,21 +38,21 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class NotKept(NotAlike):
-    """A class does not keep the arguments of its constructor where they can be found again."""
+    """Raised if a class does not store its constructor's arguments under their names."""
 
 
 def is_its_graph(model: keras.Model) -> bool:
-    """Whether a functional or Sequential model is made of its layers, and of nothing else."""
+    """Whether a functional or Sequential model consists only of its layers."""
     cls = original_class(model)
     if issubclass(cls, keras.Sequential):
         return cls is keras.Sequential
-    own, graphs = (inspect.getfullargspec(each.__init__) for each in (cls, Functional))
-    hands_on = own.varargs is not None and own.varkw is not None
-    return (own.args == graphs.args or hands_on) and cls.get_config is Functional.get_config
+    signature, graphs = (inspect.getfullargspec(each.__init__) for each in (cls, Functional))
+    hands_on = signature.varargs is not None and signature.varkw is not None
+    return (signature.args == graphs.args or hands_on) and cls.get_config is Functional.get_config
 
 
 def unbuilt_parts(model: keras.Model) -> list[str]:
-    """The names of a model's layers that have no variables yet, and will have some."""
+    """The names of a model's unbuilt layers that will have variables."""
     return [
         layer.name
         for layer in layers_in(model, include_self=False)
@@ -62,7 +61,7 @@ def unbuilt_parts(model: keras.Model) -> list[str]:
 
 
 def copy_layers(model: keras.Model, make: Callable[[keras.Layer], keras.Layer]) -> keras.Model:
-    """Builds a model that is its graph again, each layer by `make`; it is not compiled.
+    """Rebuilds a model that consists of its layers, each by `make`, without compiling it.
 
     Raises:
         NotAlike: If a layer cannot be rebuilt from its config.
@@ -83,10 +82,10 @@ def copy_layers(model: keras.Model, make: Callable[[keras.Layer], keras.Layer]) 
 
 
 def rebuilt(model: keras.Model) -> keras.Model:
-    """Builds a model of any class again, with new values and not compiled, as its class does.
+    """Rebuilds a model of any class, with new values and uncompiled.
 
     Raises:
-        NotAlike: If neither its class can, from its config, nor its layers can be copied.
+        NotAlike: If its class cannot rebuild it from its config, and its layers cannot be copied.
     """
     cls = original_class(model)
     with (
@@ -100,12 +99,12 @@ def rebuilt(model: keras.Model) -> keras.Model:
                 copy.build_from_config(config)
         except (TypeError, NotImplementedError, ValueError, AttributeError) as error:
             copy = _without_config(model, error)
-    copy.compiled = False  # Some classes compile what they make.
+    copy.compiled = False  # Some classes compile the models that they create.
     return copy
 
 
 def _without_config(model, error) -> keras.Model:
-    """A copy of a model whose class cannot make one from its config, because of an error."""
+    """Copies a model whose class failed to rebuild it from its config with `error`."""
     try:
         if hasattr(model, "operations") and is_its_graph(model):
             return copy_layers(model, like)
@@ -116,7 +115,7 @@ def _without_config(model, error) -> keras.Model:
     except (NotAlike, NotImplementedError, TypeError, ValueError, AttributeError) as another:
         has_config = not original_class(model).get_config.__module__.startswith("keras.")
         if isinstance(another, NotKept) and not has_config:
-            raise another from None  # What it lacks is the way out.
+            raise another from None  # Its message says how to fix it.
         received = _short(error)
         if another is not error and not isinstance(another, NotKept):
             received += f". {_short(another)}"
@@ -128,23 +127,23 @@ def _without_config(model, error) -> keras.Model:
 
 
 def again(model: keras.Model, copied: Callable[[keras.Layer], keras.Layer]) -> keras.Model:
-    """Calls the constructor of a model's class with copies of what it holds.
+    """Calls the constructor of a model's class with copies of its arguments.
 
     Args:
-        model: A model that keeps each argument of its constructor in an attribute of that name.
-        copied: Returns a copy of a layer or of a model.
+        model: A model that stores each argument of its constructor in an attribute of that name.
+        copied: Returns a copy of a layer or model.
 
     Raises:
-        NotKept: If it does not keep one.
-        NotAlike: If an argument has no copy.
+        NotKept: If it does not store an argument.
+        NotAlike: If an argument cannot be copied.
     """
-    cls, arguments, missing, known = original_class(model), {}, [], {}
+    cls, arguments, missing, copies = original_class(model), {}, [], {}
 
     def copy_of(value: Any) -> Any:
         if isinstance(value, keras.Layer):
-            if id(value) not in known:
-                known[id(value)] = copied(value)
-            return known[id(value)]
+            if id(value) not in copies:
+                copies[id(value)] = copied(value)
+            return copies[id(value)]
         if isinstance(value, keras.Variable | keras.Optimizer | keras.Metric):
             raise NotAlike(
                 f"A {type(value).__name__} that the constructor of {cls.__name__} is given belongs "
@@ -173,7 +172,7 @@ def again(model: keras.Model, copied: Callable[[keras.Layer], keras.Layer]) -> k
 
 
 def _short(error: Exception) -> str:
-    """An error's text without its full stop; of Keras's advice on `get_config`, what it is of."""
+    """An error's text without its full stop; shortens Keras's advice on `get_config`."""
     of_keras = re.match(r"\s*Object (\w+) was created by passing\s+non-serializable", str(error))
     return f"{of_keras[1]} has no `get_config`" if of_keras else str(error).strip().rstrip(".")
 
@@ -188,23 +187,23 @@ def _built_alike(layer) -> keras.Layer:
 
 
 def like(layer: keras.Layer) -> keras.Layer:
-    """Makes a layer of the same class, as it was before it was extended, and the same config."""
+    """Creates a layer of the same original class and the same config."""
     cls, config = original_class(layer), layer.get_config()
-    with SafeModeScope(False):  # A lambda that is in the model already may be trusted.
+    with SafeModeScope(False):  # A lambda that is already in the model is trusted.
         try:
             copy = cls.from_config(config)
         except TypeError:
-            # A config may name what the constructor does not take.
+            # A config may contain arguments that the constructor does not take.
             arguments = arguments_of(layer)
             if arguments is None:
                 raise
             copy = cls(**arguments)
-    copy.name = layer.name  # Which a config without `name` leaves to Keras.
+    copy.name = layer.name  # Keras chooses a name if the config has none.
     return copy
 
 
 def _unbuilt(config):
-    """A config whose layers the model builds: built alone, their weights lack its name."""
+    """Removes build configs, so the model builds its layers and names their weights after it."""
     if isinstance(config, dict):
         return {key: _unbuilt(value) for key, value in config.items() if key != "build_config"}
     return [_unbuilt(part) for part in config] if isinstance(config, list) else config
@@ -212,7 +211,7 @@ def _unbuilt(config):
 
 @contextlib.contextmanager
 def _compiled_later(model) -> Iterator[None]:
-    """Within it Keras takes the model for one that is not compiled, and copies it without that."""
+    """Hides from Keras that the model is compiled, so it copies it uncompiled."""
     compiled, model.compiled = model.compiled, False
     try:
         yield

@@ -1,4 +1,4 @@
-"""What differs between a model and its copy: flags, config, and outputs of one batch."""
+"""Compares a model with its copy: flags, config, and outputs for one batch."""
 
 import contextlib
 import itertools
@@ -15,20 +15,20 @@ from tfparallel.seams.keras import shapes_of_build, takes_training
 
 __all__ = ["OF_A_VARIABLE", "NotAlike", "differences"]
 
-# What the user can set on a variable by itself.
+# Attributes of a variable that the user can set.
 OF_A_VARIABLE = ("trainable", "constraint", "regularizer", "overwrite_with_gradient")
 _ROWS = 2
-# Of an axis of unknown length. A depthwise convolution of fewer points than its filter has puts out
-# memory that nobody has written (docs/upstream.md), and a sequence may be limited to few.
+# For an axis of unknown length. A depthwise convolution over fewer points than its filter returns
+# uninitialized memory (docs/upstream.md), and a sequence may be limited to few points.
 _LENGTHS = (32, 8)
-# Equal operations on equal values; a model in parts sums in another order. Relative to the largest
-# output.
+# Equal operations on equal values; only a split model sums in another order. Relative to the
+# largest output.
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
-_SHOWN, _LONGEST = 3, 80  # Differences that are told, and characters of a value.
+_SHOWN, _LONGEST = 3, 80  # Reported differences, and characters per value.
 
 
 class NotAlike(ValueError):
-    """A copy of a model differs from it."""
+    """Raised if a copy of a model differs from it."""
 
 
 def differences(
@@ -37,17 +37,17 @@ def differences(
     layers: Sequence[tuple[keras.Layer, keras.Layer]],
     variables: Sequence[tuple[keras.Variable, keras.Variable]],
 ) -> list[str]:
-    """Returns what differs between a model and its copy, in words; nothing if they are alike.
+    """Returns the differences between a model and its copy as text; empty if there are none.
 
-    Layers and variables come in pairs, of the model and of its copy.
+    Layers and variables are pairs, of the model and of its copy.
     """
-    found = [
+    problems = [
         f"`trainable` of layer '{source.path or source.name}' is {source.trainable}, of its clone "
         f"{target.trainable}"
         for source, target in layers
         if source.trainable != target.trainable
     ]
-    found += [
+    problems += [
         f"`{name}` of variable '{source.path}' is {getattr(source, name)!r}, of its clone "
         f"{getattr(target, name)!r}"
         for source, target in variables
@@ -56,11 +56,11 @@ def differences(
     ]
     copies = {id(source): id(target) for source, target in variables}
     trained = [copies.get(id(variable)) for variable in model.trainable_variables]
-    if trained != [id(variable) for variable in copy.trainable_variables] and not found:
-        found.append("it trains its variables in another order, or others, than its clone")
+    if trained != [id(variable) for variable in copy.trainable_variables] and not problems:
+        problems.append("it trains its variables in another order, or others, than its clone")
     for source, target in layers[1:]:
-        found += _in_config(source, target)
-    return (found or _in_outputs(model, copy))[:_SHOWN]
+        problems += _in_config(source, target)
+    return (problems or _in_outputs(model, copy))[:_SHOWN]
 
 
 def _in_config(source, target) -> list[str]:
@@ -68,7 +68,7 @@ def _in_config(source, target) -> list[str]:
         return []
     try:
         config, copied = source.get_config(), target.get_config()
-    except NotImplementedError:  # It is made by a layer around it, whose config says all.
+    except NotImplementedError:  # An outer layer creates it, and has the config.
         return []
     return [
         f"`{key}` of layer '{source.path or source.name}' is {_short(config[key])}, of its clone "
@@ -85,13 +85,13 @@ def _short(value) -> str:
 
 def _same_config(value, other) -> bool:
     if isinstance(value, dict):
-        # The code of a function is written in another way each time.
+        # The serialized code of a function differs each time.
         if value.get("class_name") in ("__lambda__", "function"):
             return True
         return isinstance(other, dict) and all(
             _same_config(each, other.get(key))
             for key, each in value.items()
-            # How a class is called where it was extended, and what it was built for.
+            # Registered names of extended classes, and build shapes.
             if key not in ("build_config", "module", "registered_name")
         )
     if isinstance(value, list | tuple):
@@ -100,7 +100,7 @@ def _same_config(value, other) -> bool:
             and len(value) == len(other)
             and all(map(_same_config, value, other))
         )
-    # What no file holds (a layer, an object of the user's own) is not compared here.
+    # Objects that no file holds (a layer, a user's object) are not compared here.
     is_value = isinstance(value, str | int | float | bool | None | np.generic | np.ndarray)
     return not is_value or same(value, other)
 
@@ -109,7 +109,7 @@ def _in_outputs(model, copy) -> list[str]:
     for batch in _batches(model):
         try:
             expected = _outputs(model, batch)
-        except Exception:  # Nobody knows which rows a model of the user's own can take.
+        except Exception:  # A user's own model may not accept these rows.
             continue
         if expected is None:
             return []
@@ -117,15 +117,15 @@ def _in_outputs(model, copy) -> list[str]:
             outputs = _outputs(copy, batch)
         except Exception as error:
             return [f"its clone fails on a batch, '{error}'"]
-        apart = _apart(expected, outputs)
-        if apart and not _apart(expected, _outputs(model, batch)):
-            return [f"{_first_layer(model, copy, batch)}, of a batch, up to {apart:.1e}"]
+        difference = _apart(expected, outputs)
+        if difference and not _apart(expected, _outputs(model, batch)):
+            return [f"{_first_layer(model, copy, batch)}, of a batch, up to {difference:.1e}"]
         return []
     return []
 
 
 def _batches(model) -> Iterator[Any]:
-    """Batches that the model may be called with, the likeliest first."""
+    """Yields batches that the model may accept, the likeliest first."""
     try:
         inputs = model.inputs[0] if isinstance(model, keras.Sequential) else model.input
     except (AttributeError, ValueError, IndexError):
@@ -158,7 +158,7 @@ def _rows(tensor, length, zeros):
 
 
 def _outputs(model, batch) -> list[np.ndarray] | None:
-    """What a model computes in inference; None if that is no tensors. What it writes is dropped."""
+    """The outputs of a model in inference; None if some are no tensors. Drops its writes."""
     with keras.StatelessScope(), _functions_in_python():
         outputs = model(batch, training=False) if takes_training(model) else model(batch)
     flat = [getattr(o, "whole", lambda o=o: o)() for o in keras.tree.flatten(outputs)]
@@ -169,7 +169,7 @@ def _outputs(model, batch) -> list[np.ndarray] | None:
 
 @contextlib.contextmanager
 def _functions_in_python() -> Iterator[None]:
-    """Has a `tf.function` keep no trace of a call whose writes are dropped."""
+    """Runs each `tf.function` eagerly, so it caches no trace of a call whose writes are dropped."""
     before = tf.config.functions_run_eagerly()
     tf.config.run_functions_eagerly(True)
     try:
@@ -192,25 +192,25 @@ def _apart(expected, outputs) -> float:
         distance = np.abs(np.where((value == other) | (np.isnan(value) & np.isnan(other)), 0,
                                    value - other))  # fmt: skip
         scale = np.max(np.abs(value[np.isfinite(value)]), initial=1e-6)
-        apart = float(np.max(distance, initial=0.0) / scale)
-        largest = max(largest, apart if not apart <= tolerance else 0.0)
+        difference = float(np.max(distance, initial=0.0) / scale)
+        largest = max(largest, difference if not difference <= tolerance else 0.0)
     return largest
 
 
 def _first_layer(model, copy, batch) -> str:
     """Names the first layer of a model's graph whose outputs differ."""
-    found = []
+    calls_by_model = []
     for each in (model, copy):
         calls = [node for node in calls_of(each) if not node.is_input]
-        found.append([(node.operation.name, node.outputs) for node in calls])
-    if found[0]:
+        calls_by_model.append([(node.operation.name, node.outputs) for node in calls])
+    if calls_by_model[0]:
         inner = [
             keras.Model(functional_of(each).inputs, [o for _, o in calls])
-            for each, calls in zip((model, copy), found, strict=True)
+            for each, calls in zip((model, copy), calls_by_model, strict=True)
         ]
         flat = keras.tree.flatten(batch)
         for (name, _), value, other in zip(
-            found[0], *(_by_call(each, flat) for each in inner), strict=True
+            calls_by_model[0], *(_by_call(each, flat) for each in inner), strict=True
         ):
             if _apart(value, other):
                 return f"layer '{name}' computes something else than its clone"

@@ -18,7 +18,7 @@ from tfparallel.layers.parts import (
     whole,
 )
 from tfparallel.placement.layer_devices import PlacementError
-from tfparallel.variables.replica import here
+from tfparallel.variables.replica import device_at_work
 from tfparallel.variables.split import split_variable
 
 __all__ = [
@@ -47,7 +47,7 @@ class OnDevices:
 
     @property
     def _devices(self) -> list[str]:
-        return [here(device) for device in self._first_devices]
+        return [device_at_work(device) for device in self._first_devices]
 
 
 class WholeLayer(OnDevices):

@@ -57,7 +57,7 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
 
     def _look_at(self, call):
         if call.kind == "fit":
-            self._check_batch_size(call.asked.get("x"), call.asked.get("batch_size"))
+            self._check_batch_size(call.arguments.get("x"), call.arguments.get("batch_size"))
         super()._look_at(call)
 
     def _begin(self, call):

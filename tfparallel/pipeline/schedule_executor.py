@@ -37,7 +37,7 @@ from tfparallel.step.metrics import StepMetrics
 from tfparallel.strategies.variables import copies
 from tfparallel.tracing.graphs import operations_here
 from tfparallel.tracing.replay import DrawnApart
-from tfparallel.variables.replica import here
+from tfparallel.variables.replica import device_at_work
 
 __all__ = ["How", "Passed", "ReplicaStep"]
 
@@ -160,7 +160,7 @@ class ReplicaStep:
         self._moments: dict[Any, list[tuple]] = {}
         self._read: list[set[int]] = [set() for _ in how.stages]  # Values of weights, by stage.
         self._instructions = list(how.schedule.in_order())
-        self.order = DeviceOrder(list(map(here, how.devices)), how.timed)
+        self.order = DeviceOrder(list(map(device_at_work, how.devices)), how.timed)
         self.output_keys: list[Key] = []
         self.moment_keys: list[Any] = []
 

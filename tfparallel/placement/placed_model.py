@@ -26,7 +26,7 @@ from tfparallel.tracing.audit import noting
 from tfparallel.update.built import check_known
 from tfparallel.update.place_optimizer import prepare
 from tfparallel.update.places import Places
-from tfparallel.variables.replica import here
+from tfparallel.variables.replica import device_at_work
 from tfparallel.variables.split import share_in_parts
 
 __all__ = ["PlacedLayer", "PlacedModel"]
@@ -40,7 +40,7 @@ class PlacedLayer:
 
     def __call__(self, *args, **kwargs):
         """Calls the layer on its device."""
-        device = here(self._device)
+        device = device_at_work(self._device)
         with tf.device(device), noting("forward", self.name, device):
             return super().__call__(*args, **kwargs)
 

@@ -70,7 +70,7 @@ class PlacementReport:
             for kind, number in self.num_audited.items()
         ]
         lines += [
-            f"  {n.owner}: {n.operation} is on {n.found or 'the default device'}, not {n.expected}"
+            f"  {n.owner}: {n.operation} is on {n.actual or 'the default device'}, not {n.expected}"
             for n in self.elsewhere
         ]
         return "\n".join(lines)
@@ -122,7 +122,7 @@ def placement_report(
     if data is not None:
         for noted in _trace(model, data):
             num_audited[noted.kind] = num_audited.get(noted.kind, 0) + 1
-            if noted.found != noted.expected:
+            if noted.actual != noted.expected:
                 elsewhere.append(noted)
     sent = edges(model)
     rows = [

@@ -3,19 +3,20 @@
     worker 0   θ   a ← a + d g    a ← a + d g    …    a ← a + d g ──┐
     worker 1   θ   a ← a + d g    a ← a + d g    …    a ← a + d g ──┴── θ ← update(θ, Σ a / Σ d)
 
-g is the gradient of the loss of a step's rows, of those of this worker alone, and d what that loss
-is divided by: rows, valid tokens, a sum of weights. So Σ d g is the gradient of the sum of all the
-rows' losses, and Σ a / Σ d that of the loss of N batches as one, whatever their sizes, and whoever
-had them. Between two updates nothing is sent; metrics are summed when the epoch ends, where an
-update takes what is left, as a last batch would be shorter.
+g is the gradient of a step's loss over this worker's rows, and d the divisor of that loss: rows,
+valid tokens, or a sum of weights. So Σ d g is the gradient of the summed losses of all rows, and
+Σ a / Σ d that of the loss of N batches taken as one, whatever their sizes and whichever worker
+computed them. Nothing is sent between two updates. Metrics are summed at the end of the epoch,
+where a shorter update takes the remaining steps, like a short last batch.
 
-Where replicas share out gradients (`shard="gradients"`, `"parameters"`), a step is of all workers'
-rows, and each replica adds up its share of g, times the d of all rows: memory in place of silence.
+Where gradients are sharded (`shard="gradients"`, `"parameters"`), a step covers the rows of all
+workers, and each replica accumulates its share of g, times the d of all rows. This saves memory at
+the cost of one sum over the workers per step.
 
-Sparse gradients are added up to dense ones, as Keras's accumulation does it: of an embedding's row
-that several examples read, Adam squares the sum, where in one batch it squares each term. Dropout
-draws the masks of each step's batch. `gradient_accumulation_steps` of Keras's optimizers
-takes the mean of the steps' gradients, which is another number where batches differ.
+Sparse gradients are accumulated as dense ones, as in Keras: where several examples read one row of
+an embedding, Adam squares the sum, while in a single batch it squares each term. Dropout draws the
+masks of each step's batch. `gradient_accumulation_steps` of Keras's optimizers averages the
+gradients of the steps, which differs where batch sizes differ.
 """
 
 import contextlib
@@ -47,34 +48,35 @@ __all__ = ["Accumulate"]
 
 
 _ONE_DIVISOR = "One divisor of the whole loss is required"
-_NEXT_TO_NONE = 1e-20  # A divisor that is nothing beside a row, and more than float32's least.
-_LEAST_PAIRS = 4  # Of updates that are compared, before N is doubled.
+_NEXT_TO_NONE = 1e-20  # A divisor that is negligible beside a row, and above float32's minimum.
+_LEAST_PAIRS = 4  # Pairs of updates to compare before N is doubled.
 
 
 class _Counts(NamedTuple):
-    """What is counted on the host.
+    """Counters on the host.
 
     Attributes:
-        divisor: The sum of the divisors of the steps that are held.
-        steps: How many those are.
-        wanted: N.
+        divisor: The sum of the divisors of the accumulated steps.
+        steps: The number of accumulated steps.
+        num_steps: N, the number of steps per update.
     """
 
     divisor: tf.Variable
     steps: tf.Variable
-    wanted: tf.Variable
+    num_steps: tf.Variable
 
 
 class Accumulate(EveryStep):
-    """An update is of N steps; of a replicated model, of one process or of several workers."""
+    """Updates a replicated model every N steps, in one process or on several workers."""
 
     reason_in_errors = "the gradients of several steps are added up"
     accumulates = True
 
     def __init__(self, model, sync):
         super().__init__(model, sync)
-        # By weight what its gradients are added to, whole or in shares; nothing if it has none.
-        self._held: dict[int, tuple[keras.Variable, list[tf.Variable]]] = {}
+        # The accumulators of each weight, by its id: of whole gradients, or one per share. Empty
+        # for a weight without a gradient.
+        self._accumulators: dict[int, tuple[keras.Variable, list[tf.Variable]]] = {}
         with tf.init_scope(), tf.device("CPU:0"):
             self._counts = _Counts(
                 ResourceVariable(0.0, dtype=tf.float64),
@@ -85,25 +87,25 @@ class Accumulate(EveryStep):
 
     @property
     def _in_shares(self) -> bool:
-        """Whether each replica adds up a share of the gradients, which all sum in each step."""
+        """Whether each replica accumulates a share of the gradients, summed in each step."""
         return self.model._shards_gradients
 
     @property
     def is_silent(self) -> bool:
-        """Whether the workers say nothing in the next step."""
+        """Whether the workers exchange nothing in the next step."""
         return not self._in_shares
 
     @property
     def workers_are_apart(self) -> bool:
-        """Whether there are workers, of which each has seen its own rows."""
+        """Whether there are several workers, each with its own rows."""
         return self.is_silent and super().workers_are_apart
 
     def check_way(self, way) -> None:
-        """Raises where outputs meet: what such a loss is divided by is not known."""
+        """Raises if outputs must be joined: the divisor of such a loss is unknown."""
         self.refuse_joined(way)
 
     def look_at(self, call):
-        """Checks a `fit`, and has it tell when epochs begin."""
+        """Checks a call of `fit`, and adds the callback that reports the start of each epoch."""
         if call.kind != "fit":
             return
         if call.is_own:
@@ -112,7 +114,7 @@ class Accumulate(EveryStep):
         self.check_callbacks(call.callbacks)
 
     def begin(self, call):
-        """Enters what is around a call: of `fit`, no gradients are held before and behind it."""
+        """Enters the contexts of a call; no gradients are held before or after `fit`."""
         if call.kind == "fit":
             call.enter(self._holding_gradients())
             call.enter(self.training_silently())
@@ -129,47 +131,47 @@ class Accumulate(EveryStep):
 
     @property
     def is_between_updates(self) -> bool:
-        """Whether no gradients are held; only then a checkpoint holds all that there is."""
+        """Whether no gradients are held; only then is a checkpoint complete."""
         return float(self._counts.steps) == 0 and self._noise.is_between_pairs
 
     @property
     def num_steps(self) -> int:
-        """N, of how many steps an update is."""
-        return int(self._counts.wanted)
+        """N, the number of steps per update."""
+        return int(self._counts.num_steps)
 
-    def kept(self) -> dict[str, tf.Variable]:
-        """What a run that is resumed needs, the same on all workers, by name."""
+    def resumable_state(self) -> dict[str, tf.Variable]:
+        """The variables by name that a resumed run needs, equal on all workers."""
         if not self.sync.grows:
             return {}
-        return {"steps of an update": self._counts.wanted, **self._noise.state}
+        return {"steps of an update": self._counts.num_steps, **self._noise.state}
 
     def _check(self) -> None:
-        """Raises where gradients of several steps do not add up to those of one.
+        """Raises if the gradients of several steps do not add up to those of one.
 
         Raises:
-            ValueError: For a step, an optimizer or a layer of such a kind.
+            ValueError: For such a step, optimizer or layer.
         """
         check_activity(self.model)
         if is_own(self.model, "train_step"):
-            what = "a model with a `train_step` of its own"
+            cause = "a model with a `train_step` of its own"
         elif any(each.gradient_accumulation_steps for each in _with_inner(self.model.optimizer)):
-            what = "an optimizer that accumulates gradients itself"
+            cause = "an optimizer that accumulates gradients itself"
         elif self.sync.grows and len(_with_inner(self.model.optimizer)) > 1:
-            what = "a LossScaleOptimizer, whose gradients differ by more than noise; name an N"
+            cause = "a LossScaleOptimizer, whose gradients differ by more than noise; name an N"
         elif (layer := self._looks_at_all_rows()) is not None:
-            what = f"batch normalization, whose statistics are of a step's rows, in '{layer.name}'"
+            cause = f"batch normalization, whose statistics are of a step's rows, in '{layer.name}'"
         else:
             return
-        self.refuse("Keras's own step, and an update of whole gradients, are required", what)
+        self.refuse("Keras's own step, and an update of whole gradients, are required", cause)
 
     @property
     def _are_sums(self) -> bool:
-        """Whether losses are sums over the rows, and not means.
+        """Whether the losses are sums over rows instead of means.
 
         Raises:
-            ValueError: If some are.
+            ValueError: If some are sums and others means.
         """
-        kinds = {found.loss.reduction == "sum" for found in loss_terms(compiled_loss(self.model))}
+        kinds = {term.loss.reduction == "sum" for term in loss_terms(compiled_loss(self.model))}
         if len(kinds) > 1:
             self.refuse(_ONE_DIVISOR, "a loss with reduction='sum' beside others")
         return True in kinds
@@ -181,110 +183,112 @@ class Accumulate(EveryStep):
                     return layer
         return None
 
-    def step(self, data, usual) -> dict[str, Any]:
-        """A step's gradients of the rows here, and in every N-th the update."""
+    def step(self, data, default) -> dict[str, Any]:
+        """Accumulates the gradients of this worker's rows; every N-th step updates the weights."""
         self._check()
         if self.model._workers is None or self._in_shares:
-            logs = usual(data)
+            logs = default(data)
         else:
-            own, place = self._placed(data)
-            way = self.model._way(own, "fit")
+            data_of_worker, place = self._placed(data)
+            way = self.model._way(data_of_worker, "fit")
             self.refuse_joined(way)
-            self.model._look_at_rows_of(own)
+            self.model._look_at_rows_of(data_of_worker)
             with self.model.strategy.apart(place):
-                logs = self.model._train_on_own_rows(own, way.metrics)
+                logs = self.model._train_on_own_rows(data_of_worker, way.metrics)
         self._count_step()
         return logs
 
     def _count_step(self) -> None:
-        """Counts a step whose gradients are held; makes the update, if it is the last of N."""
+        """Counts an accumulated step, and updates the weights if it is the last of N."""
         counts = self._counts
-        is_time = counts.steps.assign_add(1.0) >= counts.wanted
+        is_due = counts.steps.assign_add(1.0) >= counts.num_steps
 
         def update():
             self._update_of_steps(is_full=True)
-            return True  # As the other branch: Python's None would be an operation in one alone.
+            return True  # Both branches must return the same type; None would add an operation.
 
-        tf.cond(is_time, update, lambda: False)
+        tf.cond(is_due, update, lambda: False)
 
     def _placed(self, data):
-        """This worker's rows of what the step was given, and where they lie."""
-        data, worker_rows = self.model._session.held(data, "fit")
+        """This worker's rows of the step's data, and their place in the global batch."""
+        data, worker_rows = self.model._session.rows_and_counts(data, "fit")
         if worker_rows is None:
             return self.cut_here(data)
-        own = worker_rows[self.model._workers.worker_index]
-        before = tf.add_n([tf.zeros_like(own), *worker_rows[: self.model._workers.worker_index]])
-        place = Place(self.model.strategy.first_replica, before, own, tf.add_n(worker_rows))
+        size = worker_rows[self.model._workers.worker_index]
+        before = tf.add_n([tf.zeros_like(size), *worker_rows[: self.model._workers.worker_index]])
+        place = Place(self.model.strategy.first_replica, before, size, tf.add_n(worker_rows))
         return data, place
 
-    def apply(self, found: PassResult, usual) -> None:
-        """Adds up the gradients of a step, each times its divisor."""
-        divisor = tf.cast(self._divisor_of(found), tf.float64)
-        # Of rows that all are masked, or have no weight, regularizers alone have a gradient; it
-        # counts where all steps of an update are such.
-        least = tf.constant(_NEXT_TO_NONE, tf.float64)
-        divisor = tf.where(tf.equal(divisor, 0.0), least, divisor)
-        terms = [_terms_of(gradient) for gradient in self._gradients_of(found)]
-        held = self._held_gradients(found.variables, terms)
-        for term, accumulated in zip(itertools.chain(*terms), itertools.chain(*held), strict=True):
+    def apply(self, result: PassResult, default) -> None:
+        """Accumulates the gradients of a step, multiplied by its divisor."""
+        divisor = tf.cast(self._divisor_of(result), tf.float64)
+        # If all rows are masked or weigh nothing, only regularizers have a gradient. It counts
+        # only if every step of the update is like this.
+        tiny = tf.constant(_NEXT_TO_NONE, tf.float64)
+        divisor = tf.where(tf.equal(divisor, 0.0), tiny, divisor)
+        terms = [_terms_of(gradient) for gradient in self._gradients_of(result)]
+        accumulators = self._accumulators_of(result.variables, terms)
+        for term, accumulated in zip(
+            itertools.chain(*terms), itertools.chain(*accumulators), strict=True
+        ):
             with tf.device(accumulated.device):
                 term = tf.cast(tf.convert_to_tensor(term), accumulated.dtype)
                 term *= tf.cast(divisor, term.dtype)
                 accumulated.assign_add(term, read_value=False)
         self._counts.divisor.assign_add(divisor, read_value=False)
 
-    def _divisor_of(self, found: PassResult):
-        num_added = len(self.model.losses) if found.num_added is None else found.num_added
+    def _divisor_of(self, result: PassResult):
+        num_added = len(self.model.losses) if result.num_added is None else result.num_added
         if self._are_sums:
             if num_added:
                 self.refuse(_ONE_DIVISOR, "reduction='sum' beside a regularizer or `add_loss`")
             return tf.ones([])
-        if found.divisor is None:
+        if result.divisor is None:
             self.refuse(_ONE_DIVISOR, "losses of several outputs with a mask or weights each")
         regularized = [v for v in self.model.trainable_weights if v.regularizer is not None]
-        if found.divisor is not found.num_rows and num_added > len(regularized):
+        if result.divisor is not result.num_rows and num_added > len(regularized):
             self.refuse(_ONE_DIVISOR, "a masked or weighted loss beside `add_loss`")
-        return found.divisor
+        return result.divisor
 
-    def _gradients_of(self, found: PassResult) -> list[Any]:
-        """The gradients of a step: whole, or in shares, summed so where they are not summed yet."""
-        gradients = list(found.gradients)
+    def _gradients_of(self, result: PassResult) -> list[Any]:
+        """The gradients of a step, whole or in shares; pending sums of shares are summed here."""
+        gradients = list(result.gradients)
         if not self._in_shares:
             return gradients
         places, pending = ReplicaPlaces(self.model.strategy), self.model._partial_gradients()
         if pending is not None:
-            gradients = summed(pending, gradients, found.variables, places)
-        return in_shares(gradients, found.variables, places)
+            gradients = summed(pending, gradients, result.variables, places)
+        return in_shares(gradients, result.variables, places)
 
-    def _held_gradients(self, variables, terms) -> list[list[tf.Variable]]:
-        """What the terms of each weight are added to."""
-        known, self._held = self._held, {}
-        found = []
-        for variable, own in zip(variables, terms, strict=True):
-            _, held = known.get(id(variable), (None, []))
-            held = held or self._made_for(variable, own)
-            self._held[id(variable)] = (variable, held)
-            found.append(held if own else [])
-        return found
+    def _accumulators_of(self, variables, terms) -> list[list[tf.Variable]]:
+        """The accumulators of each weight's terms."""
+        previous, self._accumulators = self._accumulators, {}
+        accumulators_of_all = []
+        for variable, terms_of_weight in zip(variables, terms, strict=True):
+            _, accumulators = previous.get(id(variable), (None, []))
+            accumulators = accumulators or self._make_accumulators(variable, terms_of_weight)
+            self._accumulators[id(variable)] = (variable, accumulators)
+            accumulators_of_all.append(accumulators if terms_of_weight else [])
+        return accumulators_of_all
 
-    def _made_for(self, variable, terms) -> list[tf.Variable]:
-        """Where terms of a gradient are added up: that of a share on the device that has it."""
-        is_whole, held = not self._in_shares, []
+    def _make_accumulators(self, variable, terms) -> list[tf.Variable]:
+        """Makes the accumulators of a gradient's terms; a share's lies on the share's device."""
+        is_whole, accumulators = not self._in_shares, []
         devices = [self.device_of_sum(variable)] if is_whole else self.model.strategy.devices
         for term, device in zip(terms, devices, strict=False):
-            # Of 16 bits, small terms would be lost in a large sum.
+            # In 16 bits, a large sum would lose small terms.
             dtype = tf.float32 if term.dtype.size == 2 else term.dtype
             with tf.init_scope(), tf.device(device):
                 zeros = tf.zeros(variable.shape if is_whole else term.shape, dtype)
-                held.append(ResourceVariable(zeros, trainable=False))
-        return held
+                accumulators.append(ResourceVariable(zeros, trainable=False))
+        return accumulators
 
     def device_of_sum(self, variable: keras.Variable) -> str:
-        """Where the gradients of a weight are added up, if they are whole."""
+        """The device that accumulates the whole gradients of a weight."""
         return self.model.strategy.devices[0]
 
     def between_steps(self) -> AbstractContextManager:
-        """Where an update is made outside of a step."""
+        """The context in which an update outside of a step runs."""
         return self.model.strategy.program()
 
     @property
@@ -294,21 +298,21 @@ class Accumulate(EveryStep):
         return self._known_noise
 
     def _update_of_steps(self, *, is_full: bool) -> None:
-        """Updates the weights with what is held, of all workers, and forgets it.
+        """Updates the weights with the accumulated gradients of all workers, and clears them.
 
         Args:
-            is_full: Whether it is of N steps.
+            is_full: Whether N steps were accumulated.
         """
-        pairs = list(self._held.values())
-        found = [(variable, held) for variable, held in pairs if held]
-        if not found:
+        pairs = list(self._accumulators.values())
+        used = [(variable, group) for variable, group in pairs if group]
+        if not used:
             self.forget()
             return
-        flat = [each for _, held in found for each in held]
+        flat = [each for _, group in used for each in group]
         sums = [each.read_value() for each in flat]
         total = self._counts.divisor.read_value()
         if self.model._workers is not None and self.is_silent:
-            sums, total = self.of_all_workers([variable for variable, _ in found], sums, total)
+            sums, total = self.of_all_workers([variable for variable, _ in used], sums, total)
         if self._are_sums:
             total = tf.ones_like(total)
         means = []
@@ -318,36 +322,36 @@ class Accumulate(EveryStep):
         if self.sync.grows and is_full:
             self._noise.see(flat, means, self.model._workers if self._in_shares else None)
         remaining = iter(means)
-        gradients = [self._gradient(variable, held, remaining) for variable, held in pairs]
+        gradients = [self._gradient(variable, group, remaining) for variable, group in pairs]
         self.model.optimizer.apply_gradients(
             zip(gradients, [variable for variable, _ in pairs], strict=True)
         )
         self.forget()
 
-    def _gradient(self, variable, held, means: Iterator[tf.Tensor]) -> Any:
-        """What an optimizer takes: one that hands gradients on looks at whole ones."""
-        own = list(itertools.islice(means, len(held)))
-        if not own or not self._in_shares:
-            return own[0] if own else None
+    def _gradient(self, variable, accumulators, means: Iterator[tf.Tensor]) -> Any:
+        """The gradient that the optimizer takes; a wrapping optimizer needs whole ones."""
+        means_of_weight = list(itertools.islice(means, len(accumulators)))
+        if not means_of_weight or not self._in_shares:
+            return means_of_weight[0] if means_of_weight else None
         if not wrapped_by(self.model.optimizer):
-            return ShardedGradient(own)
-        return joined_rows([own], [variable], ReplicaPlaces(self.model.strategy))[0]
+            return ShardedGradient(means_of_weight)
+        return joined_rows([means_of_weight], [variable], ReplicaPlaces(self.model.strategy))[0]
 
     def of_all_workers(self, variables, sums, divisor):
-        """What the gradients of all workers' rows come to, and their divisors."""
+        """The sums of the gradients and of the divisors over all workers."""
         reducer = Reducer(None, self.model._workers)
         totals, (total,) = reducer.totals([[each] for each in sums], list, [divisor], variables)
         return totals, total
 
     def forget(self) -> None:
-        """Drops the gradients that are held."""
-        for held in itertools.chain(*(held for _, held in self._held.values())):
-            held.assign(tf.zeros_like(held), read_value=False)
+        """Clears the accumulated gradients."""
+        for accumulator in itertools.chain(*(each for _, each in self._accumulators.values())):
+            accumulator.assign(tf.zeros_like(accumulator), read_value=False)
         self._counts.divisor.assign(0.0, read_value=False)
         self._counts.steps.assign(0.0, read_value=False)
 
     def finish(self) -> None:
-        """Makes the update of what is left, as a last batch would be shorter."""
+        """Updates the weights with the remaining steps, like a short last batch."""
         super().finish()
         if float(self._counts.steps):
             with self.between_steps():
@@ -361,10 +365,10 @@ class Accumulate(EveryStep):
         if noise.num_pairs < _LEAST_PAIRS:
             return
         ratio, steps = noise.ratio, self.num_steps
-        if self.model._workers is not None:  # Where processors differ, so may the last digit.
+        if self.model._workers is not None:  # Processors may differ in the last digit.
             ratio = float(self.model._workers.broadcast([tf.constant(ratio, tf.float64)])[0])
         if ratio > 1:
-            self._counts.wanted.assign(2.0 * steps)
+            self._counts.num_steps.assign(2.0 * steps)
             noise.restart()
             if self.model._is_chief:
                 notice(
@@ -379,7 +383,7 @@ def _with_inner(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
 
 
 def _terms_of(gradient: Any) -> list:
-    """What of a gradient is added up apart: its shares, or all of it."""
+    """The terms of a gradient that are accumulated separately: its shares, or the whole."""
     if gradient is None:
         return []
     return list(gradient.terms) if isinstance(gradient, ShardedGradient) else [gradient]

@@ -1,7 +1,7 @@
-"""Whether all workers train the same model on the same batches, and come to the same weights.
+"""Checks that all workers train the same model on the same batches, to the same weights.
 
-Every worker runs the whole program on the whole batch, so a worker whose data or model is another
-one would not fail; it would train something that nobody asked for.
+Every worker runs the whole program on the whole batch, so a worker with different data or a
+different model would not fail. It would silently train something else.
 """
 
 import contextlib
@@ -20,54 +20,54 @@ from tfparallel.seams.keras import layers_in
 from tfparallel.seams.optimizers import rate_of
 from tfparallel.variables.sharded import ShardedVariable
 
-# The first batches of a `fit`, `evaluate` or `predict` are compared; another order shows there.
+# The first batches of a `fit`, `evaluate` or `predict` are compared; they reveal another order.
 _NUM_STEPS = 2
 _PLAIN = (int, float, str, bool, type(None))
 _LOOKUPS = (keras.layers.IntegerLookup, keras.layers.StringLookup)
 _KINDS = ("fit", "evaluate", "predict")
 _OTHER_BATCH = "The workers were given different batches"
 
-# Relative to the sum of a block's absolute values. Processors of two kinds may round an update
-# differently; weights that were loaded on one worker alone are further apart.
+# Relative to the sum of a block's absolute values. Different processors may round an update
+# differently; weights that only one worker loaded are further apart.
 _MOST_APART = 1e-4
-_PATTERN = 1.0 + np.arange(101) / 101  # Factors that differ, so that the order of values counts.
-_BLOCKS = 2**14  # Of all weights whose checksums differ, so that what is sent is bounded.
-_LEAST_BLOCK = 256  # Elements: values near zero, and rounded, are judged with others.
+_PATTERN = 1.0 + np.arange(101) / 101  # Unequal factors, so the order of values matters.
+_BLOCKS = 2**14  # For all weights whose checksums differ, which bounds the message.
+_LEAST_BLOCK = 256  # Elements: rounded values near zero are judged together with others.
 
 
-def check_fit(workers, model: keras.Model, asked: dict[str, Any]) -> None:
+def check_fit(workers, model: keras.Model, arguments: dict[str, Any]) -> None:
     """Raises unless all workers call `fit` with the same model and the same arguments.
 
     Args:
         workers: The strategy's `ProcessGroup`.
-        model: The model that is to be trained.
-        asked: The arguments of `fit` by name.
+        model: The model to train.
+        arguments: The arguments of `fit` by name.
 
     Raises:
-        RuntimeError: On every worker, with what differs and on which of them.
+        RuntimeError: On every worker, with what differs and on which workers.
     """
     numbers = ("batch_size", "epochs", "initial_epoch", "steps_per_epoch", "validation_steps")
     facts = {
-        "fit": {name: asked[name] for name in numbers if name in asked},
-        "data": [str(_shape(leaf)) for leaf in keras.tree.flatten(asked.get("x"))],
-        "order": getattr(rows_of_worker.readings_of(asked.get("x")), "facts", dict)(),
+        "fit": {name: arguments[name] for name in numbers if name in arguments},
+        "data": [str(_shape(leaf)) for leaf in keras.tree.flatten(arguments.get("x"))],
+        "order": getattr(rows_of_worker.readings_of(arguments.get("x")), "facts", dict)(),
         "weights": [f"{v.name} {tuple(v.shape)} {v.dtype}" for v in model.variables],
         "optimizer": _configuration(model.optimizer),
         "layout": model.layout.title,
         "sync": str(getattr(model, "_sync", "every_step")),
         "class_weight": {
             str(label): f"{float(weight):.6g}"
-            for label, weight in sorted((asked.get("class_weight") or {}).items())
+            for label, weight in sorted((arguments.get("class_weight") or {}).items())
         },
         "loss": _identities(model, "loss"),
         "loss_weights": _identities(model, "loss_weights"),
         "vocabulary": _vocabularies(model),
     }
-    found = differences(dict(enumerate(workers.exchange(facts, "the start of `fit`"))))
-    if found:
+    problems = differences(dict(enumerate(workers.exchange(facts, "the start of `fit`"))))
+    if problems:
         raise RuntimeError(
             "The workers disagree on what to train; the same model, data and arguments of `fit` "
-            "are required on all of them. Received: " + "; ".join(found) + ". Start all workers "
+            "are required on all of them. Received: " + "; ".join(problems) + ". Start all workers "
             "with the same program and the same data."
         )
 
@@ -78,13 +78,13 @@ def check_values(workers, model: keras.Model, when: str, *, states: bool = True)
     Args:
         workers: The strategy's `ProcessGroup`.
         model: The model.
-        when: In words, behind "The workers hold different weights".
-        states: Whether to compare seeds and counts, too.
+        when: A phrase that completes "The workers hold different weights".
+        states: Whether to compare seeds and counts as well.
 
     Raises:
-        RuntimeError: On every worker, with which variables differ, and where.
+        RuntimeError: On every worker, with the variables that differ, and where.
     """
-    # By their order: Keras numbers its objects, and one worker may have made more of them.
+    # By order, not by name: Keras numbers its objects, and one worker may have created more.
     variables = [v for v in model.variables if v.dtype != "string"]
     if states and model.optimizer is not None:
         variables.append(model.optimizer.iterations)
@@ -92,31 +92,31 @@ def check_values(workers, model: keras.Model, when: str, *, states: bool = True)
         variables = [v for v in variables if _is_floating(v)]
     # A subclassed model may be built on some workers only.
     shapes = [[list(v.shape), str(v.dtype)] for v in variables]
-    own = [shapes, list(map(_checksum, variables))]
-    everyones = workers.exchange(own, f"the comparison of weights {when}")
-    if any(theirs != everyones[0][0] for theirs, _ in everyones):
-        counts = ", ".join(str(len(theirs)) for theirs, _ in everyones)
+    facts = [shapes, list(map(_checksum, variables))]
+    facts_by_worker = workers.exchange(facts, f"the comparison of weights {when}")
+    if any(theirs != facts_by_worker[0][0] for theirs, _ in facts_by_worker):
+        counts = ", ".join(str(len(theirs)) for theirs, _ in facts_by_worker)
         raise RuntimeError(
             f"The workers hold different weights {when}. The same are required on all of them. "
             f"Received: {counts} variables, by worker, not all of the same shapes. Build and load "
             "the model on every worker."
         )
-    checksums = zip(*[sums for _, sums in everyones], strict=True)
-    unlike = [v for v, sums in zip(variables, checksums, strict=True) if len(set(sums)) > 1]
-    if not unlike:
+    checksums = zip(*[sums for _, sums in facts_by_worker], strict=True)
+    suspects = [v for v, sums in zip(variables, checksums, strict=True) if len(set(sums)) > 1]
+    if not suspects:
         return
-    most = max(1, _BLOCKS // len(unlike))
-    own = [_blocks(variable, most) for variable in unlike]
-    values = workers.exchange(own, f"the comparison of blocks of weights {when}")
-    apart = {}
-    for place, variable in enumerate(unlike):
-        others = [i for i, own in enumerate(values) if _differ(values[0][place], own[place])]
+    max_blocks = max(1, _BLOCKS // len(suspects))
+    blocks = [_blocks(variable, max_blocks) for variable in suspects]
+    values = workers.exchange(blocks, f"the comparison of blocks of weights {when}")
+    differing = {}
+    for place, variable in enumerate(suspects):
+        others = [i for i, theirs in enumerate(values) if _differ(values[0][place], theirs[place])]
         if others:
-            apart[variable.path] = others
-    if not apart:
+            differing[variable.path] = others
+    if not differing:
         return
-    path, others = next(iter(apart.items()))
-    more = f", and so do {len(apart) - 1} more variables" if len(apart) > 1 else ""
+    path, others = next(iter(differing.items()))
+    more = f", and so do {len(differing) - 1} more variables" if len(differing) > 1 else ""
     raise RuntimeError(
         f"The workers hold different weights {when}. The same are required on all of them. "
         f"Received: '{path}' on {name_workers(others)} differs from worker 0's{more}. Load "
@@ -131,15 +131,15 @@ def check_readings(workers, facts: dict[str, str]) -> None:
 
     Args:
         workers: The strategy's `ProcessGroup`.
-        facts: What `rows_of_worker.Readings` tells of it.
+        facts: What `rows_of_worker.Readings` says about it.
 
     Raises:
         RuntimeError: On every worker, with what differs.
     """
-    if found := differences(dict(enumerate(workers.exchange(facts, "the data of a call")))):
+    if problems := differences(dict(enumerate(workers.exchange(facts, "the data of a call")))):
         raise RuntimeError(
             "The workers read different data; the same is required on all of them. Received: "
-            + "; ".join(found)
+            + "; ".join(problems)
             + ". Give all workers the same arrays or files."
         )
 
@@ -153,23 +153,23 @@ def _values(variable) -> np.ndarray:
 
 
 def _checksum(variable) -> int | None:
-    if isinstance(variable, ShardedVariable):  # The value is one; what was assigned may be several.
+    if isinstance(variable, ShardedVariable):  # The assigned values may differ by worker.
         return variable.checksum
     return zlib.crc32(_values(variable).view("uint8"))
 
 
-def _blocks(variable, most: int) -> list[Any]:
-    """Of each block of the values a projection and their size; exact where values are no floats."""
+def _blocks(variable, max_blocks: int) -> list[Any]:
+    """A projection and a norm of each block of values; a checksum if values are not floats."""
     if not _is_floating(variable) or isinstance(variable, ShardedVariable):
         return [_checksum(variable)]
     values = _values(variable)
-    size = max(_LEAST_BLOCK, -(-len(values) // most))
-    found = []
+    size = max(_LEAST_BLOCK, -(-len(values) // max_blocks))
+    blocks = []
     for start in range(0, len(values), size):
-        some = values[start : start + size].astype("float64")
-        projection = float(some @ np.resize(_PATTERN, len(some)))
-        found.append([float(f"{number:.9g}") for number in (projection, np.abs(some).sum())])
-    return found
+        block = values[start : start + size].astype("float64")
+        projection = float(block @ np.resize(_PATTERN, len(block)))
+        blocks.append([float(f"{number:.9g}") for number in (projection, np.abs(block).sum())])
+    return blocks
 
 
 def _differ(blocks, others) -> bool:
@@ -186,7 +186,7 @@ def _block_differs(one, other) -> bool:
 
 @contextlib.contextmanager
 def in_plain_words() -> Iterator[None]:
-    """Raises what `BatchFingerprints` found as a `RuntimeError` that says what to do."""
+    """Turns an error of `BatchFingerprints` into a `RuntimeError` that says what to do."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
@@ -202,7 +202,7 @@ def in_plain_words() -> Iterator[None]:
 
 
 class BatchFingerprints:
-    """Compares the workers' batches in the first steps of a method.
+    """Compares the batches of the workers in the first steps of a method.
 
     Args:
         workers: The strategy's `ProcessGroup`.
@@ -219,17 +219,17 @@ class BatchFingerprints:
             self._num_checked[kind].assign(0)
 
     def check(self, data, kind: str) -> None:
-        """In a step of a method: stops it, on all workers, if their batches differ."""
+        """Fails the step on all workers if their batches differ."""
         num_checked = self._num_checked[kind]
         leaves = tf.nest.flatten(data, expand_composites=True)
         leaves = [leaf for leaf in leaves if leaf is not None]
 
         def compare():
             rows = [tf.fingerprint(tf.reshape(leaf, [1, -1])) for leaf in leaves]
-            own = tf.cast(tf.concat(rows, 0), tf.int32)
+            fingerprints = tf.cast(tf.concat(rows, 0), tf.int32)
             num_workers = self._workers.num_workers
-            (everyones,) = self._workers.all_gather([own], [len(leaves)] * num_workers)
-            same = tf.reduce_all(everyones == tf.tile(own, [num_workers, 1]))
+            (gathered,) = self._workers.all_gather([fingerprints], [len(leaves)] * num_workers)
+            same = tf.reduce_all(gathered == tf.tile(fingerprints, [num_workers, 1]))
             num_checked.assign_add(1)
             with tf.control_dependencies([tf.debugging.Assert(same, [_OTHER_BATCH])]):
                 return tf.constant(True)
@@ -248,29 +248,29 @@ def _configuration(optimizer):
         return None
     try:
         config = dict(optimizer.get_config())
-    except NotImplementedError:  # As a learning rate schedule of the user's own may.
+    except NotImplementedError:  # A user's learning rate schedule may raise it.
         rate = rate_of(optimizer)
         kinds = (int, float, str, type(None))
-        config = {name: own for name, own in vars(optimizer).items() if isinstance(own, kinds)}
+        config = {name: attr for name, attr in vars(optimizer).items() if isinstance(attr, kinds)}
         config |= {"optimizer": type(optimizer).__name__, "learning_rate": type(rate).__name__}
     config.pop("name")  # Keras counts its objects: one more on the chief, and "sgd" is "sgd_1".
     return {name: str(value) for name, value in sorted(config.items())}
 
 
 def _identities(model, name) -> list[Any]:
-    """What `compile` was given for an argument, one after the other, as workers can compare it."""
-    given = (compile_arguments(model) or {}).get(name)
-    return [_identity(leaf) for leaf in _leaves(given)]
+    """The values of an argument of `compile`, flattened, in a form that workers can compare."""
+    argument = (compile_arguments(model) or {}).get(name)
+    return [_identity(leaf) for leaf in _leaves(argument)]
 
 
-def _leaves(given) -> Iterator[Any]:
-    if isinstance(given, dict):
-        # Names of layers Keras counts up; and a dictionary may have been made of a set.
-        given = sorted(given.values(), key=lambda leaf: str(_identity(leaf)))
-    if not isinstance(given, list | tuple):
-        yield given
+def _leaves(argument) -> Iterator[Any]:
+    if isinstance(argument, dict):
+        # Keras numbers the names of layers, and a dictionary may come from a set.
+        argument = sorted(argument.values(), key=lambda leaf: str(_identity(leaf)))
+    if not isinstance(argument, list | tuple):
+        yield argument
         return
-    for inner in given:
+    for inner in argument:
         yield from _leaves(inner)
 
 
@@ -288,20 +288,20 @@ def _identity(leaf):
 
 
 def _is_telling(value) -> bool:
-    """Whether a value of a config says what is computed: a word, and no file or address."""
+    """Whether a value of a config describes the computation: a word, not a file or an address."""
     return value.isidentifier() if isinstance(value, str) else isinstance(value, _PLAIN)
 
 
 def _vocabularies(model) -> list[str]:
-    """A fingerprint for each lookup layer, by their order."""
-    found = []
+    """A fingerprint of each lookup layer, in order."""
+    fingerprints = []
     for layer in layers_in(model):
         if isinstance(layer, _LOOKUPS):
             try:
                 words = [str(word) for word in layer.get_vocabulary()]
-            except UnicodeDecodeError:  # Which Keras cannot list; the layer can look them up.
-                found.append("words that are no UTF-8")
+            except UnicodeDecodeError:  # Keras cannot list these words, only look them up.
+                fingerprints.append("words that are no UTF-8")
                 continue
             checksum = zlib.crc32("\0".join(words).encode())
-            found.append(f"{len(words)} entries, checksum {checksum:08x}")
-    return found
+            fingerprints.append(f"{len(words)} entries, checksum {checksum:08x}")
+    return fingerprints

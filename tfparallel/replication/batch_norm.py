@@ -1,18 +1,18 @@
-"""Batch normalization over the global batch, with one reduction a layer.
+"""Batch normalization over the global batch, with one reduction per layer.
 
-Each replica takes its own count n_k, mean m_k and sum of squared deviations M_k, and all are
+Each replica computes its count n_k, mean m_k and sum of squared deviations M_k, and all are
 combined at once (Chan, Golub, LeVeque, "Algorithms for computing the sample variance", The
 American Statistician 37(3), 1983):
 
     n = Σ n_k,    m = Σ n_k m_k / n,    v = (Σ M_k + Σ n_k (m_k − m)²) / n
 
-No large numbers are subtracted, as they are in E[x²] − E[x]². A replica without examples computes
-one dummy row and counts it 0 times. The gradient, from the sums over replicas of ∂J/∂m and ∂J/∂v:
+Unlike E[x²] − E[x]², this subtracts no large numbers. A replica without examples computes one
+dummy row and counts it 0 times. The gradient, from the sums over replicas of ∂J/∂m and ∂J/∂v:
 
     ∂J/∂x = (∂J/∂m + 2 (x − m) ∂J/∂v) / n
 
-A masked input adds Keras's epsilon to n wherever it divides; then Σ n_k (m_k − m) is not 0, and
-∂J/∂m grows by its part of ∂v/∂m.
+With a mask, Keras adds its epsilon to n in each division. Then Σ n_k (m_k − m) is not 0, and ∂J/∂m
+gets the additional term of ∂v/∂m.
 """
 
 import keras
@@ -26,9 +26,9 @@ from tfparallel.seams.keras import reduced_axes
 
 
 class SynchronizedBatchNormalization:
-    """Extends `keras.layers.BatchNormalization`: in a replicated call, moments are global."""
+    """Extends `keras.layers.BatchNormalization` with global moments in a replicated call."""
 
-    synchronize = True  # False on the instance: each replica takes its own moments.
+    synchronize = True  # False on the instance: each replica uses its own moments.
 
     def _moments(self, inputs, mask):
         shard = shards.current()
@@ -43,39 +43,39 @@ class SynchronizedBatchNormalization:
         return count, mean, variance * count
 
     def _own_masked_moments(self, inputs, mask):
-        """The same; n_k is of each channel, which is a step in time where `axis` says so."""
-        kept, axes = _kept(inputs, mask), reduced_axes(self)
-        count = tf.reduce_sum(tf.cast(kept, inputs.dtype), axes, keepdims=True)
+        """Returns the same with n_k per channel, which is a time step for such an `axis`."""
+        is_valid, axes = _is_valid(inputs, mask), reduced_axes(self)
+        count = tf.reduce_sum(tf.cast(is_valid, inputs.dtype), axes, keepdims=True)
         # `where`, not a product: a masked position may hold NaN.
-        total = tf.reduce_sum(tf.where(kept, inputs, 0), axes, keepdims=True)
+        total = tf.reduce_sum(tf.where(is_valid, inputs, 0), axes, keepdims=True)
         mean = tf.math.divide_no_nan(total, count)
-        squares = tf.where(kept, tf.math.squared_difference(inputs, mean), 0)
+        squares = tf.where(is_valid, tf.math.squared_difference(inputs, mean), 0)
         per_channel = [tf.reshape(each, [-1]) for each in (count, mean)]
         return *per_channel, tf.reduce_sum(squares, axes)
 
 
 def in_rows(counts):
-    """Counts of several parts, a row each: shape `(K, 1)` or, one for each channel, `(K, C)`."""
+    """Counts of K parts, one per row: shape `(K, 1)`, or `(K, C)` if counted per channel."""
     return counts if counts.shape.rank == 2 else counts[:, None]
 
 
 def _of_all_replicas(*tensors):
-    """Each tensor of all replicas, a row each; every replica combines them itself.
+    """Stacks each tensor of all replicas, one per row; every replica combines them itself.
 
-    Where one did it for all, the others would wait for it, under XLA for all else that it does.
+    If one replica did it for all, the others would wait for it: under XLA, for its whole program.
     """
     context = tf.distribute.get_replica_context()
-    here = [tf.stack(own) for own in of_all_here(tensors)]
+    stacked_here = [tf.stack(of_replicas) for of_replicas in of_all_here(tensors)]
     workers = context.strategy.workers
     if workers is None:
-        return here
+        return stacked_here
 
     def of_all_workers(strategy, *stacked):
         rows = [strategy.experimental_local_results(each)[0] for each in stacked]
         counts = [len(strategy.devices)] * workers.num_workers
         return tuple(workers.all_gather(rows, counts))
 
-    return context.merge_call(of_all_workers, args=tuple(here))
+    return context.merge_call(of_all_workers, args=tuple(stacked_here))
 
 
 def _global_moments(layer, shard, inputs, mask):
@@ -84,8 +84,8 @@ def _global_moments(layer, shard, inputs, mask):
     correction = 0.0 if mask is None else keras.config.epsilon()
 
     def forward(x):
-        own = layer._own_moments(x) if mask is None else layer._own_masked_moments(x, mask)
-        count, mean, deviations = own
+        moments = layer._own_moments(x) if mask is None else layer._own_masked_moments(x, mask)
+        count, mean, deviations = moments
         if shard.may_be_idle:
             count, mean, deviations = map(shard.if_it_has_rows, (count, mean, deviations))
         counts, means, squares = _of_all_replicas(count, mean, deviations)
@@ -104,13 +104,13 @@ def _global_moments(layer, shard, inputs, mask):
             dx = sum(terms[1:], terms[0])
             dx = dx if dv is not None else tf.broadcast_to(dx, tf.shape(x))
             if mask is not None:
-                dx = tf.where(_kept(x, mask), dx, 0)
+                dx = tf.where(_is_valid(x, mask), dx, 0)
             return [tf.where(shard.num_rows > 0, dx, 0) if shard.may_be_idle else dx]
 
         return [m, v], backward
 
     def along(per_channel):
-        """Shaped as the input, where its channels are not on the last axis."""
+        """Reshapes a vector to broadcast along the input's channel axis."""
         axis, rank = layer.axis % inputs.shape.rank, inputs.shape.rank
         shape = [1] * rank
         shape[axis] = -1
@@ -119,13 +119,13 @@ def _global_moments(layer, shard, inputs, mask):
     return tuple(call_with_gradient("batch normalization", forward, [inputs]))
 
 
-def _kept(inputs, mask):
-    """Which elements a mask keeps."""
+def _is_valid(inputs, mask):
+    """The mask, broadcast to the elements of the inputs."""
     return tf.broadcast_to(tf.cast(mask, tf.bool)[..., None], tf.shape(inputs))
 
 
 def _totals(*gradients):
-    """Sums gradients over all replicas, by one exchange; None of None."""
+    """Sums gradients over all replicas in one exchange; None stays None."""
     present = [each for each in gradients if each is not None]
     totals = iter(differentiable.all_reduce(Replicas(), present))
     return [None if each is None else next(totals) for each in gradients]

@@ -14,11 +14,11 @@ def clone_under(
     strategy,
     prepare: Callable[[keras.Optimizer], None] | None = None,
 ) -> keras.Model:
-    """Makes a copy of `model` whose variables the strategy holds.
+    """Copies `model` into the scope of a strategy.
 
     Args:
-        model: A built model, compiled or not; or one of a class of the user's own, of built models.
-        strategy: What has the `scope()` to build under.
+        model: A built model, compiled or not; or a user's class that is composed of built models.
+        strategy: An object with the `scope()` to build under.
         prepare: Called with the copy's optimizer before it is built.
 
     Returns:

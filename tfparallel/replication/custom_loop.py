@@ -33,36 +33,36 @@ _SHARED_MOMENTS = (
 )
 
 
-@tf.autograph.experimental.do_not_convert  # Which looks at its callers' frames, and has no branch.
+@tf.autograph.experimental.do_not_convert  # It looks at its callers' frames, and has no branch.
 def reduce_gradients(
     gradients: Sequence[tf.Tensor | tf.IndexedSlices | None],
     weight: tf.Tensor | float | None = None,
 ) -> list[tf.Tensor | tf.IndexedSlices | None]:
     """Returns the gradients of the global loss, on each replica.
 
-    With a weight, the weighted mean of the replicas' gradients; without, their sum:
+    Computes the weighted mean of the replicas' gradients, or, without a weight, their sum:
 
         g = Σ_k w_k g_k / Σ_k w_k        or        g = Σ_k g_k
 
-    With g_k the gradient of the mean loss of a replica's w_k examples (or tokens, or whatever the
+    If g_k is the gradient of the mean loss of a replica's w_k examples (or tokens, or whatever the
     loss divides by), the first is the gradient of the mean loss of the global batch, for shards of
-    any size. The second is for losses that are shares of the global one already, as
-    `tf.nn.compute_average_loss` gives them; it is exact for shards of equal size. One all-reduce
+    any size. The second is for losses that are already shares of the global loss, such as
+    `tf.nn.compute_average_loss` returns; it is exact for shards of equal size. One all-reduce
     carries all dense gradients of a dtype.
 
     Args:
-        gradients: This replica's gradients; None where there is none.
-        weight: w_k, a scalar: what this replica's mean loss was divided by; 0 for a replica
-            without examples. None for the sum.
+        gradients: This replica's gradients; None for a variable without one.
+        weight: w_k, a scalar: the divisor of this replica's mean loss; 0 for a replica without
+            examples. None for the sum.
 
     Returns:
-        The gradients of the global mean. Sparse ones stay sparse, joined over the replicas.
+        The gradients of the global loss. Sparse gradients stay sparse, joined over the replicas.
 
     Raises:
         RuntimeError: Outside a replica, where there is nothing to reduce.
-        ValueError: With a weight, if a Keras loss object has divided its mean by the number of
-            replicas before, as it does under any `tf.distribute` strategy of several. One in a
-            `tf.function` of its own that was traced earlier, and is called eagerly, is not seen.
+        ValueError: With a weight, if a Keras loss object has already divided its mean by the
+            number of replicas, as it does under any `tf.distribute` strategy of several. A loss in
+            a separate `tf.function` that was traced earlier and is called eagerly goes unnoticed.
         tf.errors.InvalidArgumentError: In the step, if the replicas have unequal weights and a
             batch normalization takes the moments of all of them.
 
@@ -112,14 +112,14 @@ def reduce_gradients(
             results[index].set_shape(gradients[index].shape)
     for result in results:
         if result is not None:
-            # Until `apply_gradients` it goes through the user's code. Read only to raise an error:
-            # a gradient that was changed on the way has lost it.
+            # The gradient passes through the user's code before `apply_gradients`. This mark is
+            # only read to raise an error: a gradient that was changed on the way has lost it.
             result._tfparallel_reduced = True
     return results
 
 
 def _of_all(reading: indexed_slices.Reading, weigh) -> indexed_slices.Reading:
-    """A reading of all replicas, of this replica's."""
+    """Gathers a reading of this replica from all replicas."""
     values = weigh(reading.values)
     if reading.kind == indexed_slices.ONCE and _are_equal_on_all(reading.indices):
         return reading._replace(values=all_reduce(values))
@@ -128,16 +128,16 @@ def _of_all(reading: indexed_slices.Reading, weigh) -> indexed_slices.Reading:
 
 
 def _are_equal_on_all(indices: tf.Tensor) -> bool:
-    """Whether all replicas read a weight with the same indices; constants may be a replica's own.
+    """Whether all replicas read a weight with the same indices; constants may differ by replica.
 
-    What the trace cannot tell, each step looks at.
+    What the trace cannot decide is checked in each step.
     """
 
     def compare(strategy, indices):
         first, *others = strategy.experimental_local_results(indices)
-        known = [tf.get_static_value(each) for each in (first, *others)]
-        if all(each is not None for each in known):
-            return all(np.array_equal(known[0], each) for each in known[1:])
+        values = [tf.get_static_value(each) for each in (first, *others)]
+        if all(each is not None for each in values):
+            return all(np.array_equal(values[0], each) for each in values[1:])
         for other in others:
             tf.debugging.assert_equal(
                 first,
@@ -151,7 +151,7 @@ def _are_equal_on_all(indices: tf.Tensor) -> bool:
 
 
 def _weigher(weight) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Multiplies by w_k / Σ w_k; a weight of 0 makes zeros of whatever an empty mean gave."""
+    """Returns a function that multiplies by w_k / Σ w_k; with a weight of 0, even NaN gives 0."""
     if weight is None:
         return lambda tensor: tensor
     weight = tf.cast(weight, tf.float64)  # A share of 1/3 must not limit float64 gradients.
@@ -164,10 +164,10 @@ def _weigher(weight) -> Callable[[tf.Tensor], tf.Tensor]:
 
 
 def _compared(weight) -> tf.Tensor:
-    """The same, where all replicas with examples have the same weight.
+    """Returns the weight, after checking that it is equal on all replicas with examples.
 
-    Moments of all rows make each loss one of all rows. What flows back through them is the sum of
-    the replicas' gradients, which weights that come later would have to have weighted.
+    With moments of all rows, each loss depends on all rows. Their backward pass sums the replicas'
+    gradients unweighted, and a weight that is applied later cannot correct that.
     """
     weights = all_gather(weight[None])
     is_equal = tf.reduce_all((weights == tf.reduce_max(weights)) | (weights == 0))
@@ -176,9 +176,9 @@ def _compared(weight) -> tf.Tensor:
 
 
 def distribute_optimizer(optimizer: keras.Optimizer) -> keras.Optimizer:
-    """Makes a Keras optimizer clip, accumulate and average after the reduction over replicas.
+    """Makes a Keras optimizer clip, accumulate and average after gradients are reduced.
 
-    Under a strategy, Keras clips each replica's own gradient and then sums; accumulation and
+    Under a strategy, Keras clips each replica's gradient before it sums; accumulation and
     `ema_overwrite_frequency` crash (keras#20582). The optimizer returned takes the gradients that
     `reduce_gradients` returns and updates every replica's copies exactly as on one device.
 
@@ -186,10 +186,10 @@ def distribute_optimizer(optimizer: keras.Optimizer) -> keras.Optimizer:
         optimizer: A Keras optimizer; it, or this call, must be under the strategy's scope.
 
     Returns:
-        The same object, its class extended.
+        The same object, with its class extended.
 
     Raises:
-        ValueError: If it is no Keras optimizer.
+        ValueError: If it is not a Keras optimizer.
 
     Example:
         >>> strategy = tfparallel.MirroredStrategy(["GPU:0", "GPU:1"])
@@ -213,7 +213,7 @@ def distribute_optimizer(optimizer: keras.Optimizer) -> keras.Optimizer:
 
 
 class DistributedOptimizer:
-    """Extends a Keras optimizer: in a replica, it applies the global gradient to all copies."""
+    """Extends a Keras optimizer: in a replica, it applies the global gradients to all copies."""
 
     is_distributed = True
 
@@ -226,7 +226,7 @@ class DistributedOptimizer:
         apply = super().apply
 
         def apply_in_program(strategy):
-            # The gradients are equal on all replicas, and so the first one's serve.
+            # The gradients are equal on all replicas, so the first replica's will do.
             with strategy.program():
                 if not self.built:
                     with tf.init_scope():

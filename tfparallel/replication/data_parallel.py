@@ -1,4 +1,4 @@
-"""The builder `data_parallel`: a plain Keras model, trained on all devices as on one."""
+"""The builder `data_parallel`: trains a plain Keras model on all devices as on one."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -40,74 +40,73 @@ def data_parallel(
     check_rows: bool = True,
     allow_independent_workers: bool = False,
 ) -> keras.Model:
-    """Trains a plain Keras model on several devices, to the weights that one device gives.
+    """Trains a plain Keras model on several devices, to the same weights as on one device.
 
     Use it when the model fits one device and training should be faster. For a batch of B examples
     on N replicas, replica k computes the rows of its part of B, and
 
         ∂J/∂θ = Σ_k g_k,    g_k = (∂y_k/∂θ)ᵀ ∂J/∂y_k
 
-    with the loss J taken once, of the whole batch. Batch sizes are global. No scope is needed:
-    `compile`, `fit`, `evaluate`, `predict`, callbacks and `save` work as always, and the saved
-    file is plain Keras. A line on stderr says which devices were taken, and what sums the
-    gradients.
+    where J is the loss of the whole batch. Batch sizes are global. You need no scope: `compile`,
+    `fit`, `evaluate`, `predict`, callbacks and `save` work as usual, and the saved file is plain
+    Keras. A line on stderr names the devices and the algorithm that sums the gradients.
 
     Args:
         model_or_function: A function that returns a Keras model, called under the strategy; or a
             built model, which is cloned there with its weights, frozen layers and compile state; or
-            a model of a class of your own that is given built models, such as
-            `VAE(encoder, decoder)`, and keeps them under the names of its constructor's arguments.
-        strategy: `"auto"` for every worker of the job that this process is part of, and every
-            device of each; a `tfparallel.MirroredStrategy` for the devices of this process; or a
+            an instance of your own class that takes built models, such as
+            `VAE(encoder, decoder)`, and stores them under the names of its constructor's arguments.
+        strategy: `"auto"` for all workers of this process's job, and all devices of each; a
+            `tfparallel.MirroredStrategy` for the devices of this process; or a
             `tfparallel.MultiWorkerMirroredStrategy`.
-        devices: Names of the devices under `"auto"`, or how many; one replica each, such as
+        devices: Names of the devices under `"auto"`, or their number; one replica each, such as
             `["GPU:0", "GPU:1"]`. Default: all GPUs, else all logical CPUs.
-        all_reduce: Under `"auto"`, the algorithm that sums the gradients: in one process as
-            `tfparallel.MirroredStrategy` takes it, a name or `"auto"` for the fastest; between
-            workers as `tfparallel.MultiWorkerMirroredStrategy` does.
-        compression: Under `"auto"`, in how many bytes gradients travel between workers, as
-            `tfparallel.MultiWorkerMirroredStrategy` takes it: `"bf16"`, `"powersgd:2"`. Not exact.
-            Within a process nothing travels, and nothing is compressed. Default: as they are.
-        sync: When the weights are updated, and workers agree on them: `"every_step"`, by summing
-            gradients, which is one device's training; `"accumulate:4"`, after every four steps, by
-            the sum of their gradients, which is that with batches four times as large;
-            `"accumulate:auto"`, after every N steps, with an N that is doubled at the end of an
-            epoch if the gradient noise scale says that a larger batch pays;
-            `"local_sgd:8"`, by averaging weights every 8 steps, in which each worker trains by
-            itself; `"post_local_sgd:1000,8"`, so from step 1,000 on; `"async"`, never: each worker
-            updates weights that servers hold, by gradients that miss at most a few updates of the
-            others, or as many as `"async:6"` says, in a job of `tfparallel launch --num_ps=1`. See
-            `docs/synchronization.md`. Within a process replicas always agree.
-        shard: What each of N replicas, of all workers, keeps 1/N of, for the same weights:
-            `"optimizer"`, what the optimizer holds; `"gradients"`, the gradients that
-            `sync="accumulate:4"` adds up, too, for a sum over the workers in each step;
-            `"parameters"`, the weights and all gradients too, which are joined layer by layer while
-            it is computed. For optimizers that update each element independently, such as Adam.
-            Files hold the whole. Default: nothing.
-        replica_weights: Shares of unequal devices, such as `[3, 1]`: of every four rows the first
-            replica computes three. One whole number for each replica of all workers; the
-            weights that come out are the same. Default: equal shares.
+        all_reduce: Under `"auto"`, the algorithm that sums the gradients: in one process, as for
+            `tfparallel.MirroredStrategy`, a name or `"auto"` for the fastest; between workers, as
+            for `tfparallel.MultiWorkerMirroredStrategy`.
+        compression: Under `"auto"`, how to compress gradients between workers, as for
+            `tfparallel.MultiWorkerMirroredStrategy`: `"bf16"`, `"powersgd:2"`. Not exact. Within
+            a process nothing is sent, so nothing is compressed. Default: no compression.
+        sync: When the weights are updated and synchronized between workers. `"every_step"` sums
+            gradients, and equals training on one device. `"accumulate:4"` updates every four steps
+            by the sum of their gradients, and equals training with batches four times as large.
+            `"accumulate:auto"` updates every N steps, and doubles N at the end of an epoch if the
+            gradient noise scale says that a larger batch pays. `"local_sgd:8"` averages weights
+            every 8 steps, between which each worker trains alone; `"post_local_sgd:1000,8"` does
+            so from step 1,000 on. `"async"` never synchronizes: each worker updates weights on
+            servers, with gradients that miss at most a few updates of the others, or as many as
+            `"async:6"` says, in a job of `tfparallel launch --num_ps=1`. See
+            `docs/synchronization.md`. Replicas in one process always agree.
+        shard: What each of the N replicas of all workers keeps 1/N of; the weights come out the
+            same. `"optimizer"`: the optimizer state. `"gradients"`: also the gradients that
+            `sync="accumulate:4"` accumulates, at the cost of a sum over the workers in each step.
+            `"parameters"`: also the weights and all gradients; layers gather them while they
+            compute. For optimizers that update each element independently, such as Adam. Files
+            hold the whole. Default: nothing.
+        replica_weights: Shares of unequal devices, such as `[3, 1]`: the first replica computes
+            three of every four rows. One whole number for each replica of all workers; the
+            resulting weights are the same. Default: equal shares.
         synchronize_batch_norm: Whether batch normalization uses the moments of the global batch,
-            as on one device. False uses each replica's own, which is faster by one small
-            reduction a layer, and not exact.
-        check_rows: Whether a model that does not treat each example by itself is refused: one
-            that subtracts a mean of the batch, say. It is tried out on made-up rows before the
-            first step, unless it consists of Keras's own layers. False trains it all the same, to
-            other weights than one device's.
-        allow_independent_workers: Whether several workers of one job may each train a model of
-            its own.
+            as on one device. False uses the moments of each replica, which saves one small
+            reduction per layer and is not exact.
+        check_rows: Whether to refuse a model that mixes examples, for instance by subtracting
+            the mean of the batch. We probe the model with synthetic rows before the first step,
+            unless it consists of Keras's own layers. False trains it anyway, to other weights
+            than on one device.
+        allow_independent_workers: Whether several workers of one job may each train a separate
+            model.
 
     Returns:
-        A `keras.Model` of the user's own class, extended. On one device it has no strategy, and
-        costs nothing.
+        A `keras.Model` of the user's class, extended. On one device it has no strategy and no
+        overhead.
 
     Raises:
-        ValueError: If the environment names no valid cluster, a device is unknown or named twice,
-            the algorithm cannot run there, there is no such compression, `sync` or `shard`, or one
-            excludes another, the function returns no model, the model was built in another
-            strategy's scope or cannot be cloned, or the call stands in such a scope.
-        RuntimeError: If a job of several workers would train a model in each, unless
-            `allow_independent_workers`; or if the workers do not meet.
+        ValueError: If the environment describes no valid cluster; a device is unknown or named
+            twice; the algorithm cannot run on the devices; `compression`, `sync` or `shard` is
+            unknown, or they exclude each other; the function returns no model; the model was built
+            in another strategy's scope or cannot be cloned; or the call is inside such a scope.
+        RuntimeError: If the workers of a job would each train a separate model, unless
+            `allow_independent_workers`; or if the workers cannot connect.
 
     Example:
         >>> model = tfparallel.data_parallel(build_model, devices=["GPU:0", "GPU:1"])
@@ -194,8 +193,8 @@ def _refuse_beside_shares(strategy) -> None:
         )
 
 
-def _refuse_beside_async(sync: str, given: dict[str, Any]) -> None:
-    received = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+def _refuse_beside_async(sync: str, options: dict[str, Any]) -> None:
+    received = [f"{name}={value!r}" for name, value in options.items() if value is not None]
     if received:
         raise ValueError(
             "Asynchronous workers sum no gradients, and servers hold the weights and the "
@@ -207,14 +206,14 @@ def _refuse_beside_async(sync: str, given: dict[str, Any]) -> None:
 def _build_asynchronous(model_or_function, policy: Synchronization) -> keras.Model:
     roles = Roles.from_env()
     if roles is None:
-        Cluster.from_env()  # Which says what is wrong with TF_CONFIG, if something is.
+        Cluster.from_env()  # Raises if TF_CONFIG is invalid.
         raise ValueError(
             "sync='async' needs a job with a chief, workers and servers of the weights. TF_CONFIG "
             "with a list of 'ps' is required. Received: none. Start the job by `tfparallel launch "
             "--nproc_per_node=2 --num_ps=1 -- …`."
         )
     if policy.staleness is not None:
-        steps_ahead(policy.staleness, len(roles.workers))  # Before anybody is waited for.
+        steps_ahead(policy.staleness, len(roles.workers))  # Checked before waiting for the job.
     servers = join(roles)
     if not isinstance(model_or_function, keras.Model):
         model = _build(model_or_function, servers)
@@ -237,7 +236,7 @@ def _build_asynchronous(model_or_function, policy: Synchronization) -> keras.Mod
 
 
 class _OneDevice:
-    """Stands where a strategy would: the device that TensorFlow takes by itself needs none."""
+    """Stands in for a strategy on TensorFlow's default device, which needs none."""
 
     num_replicas = 1
 
@@ -249,8 +248,8 @@ def _resolve_strategy(strategy, devices, all_reduce, compression, allow_independ
     cluster = None if allow_independent_workers else Cluster.from_env()
     if isinstance(strategy, MultiWorkerMirroredStrategy | MirroredStrategy):
         _refuse_independent_workers(strategy, cluster)
-        given = {"devices": devices, "all_reduce": all_reduce, "compression": compression}
-        for name, value in given.items():
+        options = {"devices": devices, "all_reduce": all_reduce, "compression": compression}
+        for name, value in options.items():
             if value is not None:
                 raise ValueError(
                     "A strategy already has its devices and its way to sum. One of the two is "
@@ -274,13 +273,13 @@ def _resolve_strategy(strategy, devices, all_reduce, compression, allow_independ
         return MultiWorkerMirroredStrategy.of_process(
             devices=devices, all_reduce=all_reduce, compression=compression
         )
-    CompressionName.parse(compression)  # A wrong name is one in a single process, too.
+    CompressionName.parse(compression)  # Raises for a wrong name in a single process, too.
     names = device_lib.choose_devices(devices=devices)
     default = (device_lib.list_devices("GPU") or device_lib.list_devices("CPU"))[:1]
     if names != default:
         return MirroredStrategy(names, all_reduce=all_reduce)
     if all_reduce not in (None, "auto"):
-        cross_device.make(all_reduce, names)  # A wrong name is one on a single device, too.
+        cross_device.make(all_reduce, names)  # Raises for a wrong name on a single device, too.
     return _OneDevice()
 
 

@@ -46,17 +46,17 @@ def _is_symbolic(leaf) -> bool:
 
 
 class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
-    """Extends the user's model class: the same methods, on all replicas.
+    """Extends the user's model class to run the same methods on all replicas.
 
-    `strategy` is the `tfparallel.MirroredStrategy`, or None for one device, on which only the
-    checks of the input remain.
+    `strategy` is the `tfparallel.MirroredStrategy`, or None for one device, where only the input is
+    checked.
     """
 
-    _shards_optimizer = False  # Whether each replica updates its share of the weights,
-    _shards_gradients = False  # and adds up no other part of their gradients,
-    _shards_parameters = False  # and keeps no other part of them.
-    _made_by_function = False  # Whether the builder was given the function that makes the model.
-    _session: WorkerSession  # What else is different among workers.
+    _shards_optimizer = False  # Whether each replica updates only its share of the weights,
+    _shards_gradients = False  # accumulates only that share of their gradients,
+    _shards_parameters = False  # and stores only that share of the weights.
+    _made_by_function = False  # Whether the builder received a function that makes the model.
+    _session: WorkerSession  # Everything else that differs between workers.
 
     @property
     def _workers(self):
@@ -81,13 +81,13 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
 
     @property
     def layout(self) -> Layout:
-        """What is where; what sums the gradients may be chosen when training begins."""
+        """The layout; the all-reduce algorithm may be chosen when training begins."""
         if self.strategy is not None:
             return dataclasses.replace(self.strategy.layout, proof=proof_in_words(self))
         return Layout(Mesh(), device_lib.choose_devices(num_devices=1))
 
     def compile(self, *args, **kwargs):
-        """Configures training, as `keras.Model.compile`; no scope is needed."""
+        """Configures training, as `keras.Model.compile` does; no scope is needed."""
         strategy = self.strategy
         if strategy is None:
             return super().compile(*args, **kwargs)
@@ -106,8 +106,8 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
             if self.strategy is not None:
                 refusals.check_scope(self.strategy, "`fit` of what `data_parallel` returned")
             names = ("x", "batch_size", "steps_per_epoch")
-            if not call.is_own or "x" in call.asked:
-                refusals.check_data(*(call.asked.get(name) for name in names), "fit")
+            if not call.is_own or "x" in call.arguments:
+                refusals.check_data(*(call.arguments.get(name) for name in names), "fit")
             if self._shards_optimizer:
                 is_of_workers = self._workers is not None and self._shards_parameters
                 refusals.refuse_callbacks(call.callbacks, are_sharded=is_of_workers)
@@ -121,37 +121,36 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
         super()._look_at(call)
 
     def predict(self, *args, gather_to: str | None = "all", **kwargs):
-        """Predicts, as `keras.Model.predict`.
+        """Predicts, as `keras.Model.predict` does.
 
         Args:
             *args: As for `keras.Model.predict`.
-            gather_to: Which workers get the predictions of all rows: "all" of them; the "chief",
-                and the others None; or None for nobody: each gets those of the rows that it
-                computed, and nothing is sent. Callbacks see what the step of their worker puts
-                out: unless it is "all", its own rows.
-            **kwargs: Likewise.
+            gather_to: Which workers get the predictions of all rows: "all"; or the "chief", while
+                the others get None. With None, each worker gets the predictions of its own rows,
+                and nothing is sent. Unless it is "all", callbacks see the rows of their worker.
+            **kwargs: As for `keras.Model.predict`.
 
         Raises:
-            ValueError: If `gather_to` is something else, or not "all" where the model has a
-                `predict_step` of its own.
+            ValueError: If `gather_to` is something else, or is not "all" and the model overrides
+                `predict_step`.
         """
         predictions.check_gather_to(gather_to, self._predicts_as_keras)
         if self._workers is None or gather_to == "all":
             return super().predict(*args, **kwargs)
         call = Call(self, "predict", args, kwargs)
         call.received = predictions.PredictionsOfWorkers(self._workers)
-        own = self._run(call, super(OneStep, self).predict)
+        predictions_of_worker = self._run(call, super(OneStep, self).predict)
         if gather_to is None:
-            return own
+            return predictions_of_worker
         with self._session.together():
-            return call.received.at_chief(own)
+            return call.received.at_chief(predictions_of_worker)
 
     def _around_a_batch(self, kind):
         return self._session.around_a_batch(kind)
 
     def _begin(self, call):
         self._session.begin(call)
-        super()._begin(call)  # Rows are kept, and a callback receives them, within all guards.
+        super()._begin(call)  # The guards must enclose the predictions and their callback.
         if call.received is not None:
             call.add_callbacks(call.received)
             call.enter(self._keeping_rows())
@@ -162,42 +161,42 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
 
     @contextlib.contextmanager
     def _keeping_rows(self):
-        """Predicts without joining the workers' rows, by a function that is traced once for it.
+        """Predicts without joining the workers' rows, with a separate function, traced once.
 
-        A step each, so that a callback sees one batch.
+        It runs one step per execution, so each callback sees one batch.
         """
         self.make_predict_function()
-        usual, steps = self.predict_function, self.steps_per_execution
-        beside, known = self._predict_own_rows  # What Keras throws away takes the other with it.
-        self.predict_function = known if beside is usual else None
+        original, steps = self.predict_function, self.steps_per_execution
+        cached_for, cached = self._predict_own_rows  # Valid while Keras keeps it.
+        self.predict_function = cached if cached_for is original else None
         self.steps_per_execution = 1
         attach(self, _gathers=False)
         try:
             yield
-            attach(self, _predict_own_rows=(usual, self.predict_function))
+            attach(self, _predict_own_rows=(original, self.predict_function))
         finally:
             attach(self, _gathers=True)
-            self.predict_function, self.steps_per_execution = usual, steps
+            self.predict_function, self.steps_per_execution = original, steps
 
     def quantize(self, *args, **kwargs):
-        """Quantizes the layers, as `keras.Model.quantize`; on all replicas."""
+        """Quantizes the layers on all replicas, as `keras.Model.quantize` does."""
         with contextlib.nullcontext() if self.strategy is None else self.strategy.scope():
             return super().quantize(*args, **kwargs)
 
     def save(self, filepath, overwrite=True, zipped=None, **kwargs):
-        """Saves the model, as `keras.Model.save`; any worker may, alone or with all others.
+        """Saves the model, as `keras.Model.save` does; called by any worker, or by all of them.
 
-        With `gradient_accumulation_steps` or `shard` all workers must.
+        With `gradient_accumulation_steps` or `shard`, all workers must call it.
         """
         by_all = self._shards_parameters
         with self._session.path_to_write(filepath, overwrite, by_all=by_all) as path:
-            given = self, str(path), overwrite, zipped, kwargs
-            if self._shards_parameters and can_be_streamed(*given):
+            arguments = self, str(path), overwrite, zipped, kwargs
+            if self._shards_parameters and can_be_streamed(*arguments):
                 return save_streamed(self, str(path))
             return super().save(path, overwrite, zipped, **kwargs)
 
     def save_weights(self, filepath, overwrite=True, **kwargs):
-        """Saves the weights, as `keras.Model.save_weights`; who must, `save` says."""
+        """Saves the weights, as `keras.Model.save_weights` does; workers call it as `save`."""
         by_all = self._shards_parameters
         with self._session.path_to_write(filepath, overwrite, by_all=by_all) as path:
             return super().save_weights(path, overwrite, **kwargs)
@@ -207,29 +206,29 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
         self._tell_callbacks(iterator)
 
     def _build_before_steps(self, iterator, data_batch):
-        # Keras looks at a first batch here, under a strategy only: a generator loses the batches
-        # that were prefetched, and an unseeded shuffle moves on. The data set's spec says as much.
+        # Under a strategy, Keras reads a first batch here: a generator loses the prefetched
+        # batches, and an unseeded shuffle moves on. The data set's spec is enough.
         if self.strategy is None:
             build_ahead(self, iterator, data_batch, contextlib.nullcontext())
             return
         refusals.check_variables(self, self.strategy, self._made_by_function)
         if self.train_function is None:
-            extend_parts(self)  # Before an optimizer is built that was set since `compile`.
+            extend_parts(self)  # Before building an optimizer that was set since `compile`.
         if is_own(self, "train_step"):
-            return  # Only the user's step knows what it calls, and what it updates.
+            return  # Only the user's step knows what it calls and updates.
         if iterator is not None:
             data_batch = sample_partition.unmarked(types_of_batches(batches_of(iterator)))
         with self.strategy.scope():
             symbolic_build(self, data_batch)
 
     def make_train_function(self, force=False):
-        """Traces a step; by now the model is built."""
+        """Traces a training step; the model is built by now."""
         if force or self.train_function is None:
             check_known(self)
         self._choose_all_reduce()
         self._make_ahead()
         if self.strategy is None and self.built and self.optimizer and not self.optimizer.built:
-            # Keras builds it within the step, at each step: `ScheduleFreeAdamW` would start over.
+            # Keras would build it within each step, and `ScheduleFreeAdamW` would start over.
             self.optimizer.build(self.trainable_variables)
         return super().make_train_function(force)
 
@@ -244,7 +243,7 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
         return super().make_predict_function(force)
 
     def _make_ahead(self):
-        """Makes what each step reads, since a step that makes a variable is traced twice."""
+        """Creates the variables that each step reads; a step that creates one is traced twice."""
         if self.strategy is not None:
             with self.strategy.scope():
                 state.global_seed_generator()
@@ -255,24 +254,24 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
 
     @compiled_by_device
     def train_step(self, data):
-        """One step of training, for the global batch."""
+        """Runs one step of training on the global batch."""
         if self.strategy is None:
             leaves = list(filter(_is_symbolic, keras.tree.flatten(data)))
             # The clock cannot be read where XLA compiles.
-            come = [] if self.jit_compile or not leaves else mark("input", leaves)
-            with tf.control_dependencies(come):
+            marks = [] if self.jit_compile or not leaves else mark("input", leaves)
+            with tf.control_dependencies(marks):
                 return super().train_step(data)
         extend_parts(self)
         worker_rows = None
         if not self._policy.is_silent:
-            data, worker_rows = sample_partition.held(data, self.strategy)
+            data, worker_rows = sample_partition.rows_and_counts(data, self.strategy)
         object.__setattr__(self, "_in_train_step", True)
         if self.optimizer is not None:
             self.optimizer.forget_pending()
         try:
-            # Of a step whose data has run out, ops that need no data (the count of the steps, the
-            # reset of an accumulator) must not run either. A dependency on an argument, or on its
-            # identity, is lost when the step is inlined; on this op it is not.
+            # When the data has run out, ops that need no data (the step counter, the reset of an
+            # accumulator) must not run either. Inlining the step drops a dependency on an argument
+            # or its identity, but not on this op.
             tensors = [leaf for leaf in keras.tree.flatten(data) if _is_symbolic(leaf)]
             arrived = [tf.raw_ops.OptionalFromValue(components=tensors)] if tensors else []
             arrived += mark("input", tensors) if tensors else []
@@ -282,14 +281,14 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
             object.__setattr__(self, "_in_train_step", False)
 
     def _train_on(self, data, worker_rows):
-        """A step of all workers' rows."""
+        """Trains on the rows of all workers."""
         if worker_rows is None:
             self._session.compare(data, "fit")
         data = self._read(data)
         way = self._way(data, "fit")
         self._policy.check_way(way)
         data, worker_rows = self._session.whole_if_needed(way, data, worker_rows)
-        # A program of the user's own, or an optimizer that hands gradients on, looks at whole ones.
+        # A user's own step, or a wrapping optimizer, needs whole gradients.
         adds_up = self._accumulates or not wrapped_by(self.optimizer)
         takes_shares = self._shards_parameters and not is_own(self, "train_step") and adds_up
         with within(takes_shares=takes_shares):
@@ -304,10 +303,10 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
 
     @compiled_by_device
     def test_step(self, data):
-        """One step of evaluation, for the global batch."""
+        """Runs one step of evaluation on the global batch."""
         if self.strategy is None:
             return super().test_step(data)
-        data, worker_rows = self._session.held(data, "evaluate")
+        data, worker_rows = self._session.rows_and_counts(data, "evaluate")
         data = self._read(data)
         way = self._way(data, "evaluate")
         data, worker_rows = self._session.whole_if_needed(way, data, worker_rows)
@@ -317,25 +316,25 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
 
     @compiled_by_device
     def predict_step(self, data):
-        """One step of prediction, for the global batch."""
+        """Runs one step of prediction on the global batch."""
         if self.strategy is None:
             return super().predict_step(data)
-        data, worker_rows = self._session.held(data, "predict")
+        data, worker_rows = self._session.rows_and_counts(data, "predict")
         data = self._read(data)
         if self.built and self._predicts_as_keras:
             return self._predict_on_own_rows(data, worker_rows, gathers=self._gathers)
         return super().predict_step(sample_partition.joined(data, worker_rows, self._workers))
 
     def _read(self, data):
-        """A batch without the inputs that the model does not read."""
+        """Drops the inputs that the model does not read."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         read = read_inputs(self, x)
-        # As it was given, where all is read: a step of the user's own may unpack it otherwise.
+        # Unchanged if all inputs are read: a user's own step may unpack the batch differently.
         return data if read is x else keras.utils.pack_x_y_sample_weight(read, y, sample_weight)
 
     def _partial_gradients(self):
         # A user's own step may do anything with its gradients, so they are summed at once; Keras's
-        # hands them straight to the optimizer, or to what adds up shares of them.
+        # step passes them straight to the optimizer, or to the accumulators of shares.
         adds_up_whole = self._accumulates and not self._shards_gradients
         if not self._in_train_step or is_own(self, "train_step") or adds_up_whole:
             return None
@@ -352,19 +351,19 @@ def extend_model(
     shard: str | None = None,
     made_by_function: bool = False,
 ) -> keras.Model:
-    """Makes `model`, whose variables `strategy` holds, data parallel, in place.
+    """Makes `model`, whose variables belong to `strategy`, data parallel, in place.
 
     Args:
         model: A model built, or to be built, under the strategy's scope.
         strategy: The `tfparallel.MirroredStrategy`; None for one device.
         synchronize_batch_norm: Whether batch normalization takes the global batch's moments.
-        check_rows: Whether a model that mixes examples is refused; None as the strategy says.
-        sync: When the workers agree on their weights.
-        shard: What each replica keeps a share of: "optimizer", "gradients" or "parameters" too.
-        made_by_function: Whether a function that was given to `data_parallel` made the model.
+        check_rows: Whether to refuse a model that mixes examples; None for the strategy's default.
+        sync: When the workers synchronize their weights.
+        shard: What is sharded over the replicas: "optimizer", also "gradients", also "parameters".
+        made_by_function: Whether a function passed to `data_parallel` made the model.
 
     Returns:
-        The same object, its class extended.
+        The same object, with its class extended.
     """
     extend(
         model,
@@ -392,7 +391,7 @@ def extend_model(
 
 
 def preparing(strategy, in_shares: bool) -> Callable[[keras.Optimizer], None] | None:
-    """What makes an optimizer fit the strategy before it is built; None where nothing must."""
+    """Returns a function that prepares an optimizer before it is built; None if not needed."""
     if not in_shares:
         return None
     return functools.partial(prepare, places=ReplicaPlaces(strategy), shares=True)

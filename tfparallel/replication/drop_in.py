@@ -1,4 +1,4 @@
-"""The drop-in strategies: plain Keras code under their scope trains exactly."""
+"""The drop-in strategies: plain Keras code in their scope trains as on one device."""
 
 from tfparallel.replication import data_parallel_model as models
 from tfparallel.replication import refusals, sample_partition
@@ -7,10 +7,10 @@ from tfparallel.strategies import keras_trainer, mirrored, multi_worker
 
 
 class _ExtendsModels:
-    """Extends a Keras model in place when it is compiled, or first asked to predict."""
+    """Extends a Keras model in place when it is compiled or first predicts."""
 
     def check_foreign_model(self, model) -> None:
-        """Refuses to compile a model for training that was built outside the scope.
+        """Refuses to compile a model for training if it was built outside the scope.
 
         Raises:
             ValueError: If its weights are not this strategy's.
@@ -19,7 +19,7 @@ class _ExtendsModels:
             refusals.check_updated(model.trainable_variables, self, model)
 
     def has_extended(self, model) -> bool:
-        """Whether the model is data parallel under this strategy: itself, not as another's part."""
+        """Whether the model itself, not a model around it, is data parallel here."""
         return isinstance(model, models.DataParallelModel) and model._strategy is self
 
     def extend_model(self, model) -> None:
@@ -33,7 +33,7 @@ class _ExtendsModels:
         if self.has_extended(model):
             refusals.check_compile(model, self)
             extend_parts(model)
-        else:  # New here, or a part of a data parallel model, used on its own for the first time.
+        else:  # New, or a part of a data parallel model that is used alone for the first time.
             models.extend_model(
                 model,
                 self,
@@ -42,38 +42,38 @@ class _ExtendsModels:
             )
 
     def experimental_distribute_dataset(self, dataset, options=None):
-        """Distributes a data set; the batches of a sample partition are marked as such."""
+        """Distributes a data set, and marks the batches of a sample partition."""
         return sample_partition.marked(super().experimental_distribute_dataset(dataset, options))
 
 
 class MirroredStrategy(_ExtendsModels, mirrored.MirroredStrategy):
     """Replicates the model on the local devices and trains it as one device would.
 
-    A drop-in for `tf.distribute.MirroredStrategy`. Plain Keras code under its scope keeps the
-    promise of `tfparallel.data_parallel`: the weights, losses and metrics that one device gives.
-    Custom loops (`strategy.run` around a `GradientTape`) work as with TensorFlow's strategy; see
-    `tfparallel.reduce_gradients` and `tfparallel.distribute_optimizer` for exact ones.
+    A drop-in for `tf.distribute.MirroredStrategy`. Plain Keras code in its scope keeps the promise
+    of `tfparallel.data_parallel`: the same weights, losses and metrics as on one device. Custom
+    loops (`strategy.run` around a `GradientTape`) work as with TensorFlow's strategy; to make them
+    exact, see `tfparallel.reduce_gradients` and `tfparallel.distribute_optimizer`.
 
     Args:
-        devices: Names of the devices, one replica each, such as `["GPU:0", "GPU:1"]`, or how many.
-            Default: all GPUs, or all logical CPUs where there is no GPU.
+        devices: Names of the devices, one replica each, such as `["GPU:0", "GPU:1"]`, or their
+            number. Default: all GPUs, or all logical CPUs where there is no GPU.
         cross_device_ops: A `tf.distribute.CrossDeviceOps` for the collectives between replicas.
             Default: `tf.distribute.NcclAllReduce()` where each replica has a GPU, else
             `tf.distribute.ReductionToOneDevice()`, the fastest in one process on CPUs.
-        all_reduce: Instead, the name of the algorithm that sums the replicas' gradients, one of
-            `tfparallel.collectives.cross_device.NAMES`, such as `"ring"`; or `"auto"` for the
-            fastest on these devices, from a profile (`tfparallel bench all_reduce
-            --save_profile`) or, without one, measured at the first step, in less than 2 s. Or
-            `"xla"`, experimental: sums inside the programs of `jit_compile=True`, on whole GPUs.
-            Default: `"nccl"` where each replica has a GPU, else each sum on the first device,
-            from where the others read it.
-        calibrate: Whether `"auto"` may measure. If not, and without a profile, it takes the
+        all_reduce: Instead of `cross_device_ops`, the name of the algorithm that sums the
+            replicas' gradients, one of `tfparallel.collectives.cross_device.NAMES`, such as
+            `"ring"`; or `"auto"` for the fastest on these devices, from a profile (`tfparallel
+            bench all_reduce --save_profile`) or, without one, measured at the first step, in less
+            than 2 s. Or `"xla"`, experimental: sums inside the programs of `jit_compile=True`, on
+            whole GPUs. Default: `"nccl"` where each replica has a GPU, else each sum is computed
+            on the first device, where the others read it.
+        calibrate: Whether `"auto"` may measure. If not, and there is no profile, it uses the
             default.
 
     Raises:
         ValueError: If a device is unknown or named twice, or there is none; if the algorithm is
             unknown or cannot run on the devices; if both it and `cross_device_ops` are given; or
-            if the profile is another machine's.
+            if the profile is from another machine.
 
     Example:
         >>> strategy = tfparallel.MirroredStrategy(["GPU:0", "GPU:1"])
@@ -87,47 +87,48 @@ class MirroredStrategy(_ExtendsModels, mirrored.MirroredStrategy):
 class MultiWorkerMirroredStrategy(_ExtendsModels, multi_worker.MultiWorkerMirroredStrategy):
     """Replicates the model on all devices of all workers and trains it as one device would.
 
-    A drop-in for `tf.distribute.MultiWorkerMirroredStrategy`. Plain Keras code under its scope
-    keeps the promise of `tfparallel.data_parallel`: the weights, losses and metrics that one
-    device gives. Every worker is given the same data, in global batches, and computes the rows
-    that are its own; predictions are returned whole, on every worker.
+    A drop-in for `tf.distribute.MultiWorkerMirroredStrategy`. Plain Keras code in its scope keeps
+    the promise of `tfparallel.data_parallel`: the same weights, losses and metrics as on one
+    device. Every worker gets the same data, in global batches, and computes its own rows;
+    `predict` returns all predictions on every worker.
 
-    Create it before anything else that starts TensorFlow's runtime.
+    Create it before anything else starts TensorFlow's runtime.
 
     Args:
         cluster_resolver: A `tf.distribute.cluster_resolver.ClusterResolver`. Default: what
             `tfparallel.Cluster.from_env()` finds (TF_CONFIG, Slurm, MPI, Kubernetes, torchrun).
         communication_options: A `tf.distribute.experimental.CommunicationOptions`; its
-            `timeout_seconds` is how long each collective waits for the others (default: for ever;
-            a worker that died is noticed without it, one that hangs by `stall_timeout`).
-        devices: Names of this worker's devices, one replica each, as many on every worker.
+            `timeout_seconds` is how long each collective waits for the others (default: forever; a
+            dead worker is detected without it, a hanging one by `stall_timeout`).
+        devices: Names of this worker's devices, one replica each, the same number on every worker.
             Default: all GPUs, or all logical CPUs where there is no GPU.
         start_timeout: How many seconds to wait for the other workers.
         stall_timeout: How many seconds a step of `fit`, `evaluate` or `predict`, or the pause
-            between two, may last before the worker ends itself (`callbacks/stall.py`).
+            between two, may last before the worker exits (`callbacks/stall.py`).
         all_reduce: What carries tensors between the workers: "ring_tuned" or "ring", TensorFlow's
             own over gRPC; "nccl", for GPUs; "mpi", or one of its algorithms, through host memory
-            (needs `tfparallel[mpi]`). `tfparallel.collectives.transport` has them all. None, the
-            default, is NCCL between GPUs; on one host "mpi", where all workers have it; else
+            (needs `tfparallel[mpi]`). `tfparallel.collectives.transport` lists them all. The
+            default, None, is NCCL between GPUs; on one host "mpi", if all workers have it; else
             "ring_tuned". "auto" is the fastest for this model, from a profile or measured when
-            `fit` begins, as in a `tfparallel.MirroredStrategy`. What
-            the environment's TFPARALLEL_ALL_REDUCE says, which `tfparallel launch
-            --transport=mpi` sets, stands before both.
-        bucket_bytes: How much of the gradients is summed at once, while the rest is still computed;
-            None, the default, sums all of them together (see `docs/mpi.md` for when it gains).
-        compression: In how many bytes gradients travel between the workers, which is not exact:
-            "bf16", "fp16", "topk:FRACTION" or "powersgd:RANK" (see `docs/synchronization.md`).
-            Custom loops, which call `reduce_gradients`, and the gradients of embeddings are not
+            `fit` begins, as in a `tfparallel.MirroredStrategy`. The environment variable
+            TFPARALLEL_ALL_REDUCE, which `tfparallel launch --transport=mpi` sets, overrides the
+            default and "auto".
+        bucket_bytes: How many bytes of gradients to sum at once, while the rest is still being
+            computed. The default, None, sums all of them together (`docs/mpi.md` says when buckets
+            pay).
+        compression: How to compress gradients between the workers, which is not exact: "bf16",
+            "fp16", "topk:FRACTION" or "powersgd:RANK" (see `docs/synchronization.md`). Custom
+            loops that call `reduce_gradients`, and the gradients of embeddings, are not
             compressed.
         calibrate: Whether "auto" may measure.
-        facts: What all workers must agree on, beside the cluster and the versions, as JSON holds
-            it: a seed, a batch size.
+        facts: What all workers must agree on besides the cluster and the versions, as a value
+            that JSON can hold: a seed, a batch size.
 
     Raises:
         ValueError: If the environment does not describe a cluster, a device is unknown,
             `all_reduce` is unknown or cannot run here, `compression` is none of these, or the
-            profile is another machine's.
-        RuntimeError: If TensorFlow's runtime has started already, a worker is missing at the
+            profile is from another machine.
+        RuntimeError: If TensorFlow's runtime has already started, a worker is missing at the
             deadline, a port is taken, or the workers disagree.
 
     Example:
@@ -142,7 +143,7 @@ class MultiWorkerMirroredStrategy(_ExtendsModels, multi_worker.MultiWorkerMirror
         """Makes a model that Keras trains under this strategy data parallel, when it is compiled.
 
         Raises:
-            ValueError: If it was compiled outside the scope, so that `fit` knows of no chief.
+            ValueError: If it was compiled outside the scope, and `fit` does not know the chief.
         """
         is_late = model.compiled and not self.has_extended(model)
         if self.workers is not None and is_late and keras_trainer.compiling_model() is not model:

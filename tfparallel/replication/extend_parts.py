@@ -1,4 +1,4 @@
-"""The parts of a model that act otherwise in a replica: layers, seeds, optimizers."""
+"""Extends the parts of a model that behave differently in a replica: layers, seeds, optimizers."""
 
 import functools
 import weakref
@@ -21,9 +21,9 @@ _STEPS = ("train_step", "test_step", "predict_step", "compute_loss")
 
 
 def extend_parts(model: keras.Model) -> None:
-    """Extends the layers, seeds and optimizers of a model that act otherwise in a replica.
+    """Extends the layers, seeds and optimizers of a model that behave differently in a replica.
 
-    Done again before each trace, for parts that were made since.
+    Repeated before each trace, for parts that were created since.
     """
     strategy = model.strategy
     if strategy is None:
@@ -43,7 +43,7 @@ def extend_parts(model: keras.Model) -> None:
     exchange_moments(model)
     cls = original_class(model)
     if any(getattr(cls, step) is not getattr(keras.Model, step) for step in _STEPS):
-        # A step of the user's own calls the model's parts, which are then what is spread.
+        # A user's own step calls the model's layers, so each layer is replicated instead.
         for layer in model.layers:
             extend(
                 layer,

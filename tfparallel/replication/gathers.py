@@ -1,12 +1,12 @@
-"""Joins the shares of a weight for as long as a layer reads it, forward and again backward.
+"""Gathers the shares of a weight while a layer reads it, in the forward and the backward pass.
 
     replica 0   θ₀ ─┐ gather ┌─ θ ─ dense ─ … ─ ∂dense ─ ∂θ⁰ ─┐ reduce-  ┌─ (∂θ⁰ + ∂θ¹)₀
     replica 1   θ₁ ─┘        └─ θ ─ dense ─ … ─ ∂dense ─ ∂θ¹ ─┘ scatter  └─ (∂θ⁰ + ∂θ¹)₁
 
-What reads a weight in the backward pass is given a second gather of it, which waits for the
-gradient that comes to the layer, so nobody keeps the whole between the two. A gather also waits for
-what frees the one before the last: of whole weights, and of whole gradients, there are two at a
-time, of which one is computed with and one arrives.
+Operations that read a weight in the backward pass use a second gather, which waits for the gradient
+of the layer's output, so the whole weight is freed between the two. A gather also waits until the
+one before the last is freed: at most two whole weights, and two whole gradients, exist at a time,
+one in use and one arriving.
 
 This is stage 3 of ZeRO (Rajbhandari et al., SC 2020, arXiv:1910.02054), as in Zhao et al., "PyTorch
 FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023, arXiv:2304.11277.
@@ -40,32 +40,33 @@ from tfparallel.variables.sharded import (
 
 __all__ = ["Gathers"]
 
-_AT_ONCE = 2  # How many whole weights there may be.
+_AT_ONCE = 2  # The most whole weights at a time.
 
-# By which operations a tape adds gradients, and which of their inputs are terms.
+# The operations by which a tape adds gradients, and which of their inputs are terms.
 _ALL = slice(None)
 _TERMS_OF = {"AddN": _ALL, "AddV2": _ALL, "Identity": _ALL}
-_TERMS_OF |= {"ConcatV2": slice(-1), "UnsortedSegmentSum": slice(1)}  # Those of rows.
+_TERMS_OF |= {"ConcatV2": slice(-1), "UnsortedSegmentSum": slice(1)}  # Of sparse gradients.
 
 
 class _Whole:
     """A gathered weight.
 
     Attributes:
-        tensors: Of each replica here.
+        tensors: The whole weight on each local replica.
         readers: By replica, the names of the operations that read it in the forward pass.
-        sums: Of each replica here, what takes its share of the gradient; None before.
-        again: The same, gathered again.
+        sums: For each local replica, the operation that takes its share of the gradient; None
+            before the backward pass.
+        second: The second gather of the same weight.
     """
 
     def __init__(self, tensors: list[tf.Tensor]):
         self.tensors = tensors
         self.readers: list[set[str]] = [set()] * len(tensors)
         self.sums: list[tf.Operation] | None = None
-        self.again: _Whole | None = None
+        self.second: _Whole | None = None
 
     def freed_by(self, k: int) -> list[tf.Operation]:
-        """What uses the memory of replica k's, as far as is known by now."""
+        """The operations so far that use replica k's tensor; its memory is free after them."""
         return [*self.tensors[k].consumers(), *([] if self.sums is None else [self.sums[k]])]
 
 
@@ -73,46 +74,46 @@ class Gathers:
     """The gathers of one replicated call.
 
     Args:
-        strategy: Whose replicas they are.
+        strategy: The strategy of the replicas.
     """
 
     def __init__(self, strategy):
         self._strategy = strategy
-        self._made: list[_Whole] = []
-        self._sums: dict[int, tf.Tensor] = {}  # What gradients of shares are made of, by id,
-        self._summed_variables: set[int] = set()  # and of which variables.
-        self._met: set[str] = set()  # The names of what comes of a gather, or of a sum.
+        self._gathered_weights: list[_Whole] = []
+        self._sums: dict[int, tf.Tensor] = {}  # The terms of the shares' gradients, by id,
+        self._summed_variables: set[int] = set()  # and the ids of their variables.
+        self._names_of_exchanges: set[str] = set()  # Of the results of gathers and of sums.
         self._is_backward = False
         self._kinds_of: Callable[[ShardedVariable, int], Sequence | None] = lambda *_: None
         self._num_read: collections.Counter[tuple[str, int]] = collections.Counter()
-        self._graph: tf.Graph | None = None  # Where replicas meet.
+        self._graph: tf.Graph | None = None  # Where replicas exchange.
 
     def begin(self) -> None:
-        """Tells that a replica's call begins here."""
+        """Marks the start of a replica's call."""
         self._graph = tf.compat.v1.get_default_graph()
 
     def begin_backward(
         self, kinds_of: Callable[[ShardedVariable, int], Sequence | None]
     ) -> None:
-        """Tells the readers of the forward pass, that are there by now, from those to come.
+        """Records the readers of the forward pass, to tell them from those of the backward pass.
 
         Args:
-            kinds_of: Says how the rows are joined that were read the n-th time that a variable was
-                read, as `Reducer.slices` asks.
+            kinds_of: Says, for the n-th reading of a variable, how to join its rows, as for
+                `Reducer.slices`.
         """
         self._is_backward, self._kinds_of = True, kinds_of
-        for whole in self._made:
+        for whole in self._gathered_weights:
             whole.readers = [{op.name for op in t.consumers()} for t in whole.tensors]
 
     def read(self, variable: ShardedVariable) -> tf.Tensor:
-        """The whole value of a variable, in the type in which the layer computes."""
+        """The whole value of a variable, in the compute dtype of the layer."""
         dtype = tf.as_dtype(keras.backend.standardize_dtype(variable.dtype))
         with self._outside_of_loops(variable):
             return self._read(variable, dtype)
 
     @contextlib.contextmanager
     def _outside_of_loops(self, variable) -> Iterator[None]:
-        """Where a replica meets others, though a layer reads a weight in a loop or a branch."""
+        """Enters the replica's graph if a layer reads a weight in a loop or a branch."""
         graph = tf.compat.v1.get_default_graph()
         if tf.executing_eagerly() or graph is self._graph:
             yield
@@ -127,45 +128,45 @@ class Gathers:
             yield
 
     def _read(self, variable, dtype) -> tf.Tensor:
-        own = tf.convert_to_tensor(storage_of(variable.share))
+        share = tf.convert_to_tensor(storage_of(variable.share))
         with not_recording():
-            kept = {}
+            weights = {}
 
-            def gather(_, own):
-                kept["whole"] = whole = self._gathered(variable, own, dtype)
+            def gather(_, shares):
+                weights["whole"] = whole = self._gathered(variable, shares, dtype)
                 return _by_replica(whole.tensors)
 
-            result = _merge(gather, tf.identity(own))
-            whole = kept["whole"] if tf.is_symbolic_tensor(result) else None
+            result = _merge(gather, tf.identity(share))
+            whole = weights["whole"] if tf.is_symbolic_tensor(result) else None
             if whole is not None:
                 whole.tensors[0] = result
-        key = own.device, id(variable)
+        key = share.device, id(variable)
         reading = self._num_read[key]
         self._num_read[key] += 1
         if is_differentiable(result):
             record_operation(
                 f"gather of {variable.path}",
                 [result],
-                [own],
+                [share],
                 lambda upstream: [self._scattered(variable, whole, upstream, reading)],
             )
         return result
 
-    def _gathered(self, variable, own, dtype, after: Sequence[Iterable] = ()) -> _Whole:
-        """Joins the shares that all replicas have, outside of them.
+    def _gathered(self, variable, values, dtype, after: Sequence[Iterable] = ()) -> _Whole:
+        """Joins the shares of all replicas, in the cross-replica context.
 
         Args:
             variable: The sharded variable.
-            own: What each replica here has of it.
-            dtype: The type that is wanted.
-            after: For each replica here what the gather waits for.
+            values: The share of each local replica.
+            dtype: The dtype of the result.
+            after: For each local replica, the operations that the gather waits for.
         """
         strategy = self._strategy
-        shares = [tf.cast(share, dtype) for share in strategy.experimental_local_results(own)]
+        shares = [tf.cast(share, dtype) for share in strategy.experimental_local_results(values)]
         waits = [list(after[k]) if after else [] for k in range(len(strategy.devices))]
-        if not tf.executing_eagerly() and len(self._made) >= _AT_ONCE:
+        if not tf.executing_eagerly() and len(self._gathered_weights) >= _AT_ONCE:
             for k, wait in enumerate(waits):
-                wait += self._made[-_AT_ONCE].freed_by(k)
+                wait += self._gathered_weights[-_AT_ONCE].freed_by(k)
         tensors = []
         if strategy.workers is None:
             for device, wait in zip(strategy.devices, waits, strict=True):
@@ -173,57 +174,57 @@ class Gathers:
                     tensors += joined_rows([shares], [variable], variable.places)
         else:
             with tf.control_dependencies([op for wait in waits for op in wait]):
-                (found,) = joined_rows([shares], [variable], variable.places)
+                (joined,) = joined_rows([shares], [variable], variable.places)
             for device in strategy.devices:
                 with tf.device(device):
-                    tensors.append(tf.identity(found))
+                    tensors.append(tf.identity(joined))
         whole = _Whole(tensors)
         if not tf.executing_eagerly():
-            self._made.append(whole)
-            self._met.add(tensors[0].op.name)
+            self._gathered_weights.append(whole)
+            self._names_of_exchanges.add(tensors[0].op.name)
         return whole
 
     def _scattered(self, variable, whole: _Whole | None, upstream, reading: int):
-        """Sums a gradient over all replicas; each gets its share.
+        """Sums a gradient over all replicas, and returns each replica's share.
 
-        A frozen weight has none: who reads it in the backward pass is given a gather all the same.
+        A frozen weight has no gradient, but its readers in the backward pass still get a gather.
         """
         is_frozen, is_sparse = not variable.trainable, isinstance(upstream, tf.IndexedSlices)
         if is_sparse:
-            given = [upstream.values, upstream.indices]
+            values = [upstream.values, upstream.indices]
         else:
-            upstream.set_shape(variable.shape)  # TensorFlow does not know that of every gradient.
-            given = [upstream]
+            upstream.set_shape(variable.shape)  # TensorFlow does not know every gradient's shape.
+            values = [upstream]
 
-        def scatter(_, own, *given):
+        def scatter(_, local_shares, *values):
             if whole is not None and self._is_backward:
-                self._gather_again(variable, whole, own)
+                self._gather_again(variable, whole, local_shares)
             if is_frozen:
-                return (own,)
+                return (local_shares,)
             if is_sparse:
-                sums = self._summed_rows(variable, *given, self._kinds_of(variable, reading))
+                sums = self._summed_rows(variable, *values, self._kinds_of(variable, reading))
             else:
-                sums = self._summed(variable, *given)
+                sums = self._summed(variable, *values)
             if whole is not None:
-                (whole.again or whole).sums = [own[0].op for own in sums]
-                self._met.add(sums[0][0].op.name)
+                (whole.second or whole).sums = [tensors[0].op for tensors in sums]
+                self._names_of_exchanges.add(sums[0][0].op.name)
             return tuple(map(_by_replica, zip(*sums, strict=True)))
 
-        own = tf.convert_to_tensor(storage_of(variable.share))
+        local_share = tf.convert_to_tensor(storage_of(variable.share))
         with not_recording():
-            first, *rest = _merge(scatter, tf.identity(own), *map(tf.identity, given))
+            first, *rest = _merge(scatter, tf.identity(local_share), *map(tf.identity, values))
         if is_frozen:
             return None
         self._sums[id(first)] = first
         self._summed_variables.add(id(variable))
         if not is_sparse:
             return first
-        return tf.IndexedSlices(first, rest[0], tf.constant(list(own.shape), rest[0].dtype))
+        return tf.IndexedSlices(first, rest[0], tf.constant(list(local_share.shape), rest[0].dtype))
 
     def check(
         self, variable: ShardedVariable, gradient: tf.Tensor | tf.IndexedSlices | None
     ) -> None:
-        """Raises unless the gradient of a share is made of sums over all replicas alone."""
+        """Raises unless the gradient of a share consists only of sums over all replicas."""
         if gradient is not None and not self._is_of_sums(variable, gradient):
             raise PlacementError(
                 "Under shard='parameters' a share's gradient is summed where its weight was read. "
@@ -234,22 +235,22 @@ class Gathers:
             )
 
     def _is_of_sums(self, variable, gradient) -> bool:
-        if tf.executing_eagerly():  # What it is made of is not known; but whether there is any.
+        if tf.executing_eagerly():  # The terms are unknown; only whether there was a sum.
             return id(variable) in self._summed_variables
-        left = [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient]
-        while left:
-            term = left.pop()
+        remaining = [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient]
+        while remaining:
+            term = remaining.pop()
             if id(term) in self._sums:
                 continue
             if term.op.type not in _TERMS_OF:
                 return False
-            left += list(term.op.inputs)[_TERMS_OF[term.op.type]]
+            remaining += list(term.op.inputs)[_TERMS_OF[term.op.type]]
         return True
 
     def _gather_again(self, variable, whole: _Whole, shares) -> None:
-        """Gives the readers of the backward pass a gather of their own.
+        """Gives the readers of the backward pass a second gather.
 
-        Unless that would have to wait for them: then the whole is kept from the forward pass on.
+        If that gather would have to wait for them, the weight stays whole from the forward pass on.
         """
         readers = [
             [op for op in tensor.consumers() if op.name not in before]
@@ -257,38 +258,38 @@ class Gathers:
         ]
         pairs = list(zip(readers, whole.tensors, strict=True))
         after = [
-            {given.op for op in own for given in op.inputs if given is not tensor}
-            for own, tensor in pairs
+            {value.op for op in ops for value in op.inputs if value is not tensor}
+            for ops, tensor in pairs
         ]
         if not readers[0] or self._would_wait_for_itself(readers[0], after[0]):
             return
-        again = self._gathered(variable, shares, whole.tensors[0].dtype, after)
-        for (own, tensor), fresh in zip(pairs, again.tensors, strict=True):
-            for op in own:
-                for index, given in enumerate(op.inputs):
-                    if given is tensor:
+        second = self._gathered(variable, shares, whole.tensors[0].dtype, after)
+        for (ops, tensor), fresh in zip(pairs, second.tensors, strict=True):
+            for op in ops:
+                for index, value in enumerate(op.inputs):
+                    if value is tensor:
                         set_input(op, index, fresh)
-        whole.again = again
+        whole.second = second
 
     def _would_wait_for_itself(self, readers, after) -> bool:
-        """Whether what a gather waits for, or a collective before it, waits for its readers."""
-        waited_for = self._met | {op.name for op in after}
-        if len(self._made) >= _AT_ONCE:
-            waited_for |= {op.name for op in self._made[-_AT_ONCE].freed_by(0)}
+        """Whether a gather, or a collective before it, would wait for the gather's readers."""
+        waited_for = self._names_of_exchanges | {op.name for op in after}
+        if len(self._gathered_weights) >= _AT_ONCE:
+            waited_for |= {op.name for op in self._gathered_weights[-_AT_ONCE].freed_by(0)}
         reached, to_look_at = {op.name for op in readers}, list(readers)
         while to_look_at:
             op = to_look_at.pop()
             if op.name in waited_for:
                 return True
-            behind = [reader for out in op.outputs for reader in out.consumers()]
-            for other in (*behind, *waiting_for(op)):
+            consumers = [reader for out in op.outputs for reader in out.consumers()]
+            for other in (*consumers, *waiting_for(op)):
                 if other.name not in reached:
                     reached.add(other.name)
                     to_look_at.append(other)
         return False
 
     def _summed(self, variable, upstream) -> list[tuple[tf.Tensor]]:
-        """The share of each replica here of the sum over all."""
+        """The share of each local replica in the sum over all replicas."""
         strategy, places = self._strategy, variable.places
         size, *rest = variable.share.shape
         terms = []
@@ -299,29 +300,29 @@ class Gathers:
                 pads = [[0, missing]] + [[0, 0]] * len(rest)
                 terms.append(tf.pad(flat, pads) if missing else flat)
         if strategy.workers is None:
-            cut = []
+            splits = []
             for term in terms:
                 with tf.device(term.device):
-                    cut.append(tf.split(term, len(terms)))
+                    splits.append(tf.split(term, len(terms)))
             sums = []
-            for device, own in zip(strategy.devices, zip(*cut, strict=True), strict=True):
+            for device, pieces in zip(strategy.devices, zip(*splits, strict=True), strict=True):
                 with tf.device(device):
-                    sums.append((tf.add_n(own),))
+                    sums.append((tf.add_n(pieces),))
             return sums
         with tf.device(terms[0].device):
             total = tf.add_n(terms) if terms[1:] else terms[0]
-            (own,) = strategy.workers.reduce_scatter([total])
-            return [(each,) for each in tf.split(own, len(terms))]
+            (pieces,) = strategy.workers.reduce_scatter([total])
+            return [(each,) for each in tf.split(pieces, len(terms))]
 
     def _summed_rows(self, variable, values, indices, kinds) -> list[tuple[tf.Tensor, tf.Tensor]]:
-        """Of a table of which a batch reads rows: what each replica here has of all readings."""
+        """For a table that is read by rows: each local replica's part of all readings' sum."""
         strategy, places, terms = self._strategy, variable.places, []
         shape = shape_shared_out(variable.shape)
         of_replicas = map(strategy.experimental_local_results, (values, indices))
-        for own, rows in zip(*of_replicas, strict=True):
-            with tf.device(own.device):
-                own = tf.cast(own, variable.share.value.dtype)
-                terms.append(tf.IndexedSlices(own, rows, tf.constant(shape, rows.dtype)))
+        for local_rows, rows in zip(*of_replicas, strict=True):
+            with tf.device(local_rows.device):
+                local_rows = tf.cast(local_rows, variable.share.value.dtype)
+                terms.append(tf.IndexedSlices(local_rows, rows, tf.constant(shape, rows.dtype)))
         reducer = Reducer(strategy.all_reduce_ops, strategy.workers)
         total = reducer.slices([terms], kinds)
         sums = []
@@ -329,13 +330,13 @@ class Gathers:
             strategy.devices, places.bounds(variable.share.shape[0]), strict=True
         ):
             with tf.device(device):
-                own = rows_of_share(total, shape, *bounds)
-                sums.append((own.values, own.indices))
+                local_rows = rows_of_share(total, shape, *bounds)
+                sums.append((local_rows.values, local_rows.indices))
         return sums
 
 
-def _merge(function, *given):
-    return tf.distribute.get_replica_context().merge_call(function, args=given)
+def _merge(function, *args):
+    return tf.distribute.get_replica_context().merge_call(function, args=args)
 
 
 def _by_replica(tensors: Sequence[tf.Tensor]):

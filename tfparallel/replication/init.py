@@ -22,27 +22,27 @@ def init(
     start_timeout: float = 120.0,
     stall_timeout: float = 1800.0,
 ) -> None:
-    """Joins the job that this process is a worker of.
+    """Joins the job of this worker process.
 
-    Call it right behind the imports of a program for several workers, if that makes data sets,
-    tensors or layers before it calls `data_parallel`: TensorFlow's runtime must know of the other
-    workers when it starts. `data_parallel` and `MultiWorkerMirroredStrategy()` take what it has
-    made. In a process without other workers it does nothing, so that the same program runs there.
-    In a job with servers (`launch --num_ps=1`) it returns in the chief alone, which goes on with
-    the program; the others serve.
+    Call it right after the imports of a program for several workers if the program creates data
+    sets, tensors or layers before it calls `data_parallel`: TensorFlow's runtime must know the
+    other workers when it starts. `data_parallel` and `MultiWorkerMirroredStrategy()` reuse the
+    result. In a process without other workers it does nothing, so the same program runs there. In
+    a job with servers (`launch --num_ps=1`) it returns only in the chief, which continues with the
+    program; the other processes serve.
 
     Args:
-        devices: As for `MultiWorkerMirroredStrategy`, like all others.
+        devices: As for `MultiWorkerMirroredStrategy`, like all other arguments.
         all_reduce: What carries tensors between the workers.
-        compression: In how many bytes gradients travel.
+        compression: How to compress gradients.
         start_timeout: How many seconds to wait for the other workers.
         stall_timeout: How long a step may last.
 
     Raises:
-        RuntimeError: If TensorFlow's runtime has started already, with what started it; or if a
+        RuntimeError: If TensorFlow's runtime has already started, with what started it; or if a
             worker is missing at the deadline.
-        ValueError: If the environment describes no cluster, or an argument is wrong, or of no use
-            in a job with servers; or if it is called again, with arguments.
+        ValueError: If the environment describes no cluster; an argument is wrong, or has no effect
+            in a job with servers; or it is called again with arguments.
 
     Example:
         >>> import tfparallel
@@ -56,14 +56,14 @@ def init(
                 f"`{name}` must be a number of seconds above 0. Received: {name}={seconds!r}. "
                 "Leave it out for the default."
             )
-    # Of no use in a single process, where a mistake is one all the same.
+    # Without effect in a single process, but a mistake is reported there, too.
     transport.check_name(all_reduce)
     CompressionName.parse(compression)
     if devices is not None:
         device_lib.check_devices(devices)
     if (roles := Roles.from_env()) is not None:
-        given = {"devices": devices, "all_reduce": all_reduce, "compression": compression}
-        if received := [f"{name}={value!r}" for name, value in given.items() if value is not None]:
+        passed = {"devices": devices, "all_reduce": all_reduce, "compression": compression}
+        if received := [f"{name}={value!r}" for name, value in passed.items() if value is not None]:
             raise ValueError(
                 "In a job with servers the workers sum no gradients, and each has one device. "
                 f"tfparallel.init() without these is required. Received: {', '.join(received)}. "

@@ -1,4 +1,4 @@
-"""The arguments of a replicated call: which of them have a batch axis, and its rows."""
+"""The arguments of a replicated call: which have a batch axis, and the rows of each replica."""
 
 from typing import Any
 
@@ -15,14 +15,13 @@ class BatchInputs:
     """Arguments of a layer's call, a nested structure whose tensors share the batch axis 0.
 
     Floating-point tensors (`floats`) are differentiable; integer, string, ragged and sparse ones
-    are split likewise but have no gradient. Scalars and other objects go to each replica as they
-    are.
+    are also split, but have no gradient. Scalars and other objects go to each replica unchanged.
 
     Args:
         args: Positional arguments of the call.
         kwargs: Keyword arguments.
-        may_be_empty: Whether there may be no rows at all, of dense tensors; a row of ones then
-            stands for them, or of empty texts.
+        may_be_empty: Whether dense tensors may have no rows at all; they are then replaced by one
+            row of ones, or of empty strings.
 
     Raises:
         ValueError: If no tensor has a batch axis, or two disagree on its size.
@@ -30,8 +29,8 @@ class BatchInputs:
 
     def __init__(self, args: tuple, kwargs: dict, *, may_be_empty: bool = False):
         self._structure = (args, kwargs)
-        self._given = keras.tree.flatten(self._structure)
-        self._leaves = list(map(_as_tensor, self._given))
+        self._original_leaves = keras.tree.flatten(self._structure)
+        self._leaves = list(map(_as_tensor, self._original_leaves))
         if may_be_empty:
             self._leaves = [
                 _of_a_row_at_least(leaf) if _has_batch_axis(leaf) else leaf
@@ -55,7 +54,7 @@ class BatchInputs:
 
     @property
     def whole_floats(self) -> list[tf.Tensor]:
-        """The numbers that each replica gets as they are, since they have no batch axis."""
+        """The scalars, which each replica gets unchanged."""
         leaves = [each for each in self._leaves if isinstance(each, tf.Tensor)]
         return [each for each in leaves if each.shape.rank == 0 and is_differentiable(each)]
 
@@ -67,8 +66,8 @@ class BatchInputs:
     def split(self, all_shards: list[shards.Shard]) -> list[list[Any]]:
         """Returns each replica's rows of the tensors with a batch axis.
 
-        A slice is taken where the tensor is (the host, for a batch that an iterator yields), so
-        that a device receives its own rows alone.
+        Each tensor is sliced where it lies (on the host, for a batch from an iterator), so a device
+        receives only its own rows.
         """
         parts = [[] for _ in all_shards]
         for index in self._batched:
@@ -83,64 +82,64 @@ class BatchInputs:
         return [part[self._batched.index(index)] for index in self._float_indices]
 
     def pack(self, part: list[Any]) -> tuple[tuple, dict]:
-        """Returns the arguments with one replica's rows in place of the batch's."""
+        """Returns the arguments with one replica's rows instead of the batch's."""
         leaves = list(self._leaves)
         for index, rows in zip(self._batched, part, strict=True):
             leaves[index] = rows
         return keras.tree.pack_sequence_as(self._structure, leaves)
 
     def take_off_masks(self, part: list[Any]) -> None:
-        """Takes the masks off the batch's tensors that a call has taken off a replica's rows.
+        """Removes the masks of the batch's tensors that a call removed from a replica's rows.
 
-        Keras's attention does, so that nobody who reads them later finds any.
+        Keras's attention removes them, so later layers find none.
         """
         for index, rows in zip(self._batched, part, strict=True):
             if mask_of(self._leaves[index]) is None:
                 continue
             if mask_of(rows) is None:
-                set_mask(self._given[index], None)
+                set_mask(self._original_leaves[index], None)
 
     def _count_rows(self):
         sizes = [shards.count_rows(self._leaves[index]) for index in self._batched]
-        known = {size for size in sizes if isinstance(size, int)}
-        if len(known) > 1:
+        static = {size for size in sizes if isinstance(size, int)}
+        if len(static) > 1:
             raise ValueError(
                 "Cannot split a call across the replicas: its tensors disagree on the batch size, "
                 "the size of axis 0. One size is required. Received sizes: "
-                f"{sorted(known)}. Give tensors that are not a batch a first axis of size 1 less, "
+                f"{sorted(static)}. Give tensors that are not a batch a first axis of size 1 less, "
                 "or hold them in the layer."
             )
-        return known.pop() if known else sizes[0]
+        return static.pop() if static else sizes[0]
 
 
 def own_shards(strategy, num_rows, worker_rows=None) -> list[shards.Shard]:
     """Returns the rows of each of this worker's replicas.
 
     Args:
-        strategy: What has the replicas.
+        strategy: The strategy of the replicas.
         num_rows: How many rows the arguments of a call have.
-        worker_rows: How many rows each worker has, if the arguments hold this worker's alone.
+        worker_rows: How many rows each worker has, if the arguments hold only this worker's.
     """
     num_replicas, weights = strategy.num_replicas, strategy.replica_weights
-    own = slice(strategy.first_replica, strategy.first_replica + len(strategy.devices))
+    local = slice(strategy.first_replica, strategy.first_replica + len(strategy.devices))
     if worker_rows is None:
         place = strategy.place
         total = num_rows if place is None else place.num_own_rows
-        ranges = partition.row_ranges(total, num_replicas, weights)[own]
-        found = [
+        ranges = partition.row_ranges(total, num_replicas, weights)[local]
+        result = [
             shards.Shard(
-                own.start + k, num_replicas, start, size, total, stream=strategy.stream
+                local.start + k, num_replicas, start, size, total, stream=strategy.stream
             )
             for k, (start, size) in enumerate(ranges)
         ]
-        return found if place is None else [shard.at(place, num_rows) for shard in found]
+        return result if place is None else [shard.at(place, num_rows) for shard in result]
     index = strategy.workers.worker_index
     own_rows = worker_rows[index]
     before = tf.add_n([tf.zeros_like(own_rows), *worker_rows[:index]])
-    ranges = partition.row_ranges(own_rows, len(strategy.devices), weights and weights[own])
+    ranges = partition.row_ranges(own_rows, len(strategy.devices), weights and weights[local])
     return [
         shards.Shard(
-            own.start + k,
+            local.start + k,
             num_replicas,
             before + start,
             size,
@@ -162,10 +161,10 @@ def _has_batch_axis(leaf) -> bool:
 
 
 def _of_a_row_at_least(tensor: tf.Tensor) -> tf.Tensor:
-    """The same rows, or one of ones (of empty texts) if there are none.
+    """Returns the rows, or one row of ones (of empty strings) if there are none.
 
-    A row of zeros may be nothing but padding: all of it is masked, and the mean of what is left is
-    NaN. What the row makes is dropped, but the weights' gradients would have 0 · NaN of it.
+    A row of zeros might be all padding: with everything masked, a mean would be NaN. The results of
+    the row are dropped, but the gradients of the weights would contain 0 · NaN.
     """
     shape = tf.shape(tensor)
     missing = tf.concat([[tf.cast(shape[0] == 0, shape.dtype)], shape[1:]], 0)

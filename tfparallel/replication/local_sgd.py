@@ -1,12 +1,12 @@
-"""Workers that step by themselves, and average their weights now and then: `sync="local_sgd:8"`.
+"""Workers that train alone, and average their weights now and then: `sync="local_sgd:8"`.
 
     worker 0   θ ── step ── step ── … ── step ──┐              n_w rows in H steps
     worker 1   θ ── step ── step ── … ── step ──┴── θ ← Σ_w n_w θ_w / Σ_w n_w
 
-A worker's step is that of a job of one, on its rows of the batch: replicas of one worker stay
-exact, with batch normalization over all rows of the worker. Between averages nothing is sent. At
-the end of an epoch the weights are averaged too, and with them the optimizer's state, so that
-`evaluate`, files and checkpoints hold what all workers have; metrics are summed then.
+Each worker steps on its rows of the batch as if it were the only one: its replicas stay exact, with
+batch normalization over all rows of the worker. Nothing is sent between averages. At the end of an
+epoch, the weights and the optimizer state are averaged, so `evaluate`, files and checkpoints see
+the state of all workers; metrics are summed then, too.
 
 References:
     H steps: Sebastian U. Stich, "Local SGD Converges Fast and Communicates Little",
@@ -30,11 +30,11 @@ __all__ = ["LocalSgd"]
 
 
 class _Since(NamedTuple):
-    """What this worker has trained since something was averaged.
+    """Counts this worker's training since variables were averaged.
 
     Attributes:
-        rows: How many rows it has seen.
-        steps: How many steps; as many as the other workers.
+        rows: The number of rows that it has seen.
+        steps: The number of steps, the same on all workers.
     """
 
     rows: tf.Variable
@@ -56,12 +56,12 @@ class _Since(NamedTuple):
 
 
 class LocalSgd(EveryStep):
-    """A worker steps by itself; of a replicated model, one of several workers'."""
+    """Each worker of a replicated model steps alone; averages synchronize the workers."""
 
     def __init__(self, model, sync):
         super().__init__(model, sync)
         self._has_begun = False  # Whether the steps before `start` are over.
-        # An average of the weights, and one of the optimizer's state.
+        # Since the last average of the weights, and of the optimizer state.
         self._since = (_Since.now(), _Since.now())
 
     @property
@@ -70,19 +70,19 @@ class LocalSgd(EveryStep):
 
     @property
     def is_silent(self) -> bool:
-        """Whether the next step is one of this worker alone."""
+        """Whether this worker takes the next step alone."""
         return self._is_ever_alone and (self._has_begun or not self.sync.start)
 
     def look_at(self, call):
-        """Checks a `fit`, and has it tell when epochs begin."""
+        """Checks a call of `fit`, and adds the callback that reports the start of each epoch."""
         if call.kind == "fit" and self._is_ever_alone:
             self._check_sync()
             self._has_begun = self._num_updates >= self.sync.start
-            call.add_callbacks(BeginsEpochs())  # Behind those of which one may restore a run.
+            call.add_callbacks(BeginsEpochs())  # After a callback that may restore a run.
             self.check_callbacks(call.callbacks)
 
     def begin(self, call):
-        """Enters what is around a call."""
+        """Enters the contexts of a call."""
         if call.kind == "fit":
             call.enter(self.training_silently())
         super().begin(call)
@@ -92,87 +92,87 @@ class LocalSgd(EveryStep):
         return int(self.model.optimizer.iterations)
 
     def before_step(self) -> None:
-        """Until they begin, looks how many steps were done, for which it waits."""
+        """Switches to local steps after `start` updates; waits for their count until then."""
         if self._is_ever_alone and not self._has_begun and self._num_updates >= self.sync.start:
             self._has_begun = self._is_in_epoch = True
             self.metrics_were_restored()
             self.model.make_train_function(force=True)
 
     def check_way(self, way):
-        """Raises where outputs meet, which those of other workers' rows cannot."""
+        """Raises if outputs must be joined, since those of the other workers are not available."""
         if self._is_ever_alone:
             self.refuse_joined(way)
 
     def _check_sync(self) -> None:
-        """Raises where a worker cannot step by itself.
+        """Raises if a worker cannot step alone.
 
         Raises:
-            ValueError: For a step or an optimizer that only the job as a whole has.
+            ValueError: For a step or an optimizer that needs all workers.
         """
         if is_own(self.model, "train_step"):
-            what = "a model with a `train_step` of its own"
+            cause = "a model with a `train_step` of its own"
         elif isinstance(self.model.optimizer, keras.optimizers.LossScaleOptimizer):
-            what = "a LossScaleOptimizer, of which each worker would have another scale"
+            cause = "a LossScaleOptimizer, of which each worker would have another scale"
         elif self.model.optimizer.gradient_accumulation_steps:
-            what = "an optimizer that accumulates gradients, which the workers add up"
+            cause = "an optimizer that accumulates gradients, which the workers add up"
         elif self.model._workers.compression is not None:
-            what = f"compression={self.model._workers.compression.spec!r}, which is of gradients"
+            cause = f"compression={self.model._workers.compression.spec!r}, which is of gradients"
         else:
             return
-        self.refuse("Keras's own step, an update in each, and whole gradients are required", what)
+        self.refuse("Keras's own step, an update in each, and whole gradients are required", cause)
 
-    def step(self, data, usual) -> dict[str, Any]:
-        """A step on this worker's rows, and every H steps the average."""
+    def step(self, data, default) -> dict[str, Any]:
+        """Trains on this worker's rows, and averages the weights every H steps."""
         if not self.is_silent:
-            return usual(data)
-        if sample_partition.unmarked(data) is data:  # Of which each worker takes its rows.
+            return default(data)
+        if sample_partition.unmarked(data) is data:  # A global batch: each worker takes its rows.
             self.model._session.compare(data, "fit")
-        own, num_rows = self._rows_here(data)
-        way = self.model._way(own, "fit")
+        local_rows, num_rows = self._local_rows(data)
+        way = self.model._way(local_rows, "fit")
         self.refuse_joined(way)
         of_weights, of_state = self._since
         with self.model.strategy.apart():
             logs = tf.cond(
                 num_rows > 0,
-                lambda: self.model._train_on_own_rows(own, way.metrics),
+                lambda: self.model._train_on_own_rows(local_rows, way.metrics),
                 self._idle_step,
             )
         of_state.add(num_rows)
-        is_time = of_weights.add(num_rows) >= float(self.sync.every)
+        is_due = of_weights.add(num_rows) >= float(self.sync.every)
 
         def average():
             self._average((self._weights(), of_weights))
-            return True  # As the other branch: Python's None would be an operation in one alone.
+            return True  # Both branches must return the same type; None would add an operation.
 
-        tf.cond(is_time, average, lambda: False)
+        tf.cond(is_due, average, lambda: False)
         return logs
 
     def _idle_step(self):
-        """The step of a worker without rows: it counts, as the learning rate of all may change."""
+        """A step without rows; it still counts, since a schedule may change the learning rate."""
         self.model.optimizer.iterations.assign_add(1)
         return self.model.get_metrics_result()
 
-    def _rows_here(self, data):
-        """This worker's rows of what the step was given, and how many they are."""
-        own = sample_partition.unmarked(data)
-        if own is data:
-            own, place = self.cut_here(data)
-            return own, tf.convert_to_tensor(place.num_own_rows)
-        found = rows_of_worker.unmarked(data)
-        if found is not None:
-            return own, rows_of_worker.rows_of_worker(self.model.strategy)(found[1]).size
-        return own, tf.convert_to_tensor(count_rows(first_of(own)))
+    def _local_rows(self, data):
+        """This worker's rows of the step's data, and their number."""
+        local_rows = sample_partition.unmarked(data)
+        if local_rows is data:
+            local_rows, place = self.cut_here(data)
+            return local_rows, tf.convert_to_tensor(place.num_own_rows)
+        marked = rows_of_worker.unmarked(data)
+        if marked is not None:
+            return local_rows, rows_of_worker.rows_of_worker(self.model.strategy)(marked[1]).size
+        return local_rows, tf.convert_to_tensor(count_rows(first_of(local_rows)))
 
     def _weights(self) -> list[keras.Variable]:
-        """What is averaged: whatever is no count, and no seed."""
+        """The variables to average: all but counters and seeds."""
         return [v for v in self.model.variables if tf.as_dtype(v.dtype).is_floating]
 
     def _average(self, *groups: tuple[list[keras.Variable], _Since]) -> None:
-        """Gives all workers the averages of variables.
+        """Averages variables over all workers.
 
         Args:
-            *groups: Variables, and what was trained since they were averaged: each worker's share
-                in them is that of the rows that it has seen.
+            *groups: Variables, and the counts since their last average: each worker weighs in
+                with the rows that it has seen since.
         """
         shares = [since.rows.read_value() for _, since in groups]
         variables = [(v, i) for i, (members, _) in enumerate(groups) for v in members]
@@ -190,9 +190,9 @@ class LocalSgd(EveryStep):
             since.forget()
 
     def settle(self) -> None:
-        """Averages now what the workers have, the optimizer's state too. All must call it.
+        """Averages the weights and the optimizer state now. All workers must call it.
 
-        What nothing was trained of since its last average is not sent.
+        Variables that were not trained since their last average are not sent.
         """
         if not self.is_silent:
             return

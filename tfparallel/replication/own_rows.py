@@ -1,17 +1,17 @@
-"""A step whose predictions, loss and metrics stay where the rows are.
+"""A step whose predictions, loss and metrics stay on the device of their rows.
 
-Each replica calls the model on its rows, takes the numerators of the losses over them, and updates
-metrics that begin at zero. Summed over the replicas are
+Each replica calls the model on its rows, computes the numerators of their losses, and updates
+metrics that start at zero. The replicas sum
 
-    N_p / D     its share of each loss whose divisor follows from sizes, such as B·T tokens; its
-                gradient asks for nothing of the other replicas
-    N_p, D_p    of the others, of a mask or of weights: J = Σ_p N_p / Σ_p D_p, and 1 / Σ_p D_p
-                goes back to each replica
-    s_p         what the state of each metric grows by
+    N_p / D     their share of each loss whose divisor follows from sizes, such as B·T tokens; its
+                gradient needs nothing from the other replicas
+    N_p, D_p    for losses with a mask or weights: J = Σ_p N_p / Σ_p D_p, and 1 / Σ_p D_p goes
+                back to each replica
+    s_p         the increment of each metric's state
 
-and, behind the backward pass, the gradients. Between workers all of it goes with the gradients, in
-one collective, unless data decide a divisor. No prediction leaves its device, unless a metric must
-see all rows of its output.
+and, after the backward pass, the gradients. Between workers, one collective carries all of this
+with the gradients, unless a divisor depends on the data. No prediction leaves its device, unless a
+metric must see all rows of its output.
 """
 
 import itertools
@@ -44,7 +44,7 @@ __all__ = ["OwnRows"]
 
 
 class OwnRows(WhereRowsMeet, OneStep):
-    """Extends a replicated Keras model, compiled with losses and metrics of Keras's own."""
+    """Extends a replicated Keras model that was compiled with losses and metrics of Keras."""
 
     @property
     def _meeting_device(self) -> str:
@@ -66,57 +66,57 @@ class OwnRows(WhereRowsMeet, OneStep):
         return outputs, [mask_of(output) for output in flat]
 
     def _train_on_own_rows(self, data, metrics: StepMetrics, worker_rows=None):
-        """One step of training, as `keras.Model.train_step` does it.
+        """Runs one step of training, as `keras.Model.train_step` does.
 
         Args:
             data: The global batch, or this worker's rows of it.
-            metrics: The compiled metrics. Where some need joined rows, `data` is the global batch.
-            worker_rows: In the second case how many rows each worker has.
+            metrics: The compiled metrics. If some need joined rows, `data` is the global batch.
+            worker_rows: How many rows each worker has, if `data` holds only this worker's.
         """
         with tf.GradientTape() as tape:
-            found = self._terms_of_own_rows(data, metrics, worker_rows, training=True)
-            added, wait = self.losses, found.sums.wait
-            # Of this worker's rows alone if the others' are not known yet: the loss is linear in
-            # its terms, and its gradient is right.
-            loss = found.loss(found.sums.tensors, added, tells_trackers=not wait)
+            batch_terms = self._terms_of_own_rows(data, metrics, worker_rows, training=True)
+            added, wait = self.losses, batch_terms.sums.wait
+            # Covers only this worker's rows if the others' sums arrive later: the loss is linear
+            # in its terms, so its gradient is right.
+            loss = batch_terms.loss(batch_terms.sums.tensors, added, tells_trackers=not wait)
             scaled = self.optimizer.scale_loss(loss)
         mark("forward", [scaled])
         trained = self.trainable_weights
         gradients = tape.gradient(scaled, trained) if trained else []
-        sums = found.sums.of_all()
+        sums = batch_terms.sums.of_all()
         if wait:
-            loss = found.loss(sums, added)
+            loss = batch_terms.loss(sums, added)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        left = PassResult(
+        result = PassResult(
             loss,
-            found.num_rows,
+            batch_terms.num_rows,
             trained,
             gradients,
             metrics=metrics,
-            growth=found.growth(sums),
-            outputs=found.outputs,
-            rows=found.sums.rows,
-            divisor=found.divisor(sums),
+            growth=batch_terms.growth(sums),
+            outputs=batch_terms.outputs,
+            rows=batch_terms.sums.rows,
+            divisor=batch_terms.divisor(sums),
         )
-        return self._trained_on(left, x, y, sample_weight)
+        return self._trained_on(result, x, y, sample_weight)
 
     def _test_on_own_rows(self, data, metrics: StepMetrics, worker_rows=None):
-        """One step of evaluation, as `keras.Model.test_step` does it."""
-        found = self._terms_of_own_rows(data, metrics, worker_rows, training=False)
-        sums = found.sums.of_all()
-        loss = found.loss(sums, self.losses)
-        loss_tracker(self).update_state(loss, sample_weight=found.num_rows)
+        """Runs one step of evaluation, as `keras.Model.test_step` does."""
+        result = self._terms_of_own_rows(data, metrics, worker_rows, training=False)
+        sums = result.sums.of_all()
+        loss = result.loss(sums, self.losses)
+        loss_tracker(self).update_state(loss, sample_weight=result.num_rows)
         _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        metrics.update(found.growth(sums), y, found.outputs, found.sums.rows, sample_weight)
+        metrics.update(result.growth(sums), y, result.outputs, result.sums.rows, sample_weight)
         return self.get_metrics_result()
 
     def _predict_on_own_rows(self, data, worker_rows=None, *, gathers=True):
-        """One step of prediction, as `keras.Model.predict_step` does it.
+        """Runs one step of prediction, as `keras.Model.predict_step` does.
 
         Args:
             data: As for `_train_on_own_rows`.
-            worker_rows: Likewise.
-            gathers: Whether each worker gets the predictions of all.
+            worker_rows: As for `_train_on_own_rows`.
+            gathers: Whether each worker gets the predictions of all workers.
         """
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         mode = {"training": False} if takes_training(self) else {}
@@ -131,31 +131,31 @@ class OwnRows(WhereRowsMeet, OneStep):
         self._look_at_rows(self._call_of_layer, (x,), mode)
 
     def _terms_of_own_rows(self, data, metrics, worker_rows, training) -> "_Terms":
-        """What the replicas find in their rows, summed."""
+        """Sums the loss terms and metric increments of all replicas' rows."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         mode = {"training": training} if takes_training(self) else {}
         call = self._call_of_layer
         self._look_at_rows_of(data, training)
         y, sample_weight = aligned(x, y, sample_weight)
         compiled, first = compiled_loss(self), _first(x)
-        made = []
+        outputs_and_terms = []
 
         def on_replica(x, y, sample_weight):
             outputs = call(x, **mode)
-            # Of the arguments: in the trace of an eager step they are tensors, and `first` none.
+            # Counted on the arguments: in the trace of an eager step, `first` is not symbolic.
             shard = current() or _whole(count_rows(_first(x)))
             flat = [checked_output(self, output) for output in keras.tree.flatten(outputs)]
             with tf.control_dependencies(as_many_rows(self, flat, shard.num_rows_used)):
-                own = terms(compiled, y, outputs, sample_weight, shard.num_averaged_rows)
+                loss_terms = terms(compiled, y, outputs, sample_weight, shard.num_averaged_rows)
                 grown = growth(metrics.summed, y, outputs, sample_weight)
-            made.append((outputs, own))
-            by_sizes = all(len(of_loss) == 1 for of_loss in own)
+            outputs_and_terms.append((outputs, loss_terms))
+            by_sizes = all(len(of_loss) == 1 for of_loss in loss_terms)
             rows = [flat[place] for place in metrics.places(outputs)]
-            return Sums([*itertools.chain(*own), *grown], may_wait=by_sizes, rows=rows)
+            return Sums([*itertools.chain(*loss_terms), *grown], may_wait=by_sizes, rows=rows)
 
         arguments = (x, y, sample_weight)
         sums = self._call_on_replicas(on_replica, arguments, {}, worker_rows=worker_rows)
-        outputs, like = made[0]
+        outputs, losses = outputs_and_terms[0]
         place, num_rows = self.strategy.place, count_rows(first)
         if worker_rows is not None:
             num_rows = tf.add_n(worker_rows)
@@ -163,19 +163,19 @@ class OwnRows(WhereRowsMeet, OneStep):
             num_rows = place.num_own_rows
         flat = of_the_batch(keras.tree.flatten(outputs), num_rows)
         outputs = keras.tree.pack_sequence_as(outputs, flat)
-        return _Terms(self, sums, list(map(len, like)), num_rows, y, outputs, sample_weight)
+        return _Terms(self, sums, list(map(len, losses)), num_rows, y, outputs, sample_weight)
 
 
 class _Terms(NamedTuple):
-    """Of the batch of a step: the terms of its losses, and what its metrics grow by.
+    """The loss terms and metric increments of a step's batch.
 
     Attributes:
-        model: Whose losses they are.
-        sums: The terms, loss by loss, and then the growth.
-        lengths: How many terms each loss has.
+        model: The model with the losses.
+        sums: The terms, loss by loss, then the increments.
+        lengths: The number of terms of each loss.
         num_rows: B.
         y: Targets.
-        outputs: Types, in the structure of the outputs.
+        outputs: Type specs, in the structure of the outputs.
         sample_weight: Weights, or None.
     """
 
@@ -188,7 +188,7 @@ class _Terms(NamedTuple):
     sample_weight: Any
 
     def loss(self, sums, added, *, tells_trackers=True) -> tf.Tensor:
-        """The loss that such sums make, with what layers add."""
+        """The total loss of these sums, with the losses that layers add."""
         remaining = iter(sums)
         of_losses = [list(itertools.islice(remaining, length)) for length in self.lengths]
         return whole_loss(
@@ -202,13 +202,13 @@ class _Terms(NamedTuple):
         )
 
     def divisor(self, sums):
-        """By what the loss is divided; None where its terms are by different numbers."""
+        """The divisor of the loss; None if its terms have different divisors."""
         if all(length == 1 for length in self.lengths):
             return self.num_rows
         return sums[1] if self.lengths == [2] else None
 
     def growth(self, sums) -> list[tf.Tensor]:
-        """What the states of the metrics grow by."""
+        """The increments of the metrics' states."""
         return sums[sum(self.lengths) :]
 
 
@@ -217,5 +217,5 @@ def _first(x):
 
 
 def _whole(num_rows) -> Shard:
-    """All rows, of a step that is traced for no replica (`collectives/indexed_slices.py`)."""
+    """All rows, for a step that is traced outside of replicas (`collectives/indexed_slices.py`)."""
     return Shard(0, 1, 0, num_rows, num_rows)

@@ -20,12 +20,11 @@ __all__ = ["ReplicaPlaces"]
 
 
 class ReplicaPlaces(Places):
-    """The devices of a strategy, each with a copy of every variable that was made under it.
+    """The devices of a strategy, each with a copy of every variable created under it.
 
     Args:
         strategy: A `tfparallel.MirroredStrategy`, of one worker or of several.
-        share_out: Called before an optimizer makes what it holds of weights: has the places share
-            them out, where they are to.
+        share_out: Called before an optimizer creates its slots, to shard weights over the places.
     """
 
     sums_late = True
@@ -42,49 +41,49 @@ class ReplicaPlaces(Places):
 
     @property
     def workers(self):
-        """The workers of the job, unless the strategy is apart from them."""
+        """The workers of the job; None while the strategy runs apart from them."""
         return self.strategy.workers
 
     @property
     def all_reduce_ops(self):
-        """The algorithm that sums over the devices here."""
+        """The algorithm that sums over the local devices."""
         return self.strategy.all_reduce_ops
 
     def before_build(self, weights: Sequence[keras.Variable]) -> None:
-        """Has weights shared out, if they are to be; raises for those of another strategy."""
-        known = [weight for weight in weights if isinstance(weight, keras.Variable)]
-        check_updated(known, self.strategy, keras_trainer.calling_model())
+        """Shards weights if required; raises for weights of another strategy."""
+        keras_variables = [weight for weight in weights if isinstance(weight, keras.Variable)]
+        check_updated(keras_variables, self.strategy, keras_trainer.calling_model())
         if self._share_out is not None:
             self._share_out()
 
     def hold(self, slots: Sequence[keras.Variable]) -> bool:
-        """Whether the strategy made slots."""
+        """Whether slots belong to the strategy."""
         return all(getattr(v.value, "distribute_strategy", None) is self.strategy for v in slots)
 
     @contextlib.contextmanager
     def make(self) -> Iterator[None]:
-        """Outside of a step that is traced, on all devices."""
+        """Creates variables on all devices, outside of the step that is being traced."""
         with tf.init_scope(), self.strategy.scope_of_variables():
             yield
 
-    def copy(self, found: Iterable[keras.Variable]) -> None:
-        """Gives those a copy on each device that were made outside of the scope."""
-        for variable in found:
-            held = getattr(variable, "_value", None)
-            if not isinstance(held, tf.Variable) or variables.is_distributed(held):
+    def copy(self, created: Iterable[keras.Variable]) -> None:
+        """Copies variables that were created outside of the scope to each device."""
+        for variable in created:
+            storage = getattr(variable, "_value", None)
+            if not isinstance(storage, tf.Variable) or variables.is_distributed(storage):
                 continue
             with self.make():
-                made = tf.Variable(
-                    held,
-                    trainable=held.trainable,
-                    dtype=held.dtype,
-                    name=held.name.partition(":")[0],
+                copies = tf.Variable(
+                    storage,
+                    trainable=storage.trainable,
+                    dtype=storage.dtype,
+                    name=storage.name.partition(":")[0],
                     aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
                 )
-                set_storage(variable, made)
+                set_storage(variable, copies)
 
     def copies(self, variable: keras.Variable) -> Sequence[tf.Variable]:
-        """What each device has of a variable."""
+        """The copies of a variable, one per device."""
         return variables.copies(variable)
 
     def all(self) -> AbstractContextManager:
@@ -95,31 +94,31 @@ class ReplicaPlaces(Places):
 
     @contextlib.contextmanager
     def at(self, index: int) -> Iterator[None]:
-        """On one device, whose copies are then read and written."""
+        """Runs on one device, and reads and writes its copies."""
         with tf.device(self.strategy.devices[index]), updating_replica(index):
             yield
 
-    def each(self, update: Callable[[int, Any], None], given: Sequence[Any]) -> None:
-        """Makes an update at each place; while a graph is traced, it is traced once."""
-        if tf.executing_eagerly() or len(given) < len(self):
-            super().each(update, given)
+    def each(self, update: Callable[[int, Any], None], arguments: Sequence[Any]) -> None:
+        """Runs an update at each place; in a graph, it is traced once and replayed."""
+        if tf.executing_eagerly() or len(arguments) < len(self):
+            super().each(update, arguments)
             return
         with self.at(0):
-            ReplicaTrace(self.strategy).update(lambda own: update(0, own), given)
+            ReplicaTrace(self.strategy).update(lambda argument: update(0, argument), arguments)
 
     def gradient(self, gradient: Any, unit: keras.Variable, index: int) -> Any:
-        """A gradient on one device: what an all-reduce has left there, or what is sent there."""
-        found = reducer.on_each_device(gradient)
-        if isinstance(found, PerReplica):
-            return found.values[index]
+        """A gradient on one device: the local result of an all-reduce, or a copy sent there."""
+        local_gradient = reducer.on_each_device(gradient)
+        if isinstance(local_gradient, PerReplica):
+            return local_gradient.values[index]
         if index == 0 or not isinstance(gradient, tf.Tensor):
             return gradient
         return tf.identity(gradient)
 
     def beside(self, variable: keras.Variable) -> AbstractContextManager:
-        """Anywhere: a strategy knows where slots belong."""
+        """A null context: the strategy places slots itself."""
         return contextlib.nullcontext()
 
-    def updating(self, gradient: Any, held: tf.Variable) -> AbstractContextManager:
-        """On the device at hand: gradients of all weights come at once, in no order."""
+    def updating(self, gradient: Any, variable: tf.Variable) -> AbstractContextManager:
+        """A null context: the gradients of all weights arrive at once, in no order."""
         return contextlib.nullcontext()

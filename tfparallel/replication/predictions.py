@@ -1,6 +1,6 @@
-"""Where the predictions of several workers go.
+"""Gathers the predictions of several workers.
 
-| `gather_to` | a step | behind the last step |
+| `gather_to` | each step | after the last step |
 | --- | --- | --- |
 | "all" | joins them on each worker | nothing |
 | "chief" | keeps its rows | the chief gets them, a few MiB at a time |
@@ -19,18 +19,18 @@ from tfparallel.collectives.traffic import ROWS
 
 __all__ = ["PredictionsOfWorkers", "check_gather_to"]
 
-_CHUNK_BYTES = 2**22  # What a worker that is not the chief holds of the others at a time.
+_CHUNK_BYTES = 2**22  # The most that a worker other than the chief receives at a time.
 
 
 def check_gather_to(gather_to: str | None, keeps_rows: bool) -> None:
-    """Raises unless predictions can go there.
+    """Raises unless predictions can be gathered this way.
 
     Args:
         gather_to: As for `DataParallelModel.predict`.
         keeps_rows: Whether the model's step of prediction is Keras's own.
 
     Raises:
-        ValueError: If it is none of the places, or the step is one that may do anything with rows.
+        ValueError: If the value is unknown, or not "all" for a user's own `predict_step`.
     """
     if gather_to not in ("all", "chief", None):
         raise ValueError(
@@ -46,7 +46,7 @@ def check_gather_to(gather_to: str | None, keeps_rows: bool) -> None:
 
 
 class PredictionsOfWorkers(keras.callbacks.Callback):
-    """Counts this worker's rows of each batch, and brings all to the chief.
+    """Counts this worker's rows of each batch, and gathers all rows on the chief.
 
     Args:
         workers: The strategy's `ProcessGroup`.
@@ -58,41 +58,42 @@ class PredictionsOfWorkers(keras.callbacks.Callback):
         self._counts: list[list[int]] = []
 
     def on_predict_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Counts the rows of a batch; of the first it asks whether they can be sent."""
+        """Counts the rows of a batch; for the first batch, checks that they can be sent."""
         leaves = keras.tree.flatten(logs["outputs"])
         if not self._counts:
             for leaf in leaves:
                 movable(tf.convert_to_tensor(leaf))
         self._counts.append([int(leaf.shape[0]) for leaf in leaves])
 
-    def at_chief(self, own: Any) -> Any:
-        """Brings the rows of all batches together.
+    def at_chief(self, predictions: Any) -> Any:
+        """Gathers the predictions of all batches on the chief.
 
         Args:
-            own: Structure of arrays, shape `(rows, …)`: what this worker predicted, batch by batch.
+            predictions: Structure of arrays, shape `(rows, …)`: this worker's predictions, batch
+                by batch.
 
         Returns:
-            At the chief, the same structure of the rows of all workers, in the order of the
-            examples; None elsewhere.
+            On the chief, the same structure with the rows of all workers, in the order of the
+            examples; None on other workers.
         """
-        everyones = np.array(  # (worker, batch, output)
+        counts = np.array(  # (worker, batch, output)
             self._workers.exchange(self._counts, "the end of `predict(gather_to=…)`")
         )
         leaves = [
-            self._joined(np.asarray(leaf), everyones[:, :, index])
-            for index, leaf in enumerate(keras.tree.flatten(own))
+            self._joined(np.asarray(leaf), counts[:, :, index])
+            for index, leaf in enumerate(keras.tree.flatten(predictions))
         ]
         is_chief = self._workers.worker_index == 0
-        return keras.tree.pack_sequence_as(own, leaves) if is_chief else None
+        return keras.tree.pack_sequence_as(predictions, leaves) if is_chief else None
 
-    def _joined(self, own, counts):
-        """The rows of one output, `counts[w, b]` of worker w in batch b."""
+    def _joined(self, output, counts):
+        """Gathers the rows of one output; `counts[w, b]` are those of worker w in batch b."""
         totals = counts.sum(axis=1)
-        size = max(1, _CHUNK_BYTES // max(1, own.itemsize * int(np.prod(own.shape[1:]))))
+        size = max(1, _CHUNK_BYTES // max(1, output.itemsize * int(np.prod(output.shape[1:]))))
         by_worker: list[list[np.ndarray]] = [[] for _ in totals]
         for start in range(0, int(totals.max()), size):
             sizes = np.clip(totals - start, 0, size).tolist()
-            chunk = tf.convert_to_tensor(own[start : start + size])
+            chunk = tf.convert_to_tensor(output[start : start + size])
             (rows,) = self._workers.all_gather([chunk], sizes, ROWS)
             if self._workers.worker_index == 0:
                 parts = np.split(rows.numpy(), np.cumsum(sizes)[:-1])

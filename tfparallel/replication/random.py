@@ -1,11 +1,11 @@
-"""Random draws in replicas: other numbers on each, the same in each run.
+"""Random numbers in replicas: different on each replica, and reproducible.
 
-Keras counts its draws in a variable that every replica holds a copy of, so under
-`tf.distribute` all replicas draw the same mask. Here
+Keras counts its draws in a variable of which every replica holds a copy, so under `tf.distribute`
+all replicas draw the same mask. Here
 
-* a dropout mask is drawn by the examples' global index: each replica draws just those elements of
-  the one-device mask that belong to its rows, and training with dropout is exact;
-* every other layer draws with the replica's index folded into its seed: reproducible.
+* a dropout mask is drawn by the global index of the examples: each replica draws only those
+  elements of the one-device mask that belong to its rows, so training with dropout is exact;
+* any other layer draws with the replica's index folded into its seed, which is reproducible.
 """
 
 import math
@@ -19,12 +19,12 @@ from tfparallel.extend import extend
 from tfparallel.judge.propagation import note
 from tfparallel.seams.keras import noise_shape_of
 
-_PHILOX_WORDS = 4  # 32-bit numbers a step of the counter (Salmon et al., SC 2011) gives.
+_PHILOX_WORDS = 4  # 32-bit numbers per step of the counter (Salmon et al., SC 2011).
 _FOLD = 0x9E3779B1  # Odd, so that r ↦ r·_FOLD is one-to-one modulo 2³².
 
 
 class ReplicaSeedGenerator:
-    """Extends `keras.random.SeedGenerator`: another seed on each replica."""
+    """Extends `keras.random.SeedGenerator` to return a different seed on each replica."""
 
     def next(self, ordered=True):
         """Returns the next seed, with the replica's index folded into its first word."""
@@ -35,7 +35,7 @@ class ReplicaSeedGenerator:
         return seed + _folded(shard.replica, shard.stream, seed.dtype)
 
     def next_global(self):
-        """Returns the next seed as one device draws it, for the batch of the replica."""
+        """Returns the next seed as on one device, for the replica's batch."""
         seed, shard = super().next(), shards.current()
         if shard is None or shard.stream == 0:
             return seed
@@ -43,25 +43,25 @@ class ReplicaSeedGenerator:
 
 
 def by_replica(generator: keras.random.SeedGenerator) -> keras.random.SeedGenerator:
-    """Extends a generator, so that each replica draws its own numbers."""
+    """Extends a generator to draw different numbers on each replica."""
     return extend(generator, ReplicaSeedGenerator)
 
 
 def hold_state(generator: keras.random.SeedGenerator, strategy) -> None:
-    """Gives each replica a copy of a generator's state, of which a layer made elsewhere has one.
+    """Gives each replica a copy of a generator's state, if a layer was created outside the scope.
 
-    Of one state the second replica would read what the first has written, and draw the next mask.
+    With a single state, the second replica would read what the first wrote, and draw the next mask.
     """
-    own = generator.state
-    if getattr(own.value, "distribute_strategy", None) is strategy:
+    state = generator.state
+    if getattr(state.value, "distribute_strategy", None) is strategy:
         return
     with tf.init_scope(), strategy.scope(), keras.name_scope(generator.name):
         generator.state = keras.Variable(
-            tf.convert_to_tensor(own.value).numpy(),
-            dtype=own.dtype,
+            tf.convert_to_tensor(state.value).numpy(),
+            dtype=state.dtype,
             trainable=False,
             aggregation="none",
-            name=own.name,
+            name=state.name,
         )
 
 
@@ -71,10 +71,10 @@ def _folded(replica, stream, dtype):
 
 
 class IndexedDropout:
-    """Extends `keras.layers.Dropout` and the spatial ones: the mask of the global batch."""
+    """Extends `keras.layers.Dropout` and its spatial variants to use the global batch's mask."""
 
     def call(self, inputs, training=False):
-        """Drops units as one device does, on the rows that are this replica's."""
+        """Drops the same units as one device, on this replica's rows."""
         shard = shards.current()
         inputs = tf.convert_to_tensor(inputs)  # A layer may drop parts of a weight.
         note(self, inputs)
@@ -82,63 +82,63 @@ class IndexedDropout:
             return super().call(inputs, training=training)
         shape, seed = self._mask_shape(inputs), self.seed_generator.next_global()
         uniform = self.uniform(inputs, shape, seed, shard)
-        kept = uniform >= tf.constant(self.rate, inputs.dtype)
+        keep = uniform >= tf.constant(self.rate, inputs.dtype)
         scale = tf.constant(1 / (1 - self.rate), inputs.dtype)
-        return tf.where(kept, inputs * scale, tf.zeros([], inputs.dtype))
+        return tf.where(keep, inputs * scale, tf.zeros([], inputs.dtype))
 
     def uniform(self, inputs: tf.Tensor, shape, seed, shard: shards.Shard) -> tf.Tensor:
-        """The numbers that one device draws, as far as this replica needs them.
+        """The random numbers of one device that belong to this replica's rows.
 
         Args:
-            inputs: A tensor with the rows, on the same axis as what is dropped.
-            shape: Sizes of the numbers.
-            seed: Of the whole batch.
-            shard: The replica's part of it.
+            inputs: A tensor with the rows on the same axis as the tensor to drop from.
+            shape: The shape of the numbers.
+            seed: The seed of the whole batch.
+            shard: The replica's part of the batch.
         """
         axis = self._row_axis_of(inputs, shard)
         if axis is None or (self.noise_shape or (None,) * len(shape))[axis] == 1:
-            # One mask for all examples: of a tensor without rows, or by its noise shape.
+            # One mask for all examples: for a tensor without rows, or by its noise shape.
             return uniform_of_rows(shape, inputs.dtype, seed, shard._replace(start=0, num_rows=1))
         if axis == 0:
             return uniform_of_rows(shape, inputs.dtype, seed, shard)
-        # Rows lie apart in it, so the numbers of all of them are drawn.
+        # A replica's rows are not contiguous, so the numbers of all rows are drawn.
         num_rows = shard.num_drawn_rows
         num_rows = shard.num_global_rows if num_rows is None else num_rows
         everything = [*shape[:axis], num_rows, *shape[axis + 1 :]]
         whole = shard._replace(start=0, num_rows=1)
-        drawn = uniform_of_rows(everything, inputs.dtype, seed, whole)
+        values = uniform_of_rows(everything, inputs.dtype, seed, whole)
         begin = tf.one_hot(axis, len(shape), shard.first_row_used, dtype=tf.int32)
-        return tf.slice(drawn, begin, tf.stack(shape))
+        return tf.slice(values, begin, tf.stack(shape))
 
     def _row_axis_of(self, inputs, shard) -> int | None:
-        """The axis that holds the rows; of an eager tensor the one that the judge found."""
-        found = getattr(self, "_row_axes", {0})
+        """The axis of the rows; for an eager tensor, the one that the judge found."""
+        axes = getattr(self, "_row_axes", {0})
         if tf.is_symbolic_tensor(inputs):
             return _row_axis(inputs, shard)
-        if len(found) > 1:
+        if len(axes) > 1:
             raise ValueError(
                 f"Layer '{self.name}' drops parts of tensors that hold the rows of the batch on "
                 "different axes, or not at all, and an eager step does not tell which is which. A "
-                f"traced step is required. Received: run_eagerly=True, axes {found}. Compile with "
+                f"traced step is required. Received: run_eagerly=True, axes {axes}. Compile with "
                 "run_eagerly=False, or take a dropout layer for each."
             )
-        return next(iter(found))
+        return next(iter(axes))
 
     def _mask_shape(self, inputs):
-        """Sizes of the mask of this replica's rows."""
-        asked = noise_shape_of(self, inputs)
+        """The shape of the mask of this replica's rows."""
+        noise_shape = noise_shape_of(self, inputs)
         shape = keras.ops.shape(inputs)
-        return [shape[axis] if size is None else size for axis, size in enumerate(asked)]
+        return [shape[axis] if size is None else size for axis, size in enumerate(noise_shape)]
 
 
 def _row_axis(inputs: tf.Tensor, shard: shards.Shard) -> int | None:
-    """The axis of a tensor that holds the examples; None where it has none.
+    """The axis of a tensor that holds the examples; None if there is none.
 
-    Of a graph whose batches may have any size, that is the axis whose size is not known. Axis 0 may
-    hold a multiple of the rows: other axes folded into it.
+    If batches of a graph may have any size, it is the axis of unknown size. Axis 0 may hold a
+    multiple of the rows, with other axes folded into it.
 
     Raises:
-        ValueError: If it was made of rows, and several axes may hold them.
+        ValueError: If the tensor depends on the rows, and several axes may hold them.
     """
     if tf.is_symbolic_tensor(inputs) and not provenance.made_of(inputs):
         return None
@@ -158,7 +158,7 @@ def uniform_of_rows(shape, dtype, seed, shard: shards.Shard) -> tf.Tensor:
     """Draws this replica's rows of the uniform tensor that one device draws for the batch.
 
     Philox numbers are a function of (key, counter), and element i of a tensor comes from counter
-    i // w, with w elements a step; so a slice of a tensor can be drawn alone.
+    i // w, with w elements per step; so a slice of a tensor can be drawn alone.
 
     Args:
         shape: Sizes of this replica's part; axis 0 holds `shard.num_rows_used` rows, or a multiple.
@@ -170,7 +170,7 @@ def uniform_of_rows(shape, dtype, seed, shard: shards.Shard) -> tf.Tensor:
         Tensor of `shape` with values in [0, 1).
     """
     width = _PHILOX_WORDS // 2 if dtype == tf.float64 else _PHILOX_WORDS
-    # Numbers of rows stay in 32 bits, which are the host's: a GPU would wait for longer ones.
+    # Row counts stay in 32 bits, which TensorFlow keeps on the host: a GPU would wait for 64 bits.
     before = shard.start * (shape[0] // shard.num_rows_used)
     row_size = math.prod(shape[1:]) if all(isinstance(size, int) for size in shape[1:]) else None
     if not row_size:
@@ -179,13 +179,13 @@ def uniform_of_rows(shape, dtype, seed, shard: shards.Shard) -> tf.Tensor:
     if row_size % width == 0:
         return _drawn(shape, dtype, seed, step)
     skipped = before % width * (row_size % width) % width
-    num_more = -(-width // row_size)  # Rows, enough to skip a part of a step.
+    num_more = -(-width // row_size)  # Enough additional rows to skip part of a step.
     flat = tf.reshape(_drawn([shape[0] + num_more, row_size], dtype, seed, step), [-1])
     return tf.reshape(flat[skipped : skipped - num_more * row_size], shape)
 
 
 def _uniform_of_any_size(shape, dtype, seed, before, width):
-    """The same, where the size of a row is known only when the step runs."""
+    """Draws the same rows if the size of a row is known only when the step runs."""
     row_size = tf.reduce_prod(_long(tf.stack(shape[1:])))
     first = _long(before) * row_size
     skipped = first % width
@@ -195,8 +195,8 @@ def _uniform_of_any_size(shape, dtype, seed, before, width):
 
 
 def _drawn(shape, dtype, seed, step):
-    """Draws a tensor that begins at a step of the counter."""
-    # Keras narrows its seeds so before a draw.
+    """Draws a tensor from a given step of the counter on."""
+    # Keras narrows its seeds like this before a draw.
     seed = tf.cast(tf.math.floormod(seed, tf.int32.max - 1), tf.int32)
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
     counter = counter + tf.cast(tf.stack([step, tf.zeros_like(step)]), counter.dtype)

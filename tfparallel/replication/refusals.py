@@ -1,4 +1,4 @@
-"""What data parallelism cannot do exactly, and input that no training can use: said at once."""
+"""Early errors for what data parallelism cannot do exactly, and for unusable input."""
 
 import numbers
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from tfparallel.variables.sharded import ShardedVariable
 
 
 def check_model(model: keras.Model, strategy) -> None:
-    """Raises if the model keeps state by example, which shards cannot.
+    """Raises if the model keeps a state per example, which shards cannot.
 
     Raises:
         ValueError: For a stateful recurrent layer.
@@ -32,10 +32,10 @@ def check_model(model: keras.Model, strategy) -> None:
 
 
 def check_scales(model: keras.Model) -> None:
-    """Raises if a layer scales by what it has seen in its last calls.
+    """Raises if a layer scales by the values of its last calls.
 
     Raises:
-        ValueError: For a layer of float8.
+        ValueError: For a float8 layer.
     """
     scaled = [
         layer.name
@@ -51,7 +51,7 @@ def check_scales(model: keras.Model) -> None:
 
 
 def check_activity(model: keras.Model) -> None:
-    """Raises if a layer adds to the loss what its activity sums to over the batch.
+    """Raises if a layer adds the sum of its activity over the batch to the loss.
 
     Raises:
         ValueError: For an activity regularizer, before Keras 3.14.
@@ -67,11 +67,11 @@ def check_activity(model: keras.Model) -> None:
 
 
 def check_compile(model: keras.Model, strategy) -> None:
-    """Raises on options of a compiled model that several replicas cannot honour.
+    """Raises for options of a compiled model that several replicas cannot honour.
 
     Raises:
-        ValueError: For `steps_per_execution` above 1 where the replicas are summed by an algorithm
-            that cannot run in a loop; or if programs of XLA are to sum, and a step has none.
+        ValueError: For `steps_per_execution` above 1 with an all-reduce algorithm that cannot run
+            in a loop; or if XLA programs should sum the gradients, but a step has none.
     """
     name = getattr(strategy, "all_reduce_name", None)
     if model.compiled and model.steps_per_execution > 1 and name in cross_device.NOT_IN_LOOPS:
@@ -107,37 +107,37 @@ def check_compile(model: keras.Model, strategy) -> None:
 
 
 def check_scope(strategy, caller: str) -> None:
-    """Raises in the scope of a strategy that is another one.
+    """Raises inside the scope of another strategy.
 
     Args:
-        strategy: The one that trains the model.
-        caller: What is called, for the message.
+        strategy: The strategy that trains the model.
+        caller: What was called, for the message.
 
     Raises:
-        ValueError: If there is such a scope.
+        ValueError: If another strategy is in scope.
     """
-    found = tf.distribute.get_strategy()
-    if not tf.distribute.has_strategy() or found is strategy:
+    scope = tf.distribute.get_strategy()
+    if not tf.distribute.has_strategy() or scope is strategy:
         return
     raise ValueError(
         f"{caller} brings a strategy of its own, and must be called outside another's scope. "
-        f"Received: {type(found).__name__} in scope. Move the call, and `compile` and `fit` of its "
+        f"Received: {type(scope).__name__} in scope. Move the call, and `compile` and `fit` of its "
         "model, out of the `with` block; or keep the block, with tfparallel's strategy of that "
         "name, and build plain Keras in it."
     )
 
 
 def check_variables(model: keras.Model, strategy, made_by_function: bool = False) -> None:
-    """Raises if the model trains a variable that the strategy does not hold.
+    """Raises if the model trains a variable that does not belong to the strategy.
 
     Args:
-        model: A model that is compiled, or about to be trained.
-        strategy: The one that trains it.
-        made_by_function: Whether a function that was given to `data_parallel` made the model.
+        model: A compiled model, or one about to be trained.
+        strategy: The strategy that trains it.
+        made_by_function: Whether a function passed to `data_parallel` made the model.
 
     Raises:
-        ValueError: For a variable that was made outside the strategy's scope: all of them, by
-            `enable_lora`, or by a layer that was added since; for a layer of float8; before
+        ValueError: For a variable that was created outside the strategy's scope: all of them, by
+            `enable_lora`, or by a layer that was added later; for a float8 layer; before
             Keras 3.14, for an activity regularizer.
     """
     check_scales(model)
@@ -164,17 +164,17 @@ def check_variables(model: keras.Model, strategy, made_by_function: bool = False
 
 
 def check_updated(variables, strategy, model: keras.Model | None) -> None:
-    """Raises if an optimizer is to be built for a variable that the strategy does not hold.
+    """Raises if an optimizer would be built for a variable that is not the strategy's.
 
-    With one replica a model that was built outside the scope is found here, not before.
+    With one replica, a model that was built outside the scope is only detected here.
 
     Args:
-        variables: The trainable variables, Keras's.
-        strategy: The one that the optimizer acts under.
+        variables: The trainable Keras variables.
+        strategy: The strategy of the optimizer.
         model: The model that Keras trains; None in a custom loop.
 
     Raises:
-        ValueError: For a variable that was made outside the strategy's scope.
+        ValueError: For a variable that was created outside the strategy's scope.
     """
     outside = _outside(variables, strategy)
     if outside:
@@ -199,21 +199,21 @@ def _required(strategy) -> str:
 
 
 def _outside(variables, strategy) -> list[str]:
-    """The paths of the variables that a strategy does not hold."""
+    """The paths of the variables that do not belong to a strategy."""
     return [
         variable.path
         for variable in variables
-        if getattr(_held(variable), "distribute_strategy", None) is not strategy
+        if getattr(_storage(variable), "distribute_strategy", None) is not strategy
     ]
 
 
-def _held(variable: keras.Variable):
-    """What holds the value of a variable, or a share of it."""
+def _storage(variable: keras.Variable):
+    """The variable that stores the value of a Keras variable, or a share of it."""
     return variable.share.value if isinstance(variable, ShardedVariable) else variable.value
 
 
 def _parts_outside(layer, strategy) -> list[str]:
-    """The names of the outermost layers within a layer that the strategy holds nothing of."""
+    """The names of the outermost layers within a layer that lie wholly outside the strategy."""
     names = []
     for part in layers_in(layer, include_self=False, recursive=False):
         outside = _outside(part.variables, strategy)
@@ -230,12 +230,12 @@ def _listed(names: list[str]) -> str:
 
 
 def check_data(x, batch_size, steps_per_epoch, method: str) -> None:
-    """Raises on data that cannot be trained on.
+    """Raises for unusable training data.
 
     Args:
         x: The first argument of `fit`.
-        batch_size: The global batch size asked for, or None.
-        steps_per_epoch: The steps asked for, or None.
+        batch_size: The requested global batch size, or None.
+        steps_per_epoch: The requested steps, or None.
         method: The name of the caller, for messages.
 
     Raises:
@@ -277,15 +277,15 @@ def _check_dataset(dataset, steps_per_epoch, method):
 
 
 def refuse_callbacks(callbacks, *, are_sharded: bool) -> None:
-    """Raises for a callback of a `fit` that needs whole values where replicas have shares.
+    """Raises for callbacks of `fit` that need whole values where replicas have shares.
 
     Args:
         callbacks: The callbacks.
-        are_sharded: Whether several workers have shares of the weights, too.
+        are_sharded: Whether the weights are also sharded over several workers.
 
     Raises:
-        ValueError: If one swaps what the optimizer holds with the weights, or is to read the
-            weights on the chief alone.
+        ValueError: If one swaps optimizer state with the weights, or reads the weights only on
+            the chief.
     """
     if are_sharded and any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks):
         raise ValueError(
@@ -302,7 +302,7 @@ def refuse_callbacks(callbacks, *, are_sharded: bool) -> None:
 
 
 def refuse_state(layer: keras.Layer, written: Sequence) -> Sequence:
-    """Raises if a call, one of several for an update, has written variables; else hands them on."""
+    """Raises if one of several calls per update wrote variables; else returns an empty sequence."""
     if written:
         raise ValueError(
             "Where the gradients of several steps are added up, a layer that changes its state "

@@ -1,4 +1,4 @@
-"""One call of a layer, spread over the replicas, forward and backward.
+"""One call of a layer, divided over the replicas, forward and backward.
 
               global batch x  (B, …)
         ┌───────────┼───────────┐          rows ⌊kB/N⌋ to ⌊(k+1)B/N⌋ to replica k
@@ -6,7 +6,7 @@
         │ copy of θ │ copy of θ │ copy of θ
        y_0         y_1         y_2
         └───────────┼───────────┘          rows joined in order
-              y  (B, …)                    ──▶  the loss J, once, of the whole batch
+              y  (B, …)                    ──▶  the loss J of the whole batch, once
               ∂J/∂y                        ◀──  the caller's tape
         ┌───────────┼───────────┐
      ∂J/∂y_0     ∂J/∂y_1     ∂J/∂y_2
@@ -14,12 +14,12 @@
        g_0         g_1         g_2         g_k = (∂y_k/∂θ)ᵀ ∂J/∂y_k
         └────────── Σ ──────────┘          all-reduce: ∂J/∂θ = Σ_k g_k
 
-∂J/∂y comes from the loss of the whole batch and so holds the loss's own divisor, whatever that is:
-examples, tokens under a mask, a sum of weights. The sum over k is therefore exact for shards of
-any size and for any loss, those that compare examples included. A call that takes losses over its
-own rows returns `Sums` in place of outputs (`own_rows.py`); what comes back to it is 1/D. If that
-follows from sizes, no worker waits for the others before its backward pass is done: the sums
-travel with the gradients.
+∂J/∂y comes from the loss of the whole batch, so it includes the divisor of that loss: examples,
+tokens under a mask, or a sum of weights. The sum over k is therefore exact for shards of any size
+and for any loss, even one that compares examples. A call that computes losses over its own rows
+returns `Sums` instead of outputs (`own_rows.py`), and receives 1/D in the backward pass. If D
+follows from sizes, no worker waits for the others before its backward pass is done: the sums travel
+with the gradients.
 """
 
 import functools
@@ -55,13 +55,13 @@ from tfparallel.update.pending import PendingSums
 
 
 class _Replica(NamedTuple):
-    """What one replica's forward pass leaves behind."""
+    """The results of one replica's forward pass."""
 
     shard: shards.Shard
     tape: tf.GradientTape
     inputs: list[tf.Tensor]
-    logits: list[Logits | None]  # Of each output.
-    sources: list[list[tf.Tensor]]  # What is joined for each output, its logits where known.
+    logits: list[Logits | None]  # One per output.
+    sources: list[list[tf.Tensor]]  # The tensors to join for each output; its logits if known.
     losses: list[tf.Tensor]
     sums: list[tf.Tensor]
     masks: list[tf.Tensor | None]
@@ -70,7 +70,7 @@ class _Replica(NamedTuple):
 
     @property
     def joined(self) -> list[tf.Tensor]:
-        """All that is joined with the rows of the other replicas."""
+        """All tensors to join with the rows of the other replicas."""
         return list(itertools.chain(*self.sources))
 
 
@@ -81,13 +81,13 @@ class ReplicatedCall:
 
     Args:
         layer: The built layer whose variables the call reads.
-        call: The layer's own `__call__`, unreplicated.
+        call: The layer's original `__call__`, unreplicated.
         strategy: The `tfparallel.MirroredStrategy` that the variables belong to.
-        partial_gradients: If given, the gradients of variables that it takes are left unsummed:
-            the tape receives zeros, and this worker's terms are added to it.
-        worker_rows: How many rows each worker has, if the arguments hold this worker's alone: a
-            scalar tensor a worker, equal on all.
-        gathers: Whether the outputs are joined with those of the other workers.
+        partial_gradients: If given, it takes this worker's terms of the gradients of some
+            variables, which stay unsummed; the tape receives zeros for them.
+        worker_rows: How many rows each worker has, if the arguments hold only this worker's: one
+            scalar tensor per worker, equal on all workers.
+        gathers: Whether to join the outputs with those of the other workers.
     """
 
     def __init__(
@@ -105,20 +105,20 @@ class ReplicatedCall:
         self._worker_rows = worker_rows
         self._gathers = gathers
         self._gradients = WeightGradients(layer, call, strategy, partial_gradients)
-        self._waiting: list[tf.Tensor] = []  # Sums of this worker that travel with the gradients,
-        self._arrived: list[tf.Tensor] | None = None  # and what the backward pass made of them.
+        self._waiting: list[tf.Tensor] = []  # This worker's sums that travel with the gradients,
+        self._arrived: list[tf.Tensor] | None = None  # and their totals after the backward pass.
 
     def __call__(self, args: tuple, kwargs: dict) -> tuple[Any, list[tf.Tensor]]:
         """Runs the call.
 
         Args:
-            args: Positional arguments of the call, tensors of shape `(batch, …)` among them.
-            kwargs: Keyword arguments, likewise.
+            args: Positional arguments of the call, including tensors of shape `(batch, …)`.
+            kwargs: Keyword arguments of the call.
 
         Returns:
-            The outputs, each of shape `(batch, …)`, of all workers' rows unless it was told not to
-            gather them, or `Summed` for `Sums`; and the losses that layers added, each the
-            replicas' average weighted with their shares of the batch.
+            The outputs, each of shape `(batch, …)`, of all workers' rows if `gathers`, or `Summed`
+            for `Sums`; and the losses that layers added, each averaged over the replicas, weighted
+            by their shares of the batch.
 
         Raises:
             ValueError: If the inputs disagree on the batch size, or an output has no batch axis.
@@ -133,11 +133,11 @@ class ReplicatedCall:
 
         def forward(*_):
             replicas.extend(self._forward(inputs, call_state, shards_here, trace))
-            with recording():  # The caller's tape knows those that are there when this returns.
+            with recording():  # The caller's tape only sees sources that exist on return.
                 sources.extend(self._gradients.add_read(replicas[0].tape))
             joined = [tf.concat(rows, 0) for rows in _transposed(replicas, "joined")]
             terms = _transposed(replicas, "losses") + _transposed(replicas, "sums")
-            sums = [tf.add_n(own) for own in terms]
+            sums = [tf.add_n(of_replicas) for of_replicas in terms]
             joined = self._of_known_size(self._gathered(joined, inputs.num_rows), inputs.num_rows)
             if self._may_wait(replicas[0]):
                 self._waiting = sums
@@ -180,13 +180,13 @@ class ReplicatedCall:
         parts = inputs.split(shards_here)
 
         def on_replica(k, shard, part):
-            own = inputs.floats_of(part)
+            float_rows = inputs.floats_of(part)
             self._gradients.gathers.begin()
             with (
                 within(shard=shard, gathers=self._gradients.gathers),
                 tf.GradientTape(persistent=True) as tape,
             ):
-                tape.watch(own)
+                tape.watch(float_rows)
                 replica_args, replica_kwargs = inputs.pack(part)
                 with call_state.inherited(), state.ReplicaScope(k) as scope:
                     structure = self._call(*replica_args, **replica_kwargs)
@@ -206,18 +206,18 @@ class ReplicatedCall:
                     shard.if_it_has_rows(loss * shard.weight(loss.dtype)) for loss in scope.losses
                 ]
             return _Replica(
-                shard, tape, own, logits, sources, losses, sums, masks, scope, structure
+                shard, tape, float_rows, logits, sources, losses, sums, masks, scope, structure
             )
 
-        told, before = shards.for_replicas(shards_here), len(operations_here())
-        replicas = trace.run(on_replica, range(len(shards_here)), told, parts)
+        replica_shards, before = shards.for_replicas(shards_here), len(operations_here())
+        replicas = trace.run(on_replica, range(len(shards_here)), replica_shards, parts)
         with recording():
-            self._refuse_lost_gradients(_taken(operations_here()[before:]))
+            self._refuse_lost_gradients(_captured_floats(operations_here()[before:]))
         inputs.take_off_masks(parts[0])
         return replicas
 
     def _refuse_lost_gradients(self, tensors: Iterable[tf.Tensor]) -> None:
-        """Raises for what each replica takes as it is, if a tape waits for its gradient."""
+        """Raises if a tape needs the gradient of a tensor that each replica takes unchanged."""
         for tensor in tensors:
             if needs_gradient([tensor]):
                 raise ValueError(
@@ -233,20 +233,20 @@ class ReplicatedCall:
         return (
             self._strategy.workers is not None
             and sums.may_wait
-            and not replica.losses  # What layers add to the loss may be read by anyone.
+            and not replica.losses  # Any code may read the losses that layers add.
             and all(map(is_summable, sums.tensors))
         )
 
     def _waited_for(self) -> list[tf.Tensor]:
-        """The sums over all workers; by a collective of their own, if no gradient took them."""
+        """The sums over all workers, by a separate collective if no gradient carried them."""
         if self._arrived is None:
             self._arrived = self._summed(self._waiting)
         return self._arrived
 
     def _of_known_size(self, joined, num_rows):
-        """Gives outputs the batch size that their rows lost on the way in (`Shard.rows_used`).
+        """Restores the static batch size that the rows lost (`Shard.rows_used`).
 
-        Only where each is known to have a row for each example: an output may have several.
+        Only for layers known to have one row per example; an output may have several.
         """
         is_whole = self._gathers and self._worker_rows is None
         if not is_whole or not isinstance(num_rows, int) or not has_rows(self._layer):
@@ -267,12 +267,12 @@ class ReplicatedCall:
         if workers is None or not tensors:
             return list(tensors)
         rows = [tf.expand_dims(tensor, 0) for tensor in tensors]
-        # Gathered, not all-reduced: so the loss of a worker is noticed at once.
+        # Gathered, not all-reduced, to detect a lost worker at once.
         gathered = workers.all_gather(rows, [1] * workers.num_workers)
         return [tf.reduce_sum(each, 0) for each in gathered]
 
     def _backward(self, replicas, upstream, sources, needed, inputs, shards_here, trace):
-        """Returns Σ_k g_k for each trainable variable, after the inputs' gradients, joined."""
+        """Returns the joined gradients of the inputs, then Σ_k g_k for each trainable variable."""
         num_joined = len(replicas[0].joined)
         is_summed = isinstance(replicas[0].structure, Sums)
         of_joined = [None] * num_joined if is_summed else upstream[:num_joined]
@@ -292,13 +292,13 @@ class ReplicatedCall:
                 if is_differentiable(target) and dy is not None
             ]
             with shards.working_on(replica.shard):
-                found = replica.tape.gradient(
+                gradients_of_replica = replica.tape.gradient(
                     [target for target, _ in targets],
-                    replica.inputs + self._gradients.held(k),
+                    replica.inputs + self._gradients.variables_read(k),
                     [dy for _, dy in targets],
                 )
-            self._gradients.check(found[len(replica.inputs) :])
-            return found
+            self._gradients.check(gradients_of_replica[len(replica.inputs) :])
+            return gradients_of_replica
 
         self._gradients.begin_backward(inputs.structure)
         gradients = trace.run(on_replica, range(len(replicas)), own_upstream)
@@ -315,7 +315,7 @@ class ReplicatedCall:
         if self._waiting:
             self._arrived = beside
         if is_recording():
-            # The sources, too: what a tape does not see used it takes for a constant.
+            # Includes the sources: a tape treats unused tensors as constants.
             used = [dy for dy in upstream if dy is not None] + sources
             results = differentiable_once(results, used, self._layer.name)
         return results
@@ -328,7 +328,7 @@ class ReplicatedCall:
 
 
 def checked_output(layer: keras.Layer, output: tf.Tensor) -> tf.Tensor:
-    """Returns an output that has a row for each example; says what another one lacks."""
+    """Returns an output with one row per example; raises for any other."""
     if output is None:
         raise ValueError(
             f"Layer '{layer.name}' puts out None, of which no rows can be joined. Tensors are "
@@ -344,11 +344,11 @@ def checked_output(layer: keras.Layer, output: tf.Tensor) -> tf.Tensor:
     return output
 
 
-def _taken(operations: Sequence[tf.Operation]) -> Iterator[tf.Tensor]:
-    """The numbers that operations take from others."""
-    own = {op.name for op in operations}
-    found = {id(each): each for op in operations for each in op.inputs if each.op.name not in own}
-    return filter(is_differentiable, found.values())
+def _captured_floats(operations: Sequence[tf.Operation]) -> Iterator[tf.Tensor]:
+    """The differentiable tensors that operations take from outside."""
+    inner = {op.name for op in operations}
+    taken = {id(each): each for op in operations for each in op.inputs if each.op.name not in inner}
+    return filter(is_differentiable, taken.values())
 
 
 def _join(rows, all_shards):
@@ -360,5 +360,5 @@ def _join(rows, all_shards):
 
 
 def _transposed(replicas, field):
-    """From the replicas' lists of a field to lists over the replicas."""
+    """Turns each replica's list of a field into lists over the replicas."""
     return list(zip(*[getattr(replica, field) for replica in replicas], strict=True))

@@ -1,4 +1,4 @@
-"""A layer, or a model, whose call in a program is spread over the replicas."""
+"""A layer or model whose call in a program is divided over the replicas."""
 
 import keras
 import tensorflow as tf
@@ -14,12 +14,12 @@ __all__ = ["ReplicatedLayer", "judge_anew"]
 
 
 class ReplicatedLayer:
-    """Extends a layer or a model: a call in a program is spread over the replicas."""
+    """Extends a layer or model to divide its calls in a program over the replicas."""
 
-    _judged_eagerly = frozenset()  # The kinds of arguments that eager calls were given.
+    _judged_eagerly = frozenset()  # The kinds of arguments of eager calls that were judged.
 
     def __call__(self, *args, **kwargs):
-        """Calls the layer, on the replicas if it is a program that calls it."""
+        """Calls the layer; in a program, on all replicas."""
         if not self._is_called_by_program(args, kwargs):
             return super().__call__(*args, **kwargs)
         if not self.built:
@@ -29,18 +29,18 @@ class ReplicatedLayer:
 
     @property
     def _call_of_layer(self):
-        """The layer's own `__call__`, unreplicated."""
+        """The layer's original `__call__`, unreplicated."""
         return super().__call__
 
     def _look_at_rows(self, call, args, kwargs):
         """Refuses a call that mixes examples."""
-        asked = getattr(self, "_check_rows", None)
-        looks = self._strategy.check_rows if asked is None else asked
-        looks = looks and self._strategy.place is None  # Of all workers' rows it was done before.
+        setting = getattr(self, "_check_rows", None)
+        looks = self._strategy.check_rows if setting is None else setting
+        looks = looks and self._strategy.place is None  # Apart, the step has already been judged.
         is_divided = self._strategy.num_replicas > 1
         if not looks or not (is_divided or getattr(self, "_accumulates", False)):
             return
-        # A step that is traced is judged each time; an eager one would be in every call.
+        # Every trace is judged; an eager step would be judged in every call.
         kind = str(keras.tree.map_structure(_type_of, (args, kwargs)))
         if not tf.executing_eagerly() or kind not in self._judged_eagerly:
             workers = self._strategy.workers
@@ -50,7 +50,7 @@ class ReplicatedLayer:
             attach(self, _judged_eagerly=self._judged_eagerly | {kind})
 
     def _call_on_replicas(self, call, args, kwargs, **options):
-        """Calls a function of this layer's on each replica; keeps the losses that it adds."""
+        """Calls a function of this layer on each replica, and adds its losses to the layer."""
         partial = self._partial_gradients()
         replicated = ReplicatedCall(self, call, self._strategy, partial, **options)
         outputs, losses = replicated(args, kwargs)
@@ -65,7 +65,7 @@ class ReplicatedLayer:
             strategy is not None
             and strategy.program_is_running
             and tf.distribute.in_cross_replica_context()
-            and not in_stateless_scope()  # Keras works out shapes, or builds.
+            and not in_stateless_scope()  # Keras infers shapes, or builds.
             and not any(
                 isinstance(leaf, keras.KerasTensor) for leaf in keras.tree.flatten((args, kwargs))
             )
@@ -82,7 +82,7 @@ class ReplicatedLayer:
 
 
 def judge_anew(layer: keras.Layer) -> None:
-    """Forgets which eager calls of a layer were judged: it may have been changed since."""
+    """Forgets which eager calls of a layer were judged, since it may have changed."""
     if isinstance(layer, ReplicatedLayer):
         attach(layer, _judged_eagerly=frozenset())
 

@@ -1,12 +1,11 @@
-"""What a replicated call may return in place of outputs: sums over the rows, which are added up.
+"""Sums over rows, which a replicated call may return instead of outputs.
 
 | | | |
 | --- | --- | --- |
-| `Sums` | of a replica | its rows' terms of the losses, and of what metrics grow by |
-| `Summed` | of the step | those of the batch, added over the replicas, then over the workers |
+| `Sums` | of a replica | the loss terms and metric increments of its rows |
+| `Summed` | of the step | those of the batch, summed over the replicas, then over the workers |
 
-Over the workers they are added at once or, where the backward pass needs none of it, with the
-gradients.
+Workers sum them at once or, if the backward pass does not need them, with the gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,13 +17,13 @@ __all__ = ["Summed", "Sums"]
 
 
 class Sums(NamedTuple):
-    """What a call returns whose results are summed over the replicas, and not joined.
+    """Results of a call that are summed over the replicas instead of joined.
 
     Attributes:
-        tensors: Each of this replica's rows alone; of a replica without rows they do not count.
-        may_wait: Whether what comes back to the replicas is the same whatever the sums are. Then
-            they travel with the gradients.
-        rows: Outputs that are joined all the same, to be looked at: they have no gradient.
+        tensors: Sums over this replica's rows; those of a replica without rows do not count.
+        may_wait: Whether the gradient does not depend on the sums. Then they travel with the
+            gradients.
+        rows: Outputs to join anyway, for inspection; they have no gradient.
     """
 
     tensors: list[tf.Tensor]
@@ -33,12 +32,12 @@ class Sums(NamedTuple):
 
 
 class Summed(NamedTuple):
-    """What such a call gives its caller.
+    """The result of such a call for its caller.
 
     Attributes:
-        tensors: What a loss is differentiated in: sums over all replicas, or over this worker's
-            alone if they wait.
-        of_all: Called behind the backward pass; returns the sums over all replicas.
+        tensors: The tensors to differentiate a loss in: sums over all replicas, or only over this
+            worker's if they wait.
+        of_all: Called after the backward pass; returns the sums over all replicas.
         wait: Whether the two differ.
         rows: Outputs of all rows, joined.
     """

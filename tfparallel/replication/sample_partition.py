@@ -1,17 +1,16 @@
-"""Sample partition: each worker reads examples of its own.
+"""Sample partition: each worker reads different examples.
 
     worker 0   x₀ x₁ x₂ │ x₃ x₄ x₅ │ x₆            three steps
     worker 1   x₇ x₈    │ x₉       │ (nothing)     two, and an empty batch
                ─────────┼──────────┼──────────
-    the step     5 rows │   4 rows │   1 row       what all workers train on together
+    the step     5 rows │   4 rows │   1 row       the batch of all workers
 
-Use it where the data does not fit, or is not readable, on every worker: each opens its own files.
-The workers tell each other how many rows they have, and that is all that crosses: a row is trained
-on where it was read. No example is dropped or counted twice; a worker whose examples have run out
-takes part with none, and is lent a row of another's, whose results are dropped. Batches padded to
-different lengths are padded to the longest. Where losses or metrics need the outputs of all rows
-(`step/where_rows_meet.py`), and in a user's own step, the batches are joined on the wire before the
-step sees them.
+Use it if the data does not fit, or is not readable, on every worker: each opens its own files. The
+workers only exchange their row counts; each row is trained on where it was read. No example is
+dropped or counted twice. A worker whose examples have run out takes part without rows: it borrows a
+row of another worker, and drops the results. Batches padded to different lengths are padded to the
+longest. If losses or metrics need the outputs of all rows (`step/where_rows_meet.py`), and in a
+user's own step, the workers gather the batches before the step sees them.
 """
 
 from typing import Any
@@ -29,21 +28,21 @@ _KEY = "__rows_of_this_worker__"
 
 
 def by_sample(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Marks a data set of batches as this worker's own share of the examples.
+    """Marks a data set of batches as this worker's share of the examples.
 
-    All workers call it, with shares of any size; batches may differ in size, too. Give the result
-    to `fit`, `evaluate` or `predict`, whose batch is then all workers' batches one after the other.
+    Call it on all workers, with shares of any size; batches may differ in size, too. Pass the
+    result to `fit`, `evaluate` or `predict`, whose batch then joins the batches of all workers.
 
     Args:
-        dataset: Batches `(x, y[, sample_weight])` of this worker, of known cardinality; or, on all
-            workers, without end. Padding of axes behind the first may differ between workers; it
-            is filled with zeros.
+        dataset: Batches `(x, y[, sample_weight])` of this worker, of known cardinality; or
+            infinite, on all workers. Axes after the first may be padded to different lengths on
+            the workers; they are filled with zeros.
 
     Returns:
-        A data set of as many batches on each worker as the longest share has.
+        A data set with as many batches on each worker as the longest share has.
 
     Raises:
-        ValueError: If the length of the data set is unknown, it ends on some workers alone, or
+        ValueError: If the length of the data set is unknown, it ends only on some workers, or
             its tensors are ragged or sparse.
 
     Example:
@@ -94,14 +93,14 @@ def by_sample(dataset: tf.data.Dataset) -> tf.data.Dataset:
     empty = tf.data.Dataset.from_tensors(nothing).map(
         lambda *batch: tf.nest.map_structure(_of_any_length, batch)
     )
-    even = dataset.concatenate(empty.repeat(num_steps - num_batches))
-    even = even.apply(tf.data.experimental.assert_cardinality(num_steps))
-    even._tfparallel_by_sample = True
-    return even
+    padded = dataset.concatenate(empty.repeat(num_steps - num_batches))
+    padded = padded.apply(tf.data.experimental.assert_cardinality(num_steps))
+    padded._tfparallel_by_sample = True
+    return padded
 
 
 def weighted(dataset: Any, class_weight: dict[int, float] | None) -> Any:
-    """Weights by class the batches of a sample partition; what Keras maps is none any more."""
+    """Applies class weights to a sample partition, which would lose its mark if Keras mapped it."""
     if class_weight is None or not getattr(dataset, "_tfparallel_by_sample", False):
         return dataset
     dataset = dataset.map(class_weighting(class_weight))
@@ -110,11 +109,11 @@ def weighted(dataset: Any, class_weight: dict[int, float] | None) -> Any:
 
 
 def marked(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Wraps the batches of a data set that `by_sample` returned, so that a step can tell."""
+    """Wraps the batches of a data set from `by_sample`, so a step can recognize them."""
     if not getattr(dataset, "_tfparallel_by_sample", False):
         return dataset
-    # Which axes have an unknown length is said here: `predict` hands its steps batches of known
-    # shapes, which are others on each worker, and all must make the same of them.
+    # The key records which axes have an unknown length: `predict` passes its steps batches of
+    # known shapes, which differ by worker, and all workers must treat them alike.
     specs = tf.nest.flatten(dataset.element_spec)
     shapes = ["x".join("?" if n is None else str(n) for n in spec.shape[1:]) for spec in specs]
     key = ":".join([_KEY, *shapes])
@@ -122,28 +121,28 @@ def marked(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def unmarked(data):
-    """The batch itself, or the spec of one, without joining."""
-    found = rows_of_worker.unmarked(data)
-    if found is not None:
-        return found[0]
+    """The batch, or its spec, without the wrapper."""
+    rows_and_number = rows_of_worker.unmarked(data)
+    if rows_and_number is not None:
+        return rows_and_number[0]
     return next(iter(data.values())) if _is_marked(data) else data
 
 
-def held(data, strategy) -> tuple[Any, list[tf.Tensor] | None]:
-    """In a step: what this worker holds of the batch, and how much each worker does.
+def rows_and_counts(data, strategy) -> tuple[Any, list[tf.Tensor] | None]:
+    """Returns this worker's rows of the batch, and the row counts of all workers, in a step.
 
     Args:
-        data: What the step was given: a batch, or the rows of this worker, of a data set that
-            `by_sample` returned, or that is read in shares (`tfparallel.data.rows_of_worker`).
+        data: The data of the step: a batch, or the rows of this worker, from a data set that
+            `by_sample` returned or that is read in shares (`tfparallel.data.rows_of_worker`).
         strategy: The strategy that trains on it.
 
     Returns:
-        This worker's rows, padded as all others', and the number of rows of each worker; of a
-        worker that has none, a row of another's. Or the global batch and None.
+        This worker's rows, padded like those of the others, and the number of rows of each worker;
+        a worker without rows gets one of another worker. Or the global batch and None.
     """
-    found = rows_of_worker.unmarked(data)
-    if found is not None:
-        rows, number = found
+    rows_and_number = rows_of_worker.unmarked(data)
+    if rows_and_number is not None:
+        rows, number = rows_and_number
         return rows, rows_of_workers(strategy, tf.cast(number, tf.int32))
     if not _is_marked(data):
         return data, None
@@ -156,49 +155,49 @@ def held(data, strategy) -> tuple[Any, list[tf.Tensor] | None]:
         _padded(tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *shape]), workers)
         for leaf, shape in zip(tf.nest.flatten(batch), shapes, strict=True)
     ]
-    own = tf.reshape(tf.shape(leaves[0])[0], [1])
-    (counts,) = workers.all_gather([own], [1] * workers.num_workers)
+    num_rows = tf.reshape(tf.shape(leaves[0])[0], [1])
+    (counts,) = workers.all_gather([num_rows], [1] * workers.num_workers)
     counts = tf.unstack(counts, num=workers.num_workers)
     leaves = _with_a_row(leaves, counts, workers)
     return tf.nest.pack_sequence_as(batch, leaves), counts
 
 
 def _with_a_row(leaves, counts, workers):
-    """The leaves; of a worker without rows, one of another's (see `rows_of_worker.rows_to_read`).
+    """Gives a worker without rows one of another's (see `rows_of_worker.rows_to_read`).
 
-    Of texts, which do not travel, an empty one stands for it.
+    Strings are not sent; an empty one takes their place.
     """
-    least = [tf.minimum(count, 1) for count in counts]
-    missing = 1 - least[workers.worker_index]
+    num_firsts = [tf.minimum(count, 1) for count in counts]
+    missing = 1 - num_firsts[workers.worker_index]
     kinds = [leaf.dtype for leaf in leaves]
     sent = [kind.is_floating or kind.is_integer or kind.is_bool for kind in kinds]
 
     def of_another():
-        own = [leaf[:1] for leaf, is_sent in zip(leaves, sent, strict=True) if is_sent]
-        firsts = iter(workers.all_gather(own, least, ROWS) if own else [])
-        found = []
+        first_rows = [leaf[:1] for leaf, is_sent in zip(leaves, sent, strict=True) if is_sent]
+        firsts = iter(workers.all_gather(first_rows, num_firsts, ROWS) if first_rows else [])
+        padded = []
         for leaf, is_sent in zip(leaves, sent, strict=True):
             shape = tf.concat([[missing], tf.shape(leaf)[1:]], 0)
             row = next(firsts)[:missing] if is_sent else tf.zeros(shape, leaf.dtype)
-            found.append(tf.concat([leaf, row], 0))
-        return found
+            padded.append(tf.concat([leaf, row], 0))
+        return padded
 
-    found = tf.cond(tf.reduce_min(least) > 0, lambda: list(leaves), of_another)
-    return [tf.ensure_shape(*pair) for pair in zip(found, [x.shape for x in leaves], strict=True)]
+    padded = tf.cond(tf.reduce_min(num_firsts) > 0, lambda: list(leaves), of_another)
+    return [tf.ensure_shape(*pair) for pair in zip(padded, [x.shape for x in leaves], strict=True)]
 
 
 def joined(data, counts, workers):
-    """In a step: the rows of all workers.
+    """Gathers the rows of all workers in a step.
 
     Args:
-        data: What `held` returned first.
-        counts: What it returned second.
+        data: The rows that `rows_and_counts` returned.
+        counts: The counts that it returned.
         workers: The strategy's `ProcessGroup`, or None.
     """
     if counts is None:
         return data
-    own = counts[workers.worker_index]
-    rows = workers.all_gather([leaf[:own] for leaf in tf.nest.flatten(data)], counts, ROWS)
+    num_rows = counts[workers.worker_index]
+    rows = workers.all_gather([leaf[:num_rows] for leaf in tf.nest.flatten(data)], counts, ROWS)
     return tf.nest.pack_sequence_as(data, rows)
 
 
@@ -207,17 +206,17 @@ def _is_marked(data) -> bool:
 
 
 def _padded(leaf, workers):
-    """Pads the axes of unknown length, behind the first, to the longest of all workers."""
+    """Pads the axes of unknown length, except the first, to the longest of all workers."""
     if None not in leaf.shape[1:]:
         return leaf
-    own = tf.shape(leaf)[1:]
-    (everyones,) = workers.all_gather([own[None]], [1] * workers.num_workers)
-    missing = tf.reduce_max(everyones, 0) - own
-    return tf.pad(leaf, tf.concat([[[0, 0]], tf.stack([tf.zeros_like(own), missing], 1)], 0))
+    lengths = tf.shape(leaf)[1:]
+    (gathered,) = workers.all_gather([lengths[None]], [1] * workers.num_workers)
+    missing = tf.reduce_max(gathered, 0) - lengths
+    return tf.pad(leaf, tf.concat([[[0, 0]], tf.stack([tf.zeros_like(lengths), missing], 1)], 0))
 
 
 def _of_any_length(tensor):
-    """The tensor, of a shape that does not say how many rows there are."""
+    """The tensor with an unknown static number of rows."""
     return tensor[: tf.shape(tensor)[0]]
 
 

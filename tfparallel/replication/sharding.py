@@ -1,4 +1,4 @@
-"""Which weights of a model the replicas share out, and models that are built in shares."""
+"""Shards the large weights of a model over the replicas, or builds the model in shares."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -17,21 +17,21 @@ from tfparallel.variables.storageless import NeedsStorage, StoragelessModel
 
 __all__ = ["build_in_shares", "large_weights", "shard_weights"]
 
-# A weight of fewer elements is not worth a collective, as DeepSpeed's
-# `stage3_param_persistence_threshold`; what an optimizer holds of it is shared out all the same.
+# A weight of fewer elements is not worth a collective, like DeepSpeed's
+# `stage3_param_persistence_threshold`; its optimizer state is sharded anyway.
 _FEWEST = 2**12
 
 
 def build_in_shares(function: Callable[[], Any], strategy) -> Any:
-    """Calls a function that builds a model; of large weights no device holds two whole ones.
+    """Builds a model in shares; no device ever holds two whole large weights.
 
     Args:
         function: Returns a Keras model.
-        strategy: Whose replicas share out its weights.
+        strategy: The strategy whose replicas keep the shares.
 
     Returns:
-        What the function returned. If it reads values, or compiles, it was built whole at first;
-        and so are weights that the first batch makes.
+        The result of the function. If the function reads values or compiles, the model is built
+        whole at first; so are weights that the first batch creates.
     """
     try:
         built = StoragelessModel(function)
@@ -40,7 +40,7 @@ def build_in_shares(function: Callable[[], Any], strategy) -> Any:
             return function()
     is_model, places = isinstance(built.model, keras.Model), ReplicaPlaces(strategy)
     large = {id(weight) for weight in large_weights(built.model)} if is_model else set()
-    for variable in built.waiting():  # In turn: an initializer of the user's may draw.
+    for variable in built.waiting():  # In order: a user's initializer may draw random numbers.
         if id(variable) in large:
             shard(variable, places, built.value_of(variable))
         else:
@@ -50,26 +50,26 @@ def build_in_shares(function: Callable[[], Any], strategy) -> Any:
 
 
 def shard_weights(model: keras.Model) -> None:
-    """Has each replica keep its share of the large weights of a model, in place of a copy.
+    """Shards the large weights of a model: each replica keeps a share instead of a copy.
 
-    Those stay whole that are made in a step, which has read them by then, and those for which an
-    optimizer was built before.
+    Weights that are created in a step, which has already read them, stay whole, and so do weights
+    for which an optimizer was built before.
 
     Args:
-        model: One that replicas train.
+        model: A model that replicas train.
     """
     if tf.inside_function():
         return
     places = ReplicaPlaces(model.strategy)
     extended = [each for each in optimizers_of(model) if isinstance(each, UnitOptimizer)]
-    known = {key for optimizer in extended for key in trained_by(optimizer)}
+    in_optimizers = {key for optimizer in extended for key in trained_by(optimizer)}
     for weight in large_weights(model):
-        if not isinstance(weight, ShardedVariable) and id(weight) not in known:
+        if not isinstance(weight, ShardedVariable) and id(weight) not in in_optimizers:
             shard(weight, places, tf.convert_to_tensor(weight.value))
 
 
 def large_weights(model: keras.Model) -> Iterator[keras.Variable]:
-    """The weights that are worth it, and which no call writes."""
+    """The weights that are worth sharding, and that no call writes."""
     layers, writing = layers_in(model), keras.layers.SpectralNormalization
     wrapped = [layer.layer for layer in layers if isinstance(layer, writing)]
     written = {id(weight) for layer in wrapped for weight in weights_held_by(layer)}

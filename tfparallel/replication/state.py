@@ -1,12 +1,12 @@
 """State that a replicated call writes: batch norm's averages, seeds, metrics inside layers.
 
-In a replica a variable is written to the replica's own copy (`ReplicaScope`). Afterwards
+A replica writes variables to its own copies (`ReplicaScope`). Afterwards
 
-* state that is equal on all replicas (seeds, synchronized batch norm's averages) is left as it is,
+* state that is equal on all replicas (seeds, averages of synchronized batch norm) stays as it is,
   at no cost;
-* a metric's sum grows by what all replicas added to it;
-* any other floating-point state (a running mean of the batch, say) becomes the replicas' average,
-  weighted with their shares n_k / B of the batch; integers are replica 0's.
+* the sum of a metric grows by the increments of all replicas;
+* any other floating-point state (such as a running mean of the batch) becomes the average over the
+  replicas, weighted by their shares n_k / B of the batch; integers are those of replica 0.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ from tfparallel.seams.keras import (
 from tfparallel.strategies import variables
 from tfparallel.variables.sharded import ShardedVariable
 
-# What Keras keeps for each thread; a replica of an eager step is one, and must have it, too.
+# State that Keras keeps per thread; each replica of an eager step is a thread and needs it, too.
 _THREAD_STATE = (GLOBAL_SEED_GENERATOR, DTYPE_POLICY)
 
 
 class ReplicaScope(keras.StatelessScope):
-    """Keeps the losses that a replica's call adds apart, and writes the replica's own copies.
+    """Separates the losses of a replica's call, and writes to the replica's own copies.
 
     Args:
         replica: Index of the replica.
@@ -49,7 +49,7 @@ class ReplicaScope(keras.StatelessScope):
         self.written: dict[int, keras.Variable] = {}
 
     def add_update(self, update) -> None:
-        """Writes at once, where Keras would keep the value for later."""
+        """Writes at once, while Keras would store the value for later."""
         variable, value = update
         if isinstance(variable, ShardedVariable):
             raise PlacementError(
@@ -64,9 +64,9 @@ class ReplicaScope(keras.StatelessScope):
 
 
 class CallState:
-    """What a replicated call of a layer reads from its thread, and writes.
+    """The thread state that a replicated call of a layer reads, and the variables that it writes.
 
-    Made before the call: it notes the sums of the layer's metrics.
+    Create it before the call: it records the sums of the layer's metrics.
 
     Args:
         layer: The layer that is called.
@@ -90,9 +90,9 @@ class CallState:
 
     @contextlib.contextmanager
     def inherited(self) -> Iterator[None]:
-        """Gives a replica's thread what Keras keeps for the caller's, within the block.
+        """Gives a replica's thread the Keras state of the caller's thread, within the block.
 
-        By Keras's global seed the replica draws its own numbers, as it does by a layer's seed.
+        With Keras's global seed, a replica draws different numbers, as with a layer's seed.
         """
         before = {name: get_global(name) for name in self._thread_state}
         seed = by_replica(copy.copy(self._thread_state[GLOBAL_SEED_GENERATOR]))
@@ -107,11 +107,11 @@ class CallState:
     def written(
         self, scopes: list[ReplicaScope], *, with_sums: bool = True
     ) -> list[tuple[int, keras.Variable]]:
-        """The variables, by their id, that the replicas wrote and that may differ between them.
+        """The variables, with their ids, that the replicas wrote and that may differ between them.
 
         Args:
-            scopes: What each replica wrote.
-            with_sums: Whether those of metrics are among them, to which all rows are added.
+            scopes: The scope of each replica.
+            with_sums: Whether to include the variables of metrics, which sum over all rows.
         """
         return [
             (key, variable)
@@ -126,10 +126,10 @@ class CallState:
         own_shards: list[shards.Shard],
         sum_over_workers: Callable[[list[tf.Tensor]], list[tf.Tensor]],
     ) -> None:
-        """Writes to all copies what the replicas' own copies amount to for the batch.
+        """Combines what the replicas wrote into the state for the batch, in all copies.
 
         Args:
-            scopes: What this worker's replicas wrote, in order.
+            scopes: The scopes of this worker's replicas, in order.
             own_shards: Their shards.
             sum_over_workers: Sums tensors over the workers.
         """
@@ -149,13 +149,13 @@ class CallState:
                 variable.assign(tf.cast(total, variable.dtype))
                 continue
             variable.assign(before[0] + total)
-            # In a program the first copy holds the whole; of the others each would count again.
-            for held, own in zip(variables.copies(variable)[1:], before[1:], strict=True):
-                held.assign(own)
+            # In a program the first copy holds the total; the others would count it again.
+            for other, previous in zip(variables.copies(variable)[1:], before[1:], strict=True):
+                other.assign(previous)
 
 
 def _added(old, new, own_shards):
-    """What the replicas with examples added to a metric's sum."""
+    """The increments of a metric's sum by the replicas with examples."""
     return tf.add_n(
         [
             shard.if_it_has_rows(after - before)
@@ -165,10 +165,10 @@ def _added(old, new, own_shards):
 
 
 def _share_of_average(new, own_shards):
-    """This worker's terms of Σ_k n_k/B x_k; of integers, replica 0's value and nothing else."""
+    """This worker's terms of Σ_k n_k/B x_k; for integers, only the value of replica 0."""
     if not new[0].dtype.is_floating:
-        own = tf.cast(new[0], tf.uint8) if new[0].dtype.is_bool else new[0]
-        return own if own_shards[0].replica == 0 else tf.zeros_like(own)
+        value = tf.cast(new[0], tf.uint8) if new[0].dtype.is_bool else new[0]
+        return value if own_shards[0].replica == 0 else tf.zeros_like(value)
     return tf.add_n(
         [
             shard.if_it_has_rows(shard.weight(part.dtype) * part)
@@ -178,10 +178,10 @@ def _share_of_average(new, own_shards):
 
 
 def global_seed_generator() -> keras.random.SeedGenerator:
-    """Keras's seed generator for layers and functions without one; made where there is none yet."""
+    """Keras's global seed generator, created if there is none yet."""
     if get_global(GLOBAL_SEED_GENERATOR) is None:
         python_state = random.getstate()  # An unseeded generator takes its seed from Python's.
-        with tf.init_scope():  # Its variable outlives the step that is being traced.
+        with tf.init_scope():  # Its variable must outlive the step that is being traced.
             make_global_seed_generator()
         random.setstate(python_state)
     return get_global(GLOBAL_SEED_GENERATOR)

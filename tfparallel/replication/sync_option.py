@@ -1,4 +1,4 @@
-"""When the workers of a job agree on their weights: what `sync=` may say. Needs no TensorFlow."""
+"""The values of `sync=`: when workers synchronize their weights. Needs no TensorFlow."""
 
 from typing import NamedTuple
 
@@ -11,15 +11,16 @@ FORMS = (
 
 
 class Synchronization(NamedTuple):
-    """A policy.
+    """A synchronization policy.
 
     Attributes:
-        every: H, after how many steps the workers' weights are averaged; None sums their gradients.
-        start: How many steps sum gradients before that begins.
-        accumulated: N, of how many steps an update is, at first.
-        grows: Whether N is doubled where a larger batch pays.
-        is_async: Whether each worker updates weights that servers hold, by itself.
-        staleness: How many updates of others a gradient may miss then; None for a default.
+        every: H, the number of steps between averages of the weights; None to sum gradients.
+        start: The number of steps that sum gradients before averaging begins.
+        accumulated: N, the initial number of steps per update.
+        grows: Whether N is doubled if a larger batch pays.
+        is_async: Whether each worker independently updates weights on servers.
+        staleness: With `is_async`, how many updates of other workers a gradient may miss; None for
+            a default.
     """
 
     every: int | None = None
@@ -42,38 +43,38 @@ class Synchronization(NamedTuple):
         if spec == "async":
             return cls(is_async=True)
         if kind == "async":
-            found, wanted = _whole(numbers), "async takes the updates that a gradient may miss"
-            if len(found) == 1 and found[0] >= 0:
-                return cls(is_async=True, staleness=found[0])
+            values, expected = _whole(numbers), "async takes the updates that a gradient may miss"
+            if len(values) == 1 and values[0] >= 0:
+                return cls(is_async=True, staleness=values[0])
         elif kind == "accumulate":
             if numbers == "auto":
                 return cls(grows=True)
-            found, wanted = _whole(numbers), "accumulate takes the steps of an update, or auto"
-            if len(found) == 1 and found[0] >= 1:
-                return cls(accumulated=found[0])
+            values, expected = _whole(numbers), "accumulate takes the steps of an update, or auto"
+            if len(values) == 1 and values[0] >= 1:
+                return cls(accumulated=values[0])
         elif kind == "local_sgd":
-            found, wanted = _whole(numbers), "local_sgd takes the steps between two averages"
-            if len(found) == 1 and found[0] >= 1:
-                return cls(found[0])
+            values, expected = _whole(numbers), "local_sgd takes the steps between two averages"
+            if len(values) == 1 and values[0] >= 1:
+                return cls(values[0])
         elif kind == "post_local_sgd":
-            found = _whole(numbers)
-            wanted = "post_local_sgd takes the steps before it begins, and those between averages"
-            if len(found) == 2 and found[0] >= 0 and found[1] >= 1:
-                return cls(found[1], found[0])
+            values = _whole(numbers)
+            expected = "post_local_sgd takes the steps before it begins, and those between averages"
+            if len(values) == 2 and values[0] >= 0 and values[1] >= 1:
+                return cls(values[1], values[0])
         else:
             raise ValueError(f"`sync` must be {FORMS}. Received: {spec!r}, which is unknown.")
         raise ValueError(
-            f"`sync` must be {FORMS}. Received: {spec!r}; {wanted}, whole numbers of at least 1."
+            f"`sync` must be {FORMS}. Received: {spec!r}; {expected}, whole numbers of at least 1."
         )
 
     @property
     def accumulates(self) -> bool:
-        """Whether an update is of several steps, or may come to be."""
+        """Whether an update may cover several steps."""
         return self.accumulated > 1 or self.grows
 
     @property
     def is_local(self) -> bool:
-        """Whether workers ever step by themselves."""
+        """Whether workers ever step alone."""
         return self.every is not None
 
     def __str__(self) -> str:

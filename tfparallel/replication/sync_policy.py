@@ -1,17 +1,17 @@
-"""When the workers of a job say something, and when weights change: the policy of a model.
+"""The synchronization policy of a model: when workers communicate, and when weights change.
 
-    a step of `fit`   before_step ──► step: of all workers' rows, or a worker's own ──► apply
-    behind the last   end_epoch: what is left, so that all workers have the same
+    a step of `fit`       before_step ──► step: on all workers' rows, or one worker's ──► apply
+    after the last step   end_epoch: synchronizes the workers
 
-| policy | a step | an update |
+| policy | a step trains on | updates |
 | --- | --- | --- |
-| `EveryStep` | of all workers' rows | each |
-| `Accumulate` (`accumulate.py`) | of a worker's rows | of N steps |
-| `LocalSgd` (`local_sgd.py`) | of a worker's rows | each, the worker's own |
+| `EveryStep` | all workers' rows | in each step |
+| `Accumulate` (`accumulate.py`) | a worker's rows | every N steps |
+| `LocalSgd` (`local_sgd.py`) | a worker's rows | in each step, of the worker's own weights |
 
-Where the workers say nothing in a step, what it logs is the worker's own, and what an epoch logs is
-of all: the sums of metrics are added up at its end. Workers of a mesh sum losses and metrics in
-each step, under every policy (`pipeline/accumulate.py`).
+If the workers exchange nothing in a step, its logs are those of one worker, while the logs of an
+epoch cover all workers: the sums of metrics are added up at its end. Workers of a mesh sum losses
+and metrics in each step, under every policy (`pipeline/accumulate.py`).
 """
 
 import contextlib
@@ -34,95 +34,95 @@ __all__ = ["BeginsEpochs", "EveryStep", "HasPolicy", "first_of"]
 
 
 class EveryStep:
-    """Every step is an update, of all workers' rows.
+    """Updates the weights in every step, by the rows of all workers.
 
     Args:
         model: The extended model.
-        sync: What was asked for.
+        sync: The parsed `sync=` option.
     """
 
     reason_in_errors = "the workers say nothing in a step"
-    accumulates = False  # Whether an update may be of several steps.
-    num_steps = 1  # Of an update.
-    is_between_updates = True  # Whether a checkpoint holds all that there is.
+    accumulates = False  # Whether an update may cover several steps.
+    num_steps = 1  # Per update.
+    is_between_updates = True  # Whether a checkpoint would be complete.
 
     def __init__(self, model: keras.Model, sync: Synchronization = EVERY_STEP):
         self.model, self.sync = model, sync
-        self._is_in_epoch = False  # Whether there is something to do when it ends.
+        self._is_in_epoch = False  # Whether the end of the epoch must synchronize the workers.
 
     @property
     def workers_are_apart(self) -> bool:
-        """Whether there are workers, of which each has seen its own rows when they say nothing."""
+        """Whether the metrics of several workers may each cover only the worker's rows."""
         return self.model._workers is not None and self.model._metrics_may_be_own
 
     @property
     def is_silent(self) -> bool:
-        """Whether the workers say nothing in the next step."""
+        """Whether the workers exchange nothing in the next step."""
         return False
 
     def look_at(self, call: Call) -> None:
-        """Checks the arguments of a call, or adds to them."""
+        """Checks or extends the arguments of a call."""
 
     def begin(self, call: Call) -> None:
-        """Enters what is around a call."""
+        """Enters the contexts of a call."""
         if call.kind == "evaluate":
             call.enter(self._outside_of_epochs())
         elif call.kind == "predict":
             self.settle()
 
     def begin_epoch(self) -> None:
-        """What metrics sum up from now on may be this worker's own."""
+        """Begins an epoch, in which metrics may sum only this worker's rows."""
         self._is_in_epoch = self.is_silent or self.accumulates
-        self.metrics_were_restored()  # What a metric begins with counts once, too.
+        self.metrics_were_restored()  # The initial value of a metric counts once, too.
 
     def before_step(self) -> None:
         """Called before each step of `fit`."""
 
-    def step(self, data: Any, usual: Callable[[Any], Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Makes a step; returns its logs.
+    def step(self, data: Any, default: Callable[[Any], Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Runs a step and returns its logs.
 
         Args:
             data: A batch.
-            usual: Makes the step of all workers' rows.
+            default: Runs the step on the rows of all workers.
         """
-        return usual(data)
+        return default(data)
 
     def check_way(self, way) -> None:
-        """Raises for a way to the loss that this policy cannot take."""
+        """Raises for a way to compute the loss that this policy does not support."""
 
-    def apply(self, found: PassResult, usual: Callable[[PassResult], None]) -> None:
-        """Takes the gradients of a step.
+    def apply(self, result: PassResult, default: Callable[[PassResult], None]) -> None:
+        """Applies the gradients of a step.
 
         Args:
-            found: What the passes left.
-            usual: Changes the weights as they say.
+            result: The result of the passes.
+            default: Updates the weights.
         """
-        usual(found)
+        default(result)
 
     def end_epoch(self) -> None:
-        """Behind the steps of an epoch, before anybody looks at weights and metrics."""
+        """Synchronizes after the steps of an epoch, before anything reads weights and metrics."""
         if self._is_in_epoch:
             self._is_in_epoch = False
             self.finish()
             self.sum_metrics()
 
     def finish(self) -> None:
-        """What is left to do at the end of an epoch."""
+        """Completes the training of an epoch."""
         self.settle()
 
     def settle(self) -> None:
-        """Gives all workers the weights of all, where each has its own. All must call it."""
+        """Synchronizes the weights if they differ by worker. All workers must call it."""
 
     def forget(self) -> None:
         """Called when the model is compiled: drops gradients of another loss."""
 
-    def kept(self) -> dict[str, tf.Variable]:
-        """What a run that is resumed needs, the same on all workers, by name."""
+    def resumable_state(self) -> dict[str, tf.Variable]:
+        """The variables by name that a resumed run needs, equal on all workers."""
         return {}
 
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
-        """Within it all workers hold what is of all: weights, and what metrics have seen."""
+        """Synchronizes the weights and metrics of all workers within the block."""
         self.settle()
         if self._is_in_epoch:
             self.sum_metrics()
@@ -132,15 +132,15 @@ class EveryStep:
             self.metrics_were_restored()
 
     def sum_metrics(self) -> None:
-        """Gives all workers the sums of what their metrics have seen. All must call it."""
+        """Sums the metrics of all workers, on every worker. All must call it."""
         if self.workers_are_apart:
             values = [tf.convert_to_tensor(v.value) for v in self.model.metrics_variables]
             self._assign_metrics(self.model._workers.all_reduce(values))
 
     def metrics_were_restored(self) -> None:
-        """All workers hold the total: the chief alone keeps it, if they are to be summed again."""
+        """Resets metrics that hold the total on all workers but the chief, if summed again."""
         if self._is_in_epoch and self.workers_are_apart and not self.model._is_chief:
-            # Nothing is read, which the workers would have to do together.
+            # Reads nothing, since the workers would have to read together.
             zeros = [tf.zeros(v.shape, v.dtype) for v in self.model.metrics_variables]
             self._assign_metrics(zeros)
 
@@ -151,28 +151,28 @@ class EveryStep:
 
     @contextlib.contextmanager
     def _outside_of_epochs(self) -> Iterator[None]:
-        """Within it all workers have what is of all, and metrics are of all rows."""
+        """Suspends the epoch within the block: workers are in sync, and metrics cover all rows."""
         was_in_epoch, self._is_in_epoch = self._is_in_epoch, False
         self.settle()
         try:
             yield
         finally:
             self._is_in_epoch = was_in_epoch
-            self.metrics_were_restored()  # Keras has reset them, and all workers have the same now.
+            self.metrics_were_restored()  # Keras has reset them to the same on all workers.
 
     @contextlib.contextmanager
     def training_silently(self) -> Iterator[None]:
-        """Around a `fit`; one that is interrupted leaves no epoch open."""
+        """Surrounds a `fit`, and closes the epoch even if it is interrupted."""
         try:
             yield
         finally:
             self._is_in_epoch = False
 
     def check_callbacks(self, callbacks) -> None:
-        """Raises for callbacks that stop a worker for what only its own rows say.
+        """Raises for callbacks that would stop a worker because of its own rows.
 
         Raises:
-            ValueError: If there are some, and other workers.
+            ValueError: If there are any, and other workers.
         """
         stopping = [
             type(callback).__name__
@@ -187,15 +187,15 @@ class EveryStep:
             )
 
     def cut_here(self, data):
-        """This worker's rows of a batch that each worker has, and where they lie in it."""
+        """This worker's rows of a global batch, and their place in it."""
         num_rows = count_rows(first_of(data))
-        own = rows_of_worker.rows_of_worker(self.model.strategy)(num_rows)
-        start, size = rows_of_worker.rows_to_read(own, num_rows, tf.minimum, tf.maximum)
+        of_worker = rows_of_worker.rows_of_worker(self.model.strategy)(num_rows)
+        start, size = rows_of_worker.rows_to_read(of_worker, num_rows, tf.minimum, tf.maximum)
 
         def cut(leaf):
             return None if leaf is None else shards.cut(leaf, start, size)
 
-        place = Place(self.model.strategy.first_replica, own.start, own.size, num_rows)
+        place = Place(self.model.strategy.first_replica, of_worker.start, of_worker.size, num_rows)
         return keras.tree.map_structure(cut, data), place
 
     def refuse(self, required: str, received: str):
@@ -211,10 +211,10 @@ class EveryStep:
 
 
 class HasPolicy:
-    """Extends a model of which a step takes the batch in pieces; a policy says when they meet."""
+    """Extends a model that trains on pieces of the batch with a synchronization policy."""
 
-    _sync = EVERY_STEP  # What was asked for.
-    _metrics_may_be_own = True  # Whether a worker's metrics may be of its own rows, in an epoch.
+    _sync = EVERY_STEP  # The parsed `sync=` option.
+    _metrics_may_be_own = True  # Whether a worker's metrics may cover only its rows in an epoch.
     _made_policy: EveryStep | None = None
 
     @property
@@ -231,7 +231,7 @@ class HasPolicy:
         return self._policy.accumulates
 
     def compile(self, *args, **kwargs):
-        """Compiles the model, as `keras.Model.compile`; gradients of another loss are dropped."""
+        """Compiles the model, as `keras.Model.compile` does; drops gradients of the old loss."""
         super().compile(*args, **kwargs)
         self._policy.forget()
 
@@ -243,51 +243,51 @@ class HasPolicy:
         self._policy.begin(call)
         super()._begin(call)
 
-    def _apply_found(self, found):
-        self._policy.apply(found, super()._apply_found)
+    def _apply_result(self, result):
+        self._policy.apply(result, super()._apply_result)
 
     def _get_metrics_result_or_logs(self, logs):
-        # Keras's loop calls it behind the steps of an epoch, before any callback. Others call
-        # `get_metrics_result`, whenever they like.
+        # Keras's loop calls this after the steps of an epoch, before any callback. Other code may
+        # call `get_metrics_result` at any time.
         self._policy.end_epoch()
         return super()._get_metrics_result_or_logs(logs)
 
-    # What callbacks and checkpoints ask, of a model of any kind.
+    # The interface of callbacks and checkpoints to any kind of model.
 
     @property
     def is_between_updates(self) -> bool:
-        """Whether no gradients are held; only then a checkpoint holds all that there is."""
+        """Whether no gradients are held; only then is a checkpoint complete."""
         return self._policy.is_between_updates
 
     @property
     def num_accumulated_steps(self) -> int:
-        """N, of how many steps an update is."""
+        """N, the number of steps per update."""
         return self._policy.num_steps
 
     def kept_between_updates(self) -> dict[str, tf.Variable]:
-        """What a run that is resumed needs, the same on all workers, by name."""
-        return self._policy.kept()
+        """The variables by name that a resumed run needs, equal on all workers."""
+        return self._policy.resumable_state()
 
     def settled_workers(self) -> contextlib.AbstractContextManager[None]:
-        """Within it all workers hold what is of all: weights, and what metrics have seen."""
+        """Synchronizes the weights and metrics of all workers within the block."""
         return self._policy.settled()
 
     def metrics_were_restored(self) -> None:
-        """All workers hold the total: the chief alone keeps it, if they are to be summed again."""
+        """Resets metrics that hold the total on all workers but the chief, if summed again."""
         self._policy.metrics_were_restored()
 
 
 class BeginsEpochs(keras.callbacks.Callback):
-    """Tells a model when an epoch begins, and each step before it is run."""
+    """Notifies a model's policy before each epoch and each step."""
 
     async_safe = takes_tensors = True  # It reads no logs.
 
     def on_epoch_begin(self, epoch: int, logs=None) -> None:
-        """What metrics sum up from now on may be this worker's own."""
+        """Begins an epoch of the policy."""
         self.model._policy.begin_epoch()
 
     def on_train_batch_begin(self, batch: int, logs=None) -> None:
-        """Some steps are others than those before."""
+        """Lets the policy prepare the step."""
         self.model._policy.before_step()
 
 

@@ -1,9 +1,9 @@
-"""The gradients of the weights that a replicated call reads: what a tape finds, and their sums.
+"""The gradients of the weights that a replicated call reads, and their sums over the replicas.
 
-| a replica has | its tape finds | the caller's tape gets |
+| a replica has | its tape returns | the caller's tape gets |
 | --- | --- | --- |
-| a copy | a term of the sum | the sum; zero where the optimizer is to sum |
-| a share | the sum, where the weight was gathered (`gathers.py`) | the gradient of each share |
+| a copy | a term of the sum | the sum; zero if the optimizer sums later |
+| a share | the sum, computed at the gather (`gathers.py`) | the gradient of each share |
 """
 
 from collections.abc import Callable, Sequence
@@ -27,16 +27,16 @@ __all__ = ["WeightGradients"]
 
 
 class WeightGradients:
-    """The gradients of what a layer trains.
+    """The gradients of the trained weights of a layer.
 
     Args:
-        layer: The layer that is called.
-        call: What calls it, with its arguments.
-        strategy: Whose replicas call it.
-        pending: Where terms may be left for the optimizer to sum; None for nowhere.
+        layer: The layer to call.
+        call: Calls the layer with its arguments.
+        strategy: The strategy of the replicas.
+        pending: Takes terms for the optimizer to sum later; None to sum all terms at once.
 
     Attributes:
-        gathers: What joins weights of which each replica has a share.
+        gathers: Gathers the weights that are sharded over the replicas.
     """
 
     def __init__(
@@ -55,49 +55,49 @@ class WeightGradients:
         return [v for v in self._trained if not isinstance(v, ShardedVariable)]
 
     def add_read(self, tape: tf.GradientTape) -> list[tf.Tensor]:
-        """Adds the weights of other layers that the call of this one has read.
+        """Adds the weights of other layers that the layer's call has read.
 
-        A function that computes with the table of another layer, say, in a `Lambda`.
+        For example, a `Lambda` may compute with the embedding table of another layer.
 
         Args:
-            tape: A replica's.
+            tape: The tape of a replica.
 
         Returns:
-            What the caller's tape knows them by.
+            The tensors that the caller's tape knows these weights by.
         """
         model = getattr(self._layer, "_model_of_step", lambda: None)()
         if model is None:
             return []
-        read = {id(variable) for variable in tape.watched_variables()}
-        held = set(map(id, self._trained))
+        watched = {id(variable) for variable in tape.watched_variables()}
+        trained = set(map(id, self._trained))
         others = [
             variable
             for variable in model.trainable_variables
-            if id(variable) not in held
-            if not read.isdisjoint(map(id, _known_by(variable)))
+            if id(variable) not in trained
+            if not watched.isdisjoint(map(id, _known_by(variable)))
         ]
         self._trained += others
         return self._sources_of(others)
 
     def sources(self) -> list[tf.Tensor]:
-        """What the caller's tape knows the weights by: of a sharded one, its shares."""
+        """The tensors that the caller's tape knows the weights by: the shares of a sharded one."""
         return self._sources_of(self._trained)
 
     def _sources_of(self, weights: Sequence[keras.Variable]) -> list[tf.Tensor]:
-        found = []
+        sources = []
         for variable in weights:
             is_sharded = isinstance(variable, ShardedVariable)
-            for held in variable.pieces if is_sharded else [variable.value]:
-                with tf.device(held.device):
-                    found.append(tf.convert_to_tensor(held))
-        return found
+            for piece in variable.pieces if is_sharded else [variable.value]:
+                with tf.device(piece.device):
+                    sources.append(tf.convert_to_tensor(piece))
+        return sources
 
-    def held(self, replica: int) -> list[tf.Variable]:
-        """What a replica of this process has of each weight."""
+    def variables_read(self, replica: int) -> list[tf.Variable]:
+        """A local replica's copy or share of each weight."""
         return [variables.copies(variable)[replica] for variable in self._trained]
 
     def check(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices | None]) -> None:
-        """Raises for gradients of what a replica has that nobody would sum."""
+        """Raises for gradients of shares that would not be summed."""
         for variable, gradient in zip(self._trained, gradients, strict=True):
             if isinstance(variable, ShardedVariable):
                 self.gathers.check(variable, gradient)
@@ -105,35 +105,35 @@ class WeightGradients:
     def totals(
         self, by_weight: Sequence[Sequence], beside: Sequence[tf.Tensor], arguments: Any
     ) -> tuple[list, list[tf.Tensor]]:
-        """Σ_k g_k: over the replicas here, then over the workers.
+        """Returns Σ_k g_k, over the local replicas, then over the workers.
 
         Args:
-            by_weight: Of each weight what the replicas' tapes have found.
+            by_weight: For each weight, the gradients of the replicas' tapes.
             beside: Sums of this worker that travel with the gradients.
-            arguments: Of the call.
+            arguments: The arguments of the call.
 
         Returns:
-            The gradients of the sources; and what was summed beside.
+            The gradients of the sources, and the totals of `beside`.
         """
         pairs = list(zip(self._trained, by_weight, strict=True))
-        terms = [own for variable, own in pairs if not isinstance(variable, ShardedVariable)]
-        found, beside = self._totals_of_whole(terms, beside, arguments)
-        totals, results = iter(found), []
-        for variable, own in pairs:
+        terms = [terms for variable, terms in pairs if not isinstance(variable, ShardedVariable)]
+        whole_totals, beside = self._totals_of_whole(terms, beside, arguments)
+        totals, results = iter(whole_totals), []
+        for variable, terms in pairs:
             is_sharded = isinstance(variable, ShardedVariable)
-            results += own if is_sharded else [next(totals)]
+            results += terms if is_sharded else [next(totals)]
         return results, beside
 
     def _totals_of_whole(self, by_weight, beside, arguments):
         for variable, terms in zip(self._whole, by_weight, strict=True):
             for term in terms:
-                # TensorFlow does not know that of every gradient (of `einsum`, say, for a batch of
-                # any size), and what has no size in the graph is padded, and never compressed.
+                # TensorFlow does not know the shape of every gradient (such as that of `einsum` for
+                # a batch of any size). Tensors of unknown size are padded, and never compressed.
                 if isinstance(term, tf.Tensor):
                     term.set_shape(variable.shape)
         pending = self._pending
-        left = [pending is not None and pending.takes(terms) for terms in by_weight]
-        pairs = zip(by_weight, left, strict=True)
+        is_pending = [pending is not None and pending.takes(terms) for terms in by_weight]
+        pairs = zip(by_weight, is_pending, strict=True)
 
         def kinds_of_whole():
             kinds = zip(self._trained, self._kinds_of_readings(arguments), strict=True)
@@ -146,37 +146,37 @@ class WeightGradients:
             self._whole,
         )
         for i, (variable, terms) in enumerate(zip(self._whole, by_weight, strict=True)):
-            if left[i]:
+            if is_pending[i]:
                 pending.add(variable, terms)
                 totals[i] = tf.zeros_like(variable.value)
         return totals, beside
 
     def begin_backward(self, arguments: Any) -> None:
-        """Tells that the replicas' tapes look for gradients from here on.
+        """Marks the start of the backward passes of the replicas.
 
         Args:
-            arguments: Of the call.
+            arguments: The arguments of the call.
         """
 
         def kinds_of(variable, reading):
-            of_all = zip(self._trained, self._kinds_of_readings(arguments), strict=True)
-            (kinds,) = [found for trained, found in of_all if trained is variable]
+            pairs = zip(self._trained, self._kinds_of_readings(arguments), strict=True)
+            (kinds,) = [kinds for trained, kinds in pairs if trained is variable]
             return None if kinds is None else kinds[reading]
 
         self.gathers.begin_backward(kinds_of)
 
     def _kinds_of_readings(self, arguments) -> list:
-        """By weight, where no graph is traced; else a gradient itself tells."""
+        """The kinds of each weight's readings in an eager step; in a graph, all None."""
         if not tf.executing_eagerly():
             return [None] * len(self._trained)
-        trained = list(map(id, self._trained))  # Others, once a layer is frozen.
-        known, kinds = getattr(self._layer, "_kinds_of_readings", (None, None))
-        if known != trained:
+        trained = list(map(id, self._trained))  # Changes when a layer is frozen.
+        ids_of_kinds, kinds = getattr(self._layer, "_kinds_of_readings", (None, None))
+        if ids_of_kinds != trained:
 
             def call(arguments):
                 with state.ReplicaScope(0):
-                    found = self._call(*arguments[0], **arguments[1])
-                return found.tensors if isinstance(found, Sums) else found
+                    outputs = self._call(*arguments[0], **arguments[1])
+                return outputs.tensors if isinstance(outputs, Sums) else outputs
 
             weights = [
                 v if isinstance(v, ShardedVariable) else variables.copies(v)[0]
@@ -188,6 +188,6 @@ class WeightGradients:
 
 
 def _known_by(variable: keras.Variable) -> list[tf.Variable]:
-    """By what a tape notes that a replica has read a weight: its copies, or what holds them."""
+    """The variables by which a tape records that a replica read a weight: its copies or storage."""
     share = variable.share if isinstance(variable, ShardedVariable) else variable
     return [storage_of(share), *variables.copies(share)]

@@ -1,14 +1,14 @@
-"""What is different for a model that is trained by several workers, each running the whole program.
+"""Coordinates several workers that train a model, each running the whole program.
 
-Of a process without other workers a session does nothing.
+In a process without other workers, a session does nothing.
 
 | | |
 | --- | --- |
-| before | the workers agree on what they train; of what can be indexed each reads its own rows |
+| before | the workers agree on what to train; each reads only its own rows of indexable data |
 | in the first steps of an epoch, and in `train_on_batch` | they compare their batches |
-| where a call begins; where `fit` ends, and after its first epoch | they compare their weights |
-| at the end of an epoch | all stop if one is to |
-| meanwhile | the chief alone speaks and writes; a worker that stalls, or is lost, is named |
+| at the start of a call, the end of `fit`, and after its first epoch | they compare their weights |
+| at the end of an epoch | all stop if one must stop |
+| meanwhile | only the chief prints and writes; errors name a stalled or lost worker |
 """
 
 import contextlib
@@ -42,59 +42,59 @@ _ON_BATCH = {"fit": "train_on_batch", "evaluate": "test_on_batch", "predict": "p
 
 
 class WorkerSession:
-    """Who speaks, reads, compares and waits, among the workers that train a model.
+    """Decides which worker prints, reads, compares and waits.
 
     Args:
-        model: The replicated model; its `strategy` holds the workers.
-        each_reads_all: Whether every worker must be given whole batches.
+        model: The replicated model; its `strategy` has the workers.
+        each_reads_all: Whether every worker needs whole batches.
     """
 
     def __init__(self, model: keras.Model, *, each_reads_all: bool = False):
         self._model = model
         self._each_reads_all = each_reads_all
         self._fingerprints: agreement.BatchFingerprints | None = None
-        self._compared: set[str] = set()  # Methods of a batch that weights were compared for.
+        self._compared: set[str] = set()  # The methods on batches whose weights were compared.
         self._fits = False
-        self._between_calls: StallGuard | None = None  # Where no call of Keras's has a guard.
+        self._between_calls: StallGuard | None = None  # Guards between calls of Keras's methods.
 
     @property
     def workers(self) -> ProcessGroup | None:
-        """What joins the workers of the job; None for one process."""
+        """The process group of the job; None for one process."""
         strategy = self._model.strategy
         return None if strategy is None else strategy.workers
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process speaks and writes for all workers."""
+        """Whether this process prints and writes for all workers."""
         return self.workers is None or self.workers.worker_index == 0
 
     def take_whole_batches(self, call: Call) -> None:
-        """Puts what a distributed data set was made of in its place.
+        """Replaces a distributed data set by the data set that it was made of.
 
         Raises:
-            ValueError: If another strategy has distributed it, or, where its batches are the rows
-                of this worker, it has no known length.
+            ValueError: If another strategy distributed it, or its batches are the rows of this
+                worker and its length is unknown.
         """
         for name in ("x", "validation_data"):
-            given = call.asked.get(name)
-            data, is_of_worker = whole_batches(given, self._model.strategy)
-            if data is not given:
+            data_of_user = call.arguments.get(name)
+            data, is_of_worker = whole_batches(data_of_user, self._model.strategy)
+            if data is not data_of_user:
                 by_worker = is_of_worker and self.workers is not None
-                call.asked[name] = sample_partition.by_sample(data) if by_worker else data
+                call.arguments[name] = sample_partition.by_sample(data) if by_worker else data
 
     @contextlib.contextmanager
     def path_to_write(
         self, path: str | os.PathLike, overwrite: bool, *, by_all: bool = False
     ) -> Iterator[str | os.PathLike]:
-        """Where to write a file that other workers may write too, at the same time.
+        """The path for a file that other workers may write at the same time.
 
         Args:
-            path: Where the user wants it.
-            overwrite: Whether what is there is replaced.
-            by_all: Whether each worker has a part of it, so that all must write it together.
+            path: The path that the user wants.
+            overwrite: Whether to replace an existing file.
+            by_all: Whether each worker has a part of it, so all must write it together.
 
         Raises:
-            RuntimeError: If not all have come within two minutes, where all must.
+            RuntimeError: If `by_all`, and not all workers arrive within two minutes.
         """
         if self.workers is None:
             yield path
@@ -106,24 +106,24 @@ class WorkerSession:
             yield stack.enter_context(moved_into_place(os.fspath(path))) if overwrite else path
 
     def begin(self, call: Call) -> None:
-        """Enters what is around a call, and reads this worker's own rows."""
+        """Enters the contexts of a call, and restricts its data to this worker's rows."""
         if self.workers is None:
-            self._read_own_rows(call.asked, "x", call.kind)
+            self._read_own_rows(call.arguments, "x", call.kind)
             return
         with self.together():
             if call.kind == "fit":
                 self._begin_fit(call)
                 return
-            # `fit` validates within its own guard, whose callbacks Keras hands on.
+            # `fit` validates within its own guard; Keras passes its callbacks on.
             if not call.has_callback_list:
                 self._compare_weights(call.kind)
                 self._compare_batches(call.kind)
                 self._guard(call)
-            self._read_own_rows(call.asked, "x", call.kind)
+            self._read_own_rows(call.arguments, "x", call.kind)
 
     @contextlib.contextmanager
     def around_a_batch(self, kind: str) -> Iterator[None]:
-        """What is around `train_on_batch` and its like: the workers compare each batch."""
+        """Surrounds `train_on_batch` and its like: the workers compare each batch."""
         if self.workers is None:
             yield
             return
@@ -136,7 +136,7 @@ class WorkerSession:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Where workers wait for each other: for no longer than `stall_timeout` allows."""
+        """Surrounds code in which workers wait for each other, at most `stall_timeout` long."""
         if self._between_calls is None:
             guard = StallGuard(self._model.strategy.stall_timeout, self.workers.worker_index)
             guard.start()
@@ -147,37 +147,37 @@ class WorkerSession:
             yield
 
     def _compare_weights(self, kind: str) -> None:
-        """Stops a call, on all workers, if their weights differ, as after a load by the chief."""
-        if not self._is_local:  # Else they differ, and are averaged before they are used.
+        """Fails a call on all workers if their weights differ, as after a load by the chief."""
+        if not self._is_local:  # Local weights differ, and are averaged before they are used.
             when = f"at the start of `{kind}`"
             agreement.check_values(self.workers, self._model, when, states=False)
         elif not self._fits:
             self.workers.exchange(None, f"the start of `{kind}`")
 
     def compare(self, data: Any, kind: str) -> None:
-        """Stops a first step of a method, on all workers, if their batches differ."""
+        """Fails a first step of a method on all workers if their batches differ."""
         if self._fingerprints is not None:
             self._fingerprints.check(data, kind)
 
-    def held(self, data: Any, kind: str) -> tuple[Any, Any]:
-        """What this worker holds of the batch, and how many rows each has; see `held`."""
-        data, worker_rows = sample_partition.held(data, self._model.strategy)
+    def rows_and_counts(self, data: Any, kind: str) -> tuple[Any, Any]:
+        """As `sample_partition.rows_and_counts`; also compares batches that all workers read."""
+        data, worker_rows = sample_partition.rows_and_counts(data, self._model.strategy)
         if worker_rows is None:
             self.compare(data, kind)
         return data, worker_rows
 
     def whole_if_needed(self, way, data: Any, worker_rows: Any) -> tuple[Any, Any]:
-        """The global batch where outputs meet, and with them their targets."""
+        """Gathers the global batch if outputs must be joined with their targets."""
         if way.all_stay:
             return data, worker_rows
         return sample_partition.joined(data, worker_rows, self.workers), None
 
     def _guard(self, call: Call, *around: AbstractContextManager) -> None:
-        """Has steps go on, or end with who is at fault; the chief alone speaks."""
+        """Guards a call against stalls and lost workers; only the chief prints."""
         guard = StallGuard(self._model.strategy.stall_timeout, self.workers.worker_index)
         call.add_callbacks(guard)
         if not self.is_chief:
-            call.asked["verbose"] = 0
+            call.arguments["verbose"] = 0
         for context in (*around, guard, naming_lost_worker(), agreement.in_plain_words()):
             call.enter(context)
 
@@ -185,57 +185,57 @@ class WorkerSession:
         model, workers, callbacks = self._model, self.workers, call.callbacks
         model._choose_all_reduce()
         if hasattr(model.optimizer, "loaded_values"):
-            model.optimizer.loaded_values()  # Which takes memory, and nobody sends any more.
+            model.optimizer.loaded_values()  # Frees values that are not needed any more.
         if any(isinstance(each, keras.callbacks.BackupAndRestore) for each in callbacks):
             call.add_callbacks(chief_only.RestoredByChief(workers))
-        agreement.check_fit(workers, model, call.asked)
+        agreement.check_fit(workers, model, call.arguments)
         agreement.check_values(workers, model, "at the start of `fit`", states=not self._is_local)
         recorder = FlightRecorder.if_enabled(workers.worker_index, workers.num_workers)
         self._compare_batches("fit", "evaluate")
-        self._read_own_rows(call.asked, "x", "fit")
-        self._read_own_rows(call.asked, "validation_data", "evaluate")
+        self._read_own_rows(call.arguments, "x", "fit")
+        self._read_own_rows(call.arguments, "validation_data", "evaluate")
         self._guard(call, recorder, chief_only.writing_by_chief(callbacks, self.is_chief))
         call.add_callbacks(_TogetherInEpochs(self))
         call.enter(self._ending_together())
         if isinstance(recorder, FlightRecorder):
-            call.asked["callbacks"] = [recorder.step_end, *call.callbacks, recorder]
+            call.arguments["callbacks"] = [recorder.step_end, *call.callbacks, recorder]
 
     @contextlib.contextmanager
     def _ending_together(self) -> Iterator[None]:
-        """After a `fit` without an error: what the chief wrote is there for all who go on."""
+        """Ends a successful `fit` together, so all workers can read what the chief wrote."""
         outer, self._fits = self._fits, True
         try:
             yield
         finally:
             self._fits = outer
-        # Seeds and counts that differ are told at the start of the next `fit`: nothing is lost yet.
+        # The next `fit` reports different seeds and counts; nothing is lost until then.
         agreement.check_values(self.workers, self._model, "at the end of `fit`", states=False)
 
     def _compare_batches(self, *kinds):
-        """Has the first steps of these methods compare the workers' batches."""
+        """Makes the next first steps of these methods compare the workers' batches."""
         if self._fingerprints is None:
             self._fingerprints = agreement.BatchFingerprints(self.workers)
         self._fingerprints.restart(*kinds)
 
     def begin_epoch(self) -> None:
-        """Has the first steps of an epoch compare the workers' batches."""
+        """Makes the first steps of an epoch compare the workers' batches."""
         self._compare_batches("fit")
 
     @property
     def _is_local(self) -> bool:
-        """Whether workers step by themselves, so that each has seeds and counts of its own."""
+        """Whether workers step alone, with different seeds and counts."""
         sync = getattr(self._model, "_sync", None)
         return sync is not None and sync.is_local
 
     def end_epoch(self, last_batch: int | None, *, compares: bool) -> None:
-        """Stops all workers, if one is to stop: the others would wait for it.
+        """Stops all workers if one stops, since the others would wait for it.
 
         Args:
             last_batch: The index of the epoch's last batch; None if there was none.
-            compares: Whether the workers compare their weights, which callbacks may have changed.
+            compares: Whether to compare the workers' weights, which callbacks may have changed.
 
         Raises:
-            RuntimeError: If one has stopped within the epoch, and others have not.
+            RuntimeError: If some workers stopped within the epoch, and others did not.
         """
         stops, batches = zip(
             *self.workers.exchange(
@@ -255,18 +255,18 @@ class WorkerSession:
             when = "after the first epoch of `fit`"
             agreement.check_values(self.workers, self._model, when, states=False)
 
-    def _read_own_rows(self, asked, name, kind):
-        """Has this worker read its own rows alone, of what can be indexed.
+    def _read_own_rows(self, arguments, name, kind):
+        """Restricts indexable data to this worker's rows.
 
         Args:
-            asked: The arguments of the method, changed in place.
-            name: Which of them is the data.
+            arguments: The arguments of the method, changed in place.
+            name: The argument with the data.
             kind: "fit", "evaluate" or "predict".
 
         Raises:
-            ValueError: If each must read all, and was given its own rows.
+            ValueError: If each worker must read all rows, but received only its own.
         """
-        model, data = self._model, asked.get(name)
+        model, data = self._model, arguments.get(name)
         if self._each_reads_all:
             if getattr(data, "_tfparallel_by_sample", False):
                 raise PlacementError(
@@ -280,11 +280,11 @@ class WorkerSession:
             return
         if readings is None:
             if name == "x":
-                partition = sample_partition.weighted(data, asked.get("class_weight"))
+                partition = sample_partition.weighted(data, arguments.get("class_weight"))
                 if partition is not data:
-                    asked |= {name: partition, "class_weight": None}
+                    arguments |= {name: partition, "class_weight": None}
             return
-        if kind != "fit":  # Of which `check_fit` has compared it.
+        if kind != "fit":  # `check_fit` has already compared it.
             agreement.check_readings(self.workers, readings.facts())
         spec = types_of_batches(data)
         if kind == "predict":
@@ -293,15 +293,15 @@ class WorkerSession:
             model._maybe_symbolic_build(data_batch=spec)
             with model._knowing_batches(kind, full_batch_size(data)):
                 stay = model._way(spec, kind).all_stay
-        if not stay:  # All rows on each worker: what is read need not be sent.
+        if not stay:  # Each worker needs all rows; reading them is cheaper than sending.
             return
-        weights = asked.pop("class_weight", None) if name == "x" else None
+        weights = arguments.pop("class_weight", None) if name == "x" else None
         change = None if weights is None else class_weighting(weights)
-        asked[name] = readings.share(rows_of_worker.rows_of_worker(model.strategy), change)
+        arguments[name] = readings.share(rows_of_worker.rows_of_worker(model.strategy), change)
 
 
 class _TogetherInEpochs(keras.callbacks.Callback):
-    """Tells a session of epochs; the last of the callbacks."""
+    """Notifies a session of epochs; must be the last callback."""
 
     async_safe = takes_tensors = True  # It reads no logs.
 
@@ -312,17 +312,17 @@ class _TogetherInEpochs(keras.callbacks.Callback):
         self._is_first = True
 
     def on_epoch_begin(self, epoch: int, logs=None) -> None:
-        """Batches may come in another order from now on."""
+        """Compares batches again, since their order may change."""
         self._session.begin_epoch()
         self._last_batch = None
 
     def on_train_batch_begin(self, batch: int, logs=None) -> None:
-        """Notes how far this worker is."""
+        """Records the progress of this worker."""
         self._last_batch = batch
 
     def on_epoch_end(self, epoch: int, logs=None) -> None:
-        """What a callback has decided on one worker is for all."""
-        # After the last epoch `fit` ends, and they are compared anyway.
+        """Applies a callback's decision on one worker to all."""
+        # After the last epoch, the end of `fit` compares weights anyway.
         goes_on = epoch + 1 < self.params.get("epochs", 1)
         self._session.end_epoch(self._last_batch, compares=self._is_first and goes_on)
         self._is_first = False

@@ -1,5 +1,5 @@
-"""One step of training, for the whole batch, where its rows are.
+"""One step of training on the whole batch, with each row on its own device.
 
-`loss_terms` has the numerators of a piece and the divisors of the whole batch; `additivity` judges
-which losses and metrics of a compiled model can be computed piece by piece.
+`loss_terms` computes the numerators of a piece and the divisors of the whole batch; `additivity`
+judges which losses and metrics of a compiled model can be computed by pieces.
 """

@@ -1,8 +1,8 @@
-"""Whether losses and metrics of pieces add up to those of the batch: judged on their graphs.
+"""Judges on their graphs whether losses and metrics of pieces add up to those of the batch.
 
 The loss and the metrics are traced with targets, outputs and weights of any number of rows. The
-terms of each loss (`terms.py`) must be sums over the rows, and so must what the states of a metric
-grow by. That holds for losses and metrics of the user's own as for Keras's.
+terms of each loss (`terms.py`) and the increments of a metric's states must be sums over the rows.
+This works for the user's own losses and metrics as well as for Keras's.
 """
 
 import itertools
@@ -34,11 +34,11 @@ _METHODS = ("train_step", "test_step", "compute_loss", "compute_metrics")
 
 
 class AddsUp(NamedTuple):
-    """What does not add up.
+    """The losses and metrics that do not add up.
 
     Attributes:
-        why_not: Why the loss does not; None where it does.
-        metrics: The metrics that do not, by id, with the reason.
+        why_not: Why the loss does not add up; None if it does.
+        metrics: The reasons of metrics that do not add up, by id.
     """
 
     why_not: str | None
@@ -46,7 +46,7 @@ class AddsUp(NamedTuple):
 
 
 def why_not_by_rows(model: keras.Model) -> str | None:
-    """Why a model's loss has no terms, whatever the data are; None where it has.
+    """Why a model's loss has no terms, whatever the data; None if it has.
 
     Args:
         model: A compiled model.
@@ -68,29 +68,29 @@ def why_not_by_rows(model: keras.Model) -> str | None:
 
 
 def adds_up(model: keras.Model, y, outputs, sample_weight, masks=()) -> AddsUp:
-    """Judges a loss and metrics.
+    """Judges whether a loss and metrics add up over pieces.
 
     Args:
-        model: A compiled model, its loss and metrics built.
+        model: A compiled model with built loss and metrics.
         y: The targets of a batch, or their types.
         outputs: The types of the outputs, in their structure.
         sample_weight: The weights of a batch, or their types, or None.
-        masks: The types of the masks that the outputs carry, flat, None for an output without.
+        masks: A flat list of the types of the outputs' masks; None for an output without one.
     """
-    given = y, outputs, sample_weight, list(masks)
+    types = y, outputs, sample_weight, list(masks)
     try:
-        why_not = next(_faults_of_loss(model, given), None)
-    except Exception as error:  # Keras's own error follows, if it is one of the program.
+        why_not = next(_faults_of_loss(model, types), None)
+    except Exception as error:  # If the program is wrong, Keras raises later.
         why_not = f"rows apart from each other have no loss: {str(error)[:200]}"
-    return AddsUp(why_not, metrics_of_rows_together(model, *given))
+    return AddsUp(why_not, metrics_of_rows_together(model, *types))
 
 
 def metrics_of_rows_together(
     model: keras.Model, y, outputs, sample_weight, masks=()
 ) -> dict[int, str]:
-    """The compiled metrics that do not add up, by id, with the reason; arguments as `adds_up`."""
+    """The reasons of compiled metrics that do not add up, by id; arguments as for `adds_up`."""
     compiled = compiled_metrics(model)
-    found = {}
+    reasons = {}
     for metric in () if compiled is None else compiled.metrics:
         others = {id(each) for each in compiled.metrics} - {id(metric)}
         alone = StepMetrics.divided(compiled, others).summed
@@ -100,26 +100,26 @@ def metrics_of_rows_together(
             why_not = f"rows apart from each other have none: {str(error)[:200]}"
         if why_not is not None:
             name = f"metric '{metric.name}'"
-            found[id(metric)] = f"{name} may not be a sum over the examples: {why_not}"
-    return found
+            reasons[id(metric)] = f"{name} may not be a sum over the examples: {why_not}"
+    return reasons
 
 
-def _faults_of_loss(model, given) -> Iterator[str]:
+def _faults_of_loss(model, types) -> Iterator[str]:
     compiled = compiled_loss(model)
-    graph, known, (y, outputs, sample_weight) = _placeholders("loss", given)
+    graph, placements, (y, outputs, sample_weight) = _placeholders("loss", types)
     losses_given = [each.loss for each in loss_terms(compiled)]
     with graph.as_default(), traced_apart(), kept_as_they_were(losses_given):
-        num_rows = tf.compat.v1.placeholder(tf.int32, [])  # Of the whole batch: known to all.
-        found = example_losses(compiled, y, outputs, sample_weight)
-        of_all = [terms_of(losses, num_rows) for losses in found]
+        num_rows = tf.compat.v1.placeholder(tf.int32, [])  # Of the whole batch.
+        of_examples = example_losses(compiled, y, outputs, sample_weight)
+        terms_by_loss = [terms_of(losses, num_rows) for losses in of_examples]
     if any(map(draws, with_inner(graph.get_operations()))):
         yield "a loss draws random numbers, which one device draws for the whole batch"
     if exchanges_of(graph):
         yield "a loss calls a collective, which is for the whole batch"
     if _writes(graph):
         yield "a loss writes a variable, which one device does once a step"
-    judge = Judge(graph, known)
-    for loss, losses, of_loss in zip(loss_terms(compiled), found, of_all, strict=True):
+    judge = Judge(graph, placements)
+    for loss, losses, of_loss in zip(loss_terms(compiled), of_examples, terms_by_loss, strict=True):
         for term in of_loss:
             why_not = _no_sum(judge.of(term))
             if why_not is not None:
@@ -129,8 +129,8 @@ def _faults_of_loss(model, given) -> Iterator[str]:
             yield f"loss '{loss.loss.name}' does not have a row of values for each example"
 
 
-def _fault_of_metric(alone, given) -> str | None:
-    graph, known, (y, outputs, sample_weight) = _placeholders("metric", given)
+def _fault_of_metric(alone, types) -> str | None:
+    graph, placements, (y, outputs, sample_weight) = _placeholders("metric", types)
     with graph.as_default(), traced_apart(), kept_as_they_were(alone.metrics):
         states = {id(v): tf.compat.v1.placeholder(v.dtype, v.shape) for v in alone.variables}
         before = [states[id(v)] for v in alone.variables]  # Two outputs may share a metric.
@@ -143,9 +143,9 @@ def _fault_of_metric(alone, given) -> str | None:
         return "it writes a variable that is none of its states"
     if any(outer.dtype == tf.resource for outer, _ in graph.captures):
         return "it reads a variable, which on one device has been updated by then"
-    judge = Judge(graph, known)
+    judge = Judge(graph, placements)
     for new, old in itertools.zip_longest(map(tf.convert_to_tensor, after), before):
-        # One that the first update makes, as that of a number of classes, begins at zero.
+        # A state that the first update creates, such as for a number of classes, starts at zero.
         judged = judge.of(new)
         is_new = old is None and (judged.placement in SUMS or judged.is_zero)
         placement = Sum() if is_new else judged.placement
@@ -157,12 +157,12 @@ def _fault_of_metric(alone, given) -> str | None:
 
 
 def _writes(graph) -> bool:
-    """Whether a variable is written, or a table filled."""
+    """Whether the graph writes a variable or a table."""
     return any(map(writes_state, with_inner(graph.get_operations())))
 
 
 def _no_sum(judged: Judged) -> str | None:
-    """Why a tensor is no sum over the rows."""
+    """Why a tensor is not a sum over the rows; None if it is."""
     return None if judged.placement in SUMS or judged.is_zero else _in_words(judged.placement)
 
 
@@ -172,8 +172,8 @@ def _in_words(placement: Placement) -> str:
     return f"operation {placement.operation.type}{line_of(placement.operation)} {placement.why}"
 
 
-def _placeholders(name, given) -> tuple[tf.Graph, dict[str, Judged], Any]:
-    """A graph with targets, outputs with their masks, and weights, of any number of rows."""
+def _placeholders(name, types) -> tuple[tf.Graph, dict[str, Judged], Any]:
+    """Creates a graph with targets, masked outputs and weights of any number of rows."""
     graph, rows, fixed = judged_graph(name), [], {}
     with graph.as_default():
 
@@ -189,7 +189,7 @@ def _placeholders(name, given) -> tuple[tf.Graph, dict[str, Judged], Any]:
             rows.append(tensor)
             return tensor
 
-        y, outputs, sample_weight, masks = keras.tree.map_structure(placeholder, given)
+        y, outputs, sample_weight, masks = keras.tree.map_structure(placeholder, types)
         for output, mask in zip(keras.tree.flatten(outputs), masks, strict=False):
             if mask is not None:
                 set_mask(output, mask)

@@ -1,8 +1,8 @@
-"""What a step would make when it is traced, made ahead of it.
+"""Creates the variables of a step before it is traced.
 
-A `tf.function` that makes a variable is traced twice, the second time without. The states of
-compiled metrics, an optimizer's slots and Keras's global seed are made in the first step, which is
-most of a first epoch of a deep network; made here, the step is traced once.
+A `tf.function` that creates variables is traced twice. Keras creates the states of compiled
+metrics, the optimizer's slots and its global seed in the first step, whose traces take most of the
+first epoch of a deep network. With the variables created here, the step is traced once.
 """
 
 import contextlib
@@ -19,36 +19,36 @@ __all__ = ["build_ahead", "symbolic_build", "types_of_batches"]
 
 
 def types_of_batches(dataset: tf.data.Dataset):
-    """The types of a data set's batches, in their structure; None for what has no shape."""
+    """The types of a data set's batches, in their structure; None for leaves without a shape."""
     return keras.tree.map_structure(
         lambda spec: spec if hasattr(spec, "shape") else None, dataset.element_spec
     )
 
 
 def build_ahead(model: keras.Model, iterator, data_batch, scope) -> None:
-    """Builds a compiled model's loss, metrics and optimizer, if Keras can without a step.
+    """Builds a compiled model's loss, metrics and optimizer, if Keras can do so without a step.
 
     Args:
-        model: The model; nothing is done of one with a `train_step` of its own, which alone
-            knows what it calls.
-        iterator: Keras's, of the batches, of which none is taken; or None.
-        data_batch: A batch, where there is no iterator.
-        scope: A context in which the variables are made.
+        model: The model. Does nothing if it overrides `train_step`, since only the override knows
+            what it calls.
+        iterator: Keras's iterator over batches, from which none is taken; or None.
+        data_batch: A batch, if there is no iterator.
+        scope: The context in which to create the variables.
     """
     if is_own(model, "train_step"):
         return
     if iterator is not None:
         data_batch = types_of_batches(batches_of(iterator))
-    # Where it cannot, the step says what is wrong, or makes them itself.
+    # On failure, the step raises the error, or creates them itself.
     with contextlib.suppress(Exception), scope:
         symbolic_build(model, data_batch)
 
 
 def symbolic_build(model: keras.Model, data_batch) -> None:
-    """Builds a compiled model, its loss, metrics and optimizer, of a batch or its types.
+    """Builds a compiled model, its loss, metrics and optimizer, from a batch or its types.
 
-    As Keras does, who calls the model with dense tensors for ragged ones: a `call` that pads them
-    has none to pad then, so it is called with what it will be given.
+    Keras would replace ragged tensors by dense ones, and a `call` that pads ragged tensors would
+    fail. So we call such a model with the types that it will receive.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data_batch)
     if model.built or not any(map(_is_ragged, keras.tree.flatten(x))):
@@ -61,16 +61,16 @@ def symbolic_build(model: keras.Model, data_batch) -> None:
             return model(x, training=False)
 
     types = keras.tree.map_structure(_type_of, x)
-    with keras.StatelessScope():  # Whose end makes the variables, outside of the function.
-        found = outputs.get_concrete_function(types).structured_outputs
-    y_pred, y, sample_weight = keras.tree.map_structure(_symbolic, (found, y, sample_weight))
+    with keras.StatelessScope():  # Creates the variables on exit, outside of the function.
+        y_pred_specs = outputs.get_concrete_function(types).structured_outputs
+    y_pred, y, sample_weight = keras.tree.map_structure(_symbolic, (y_pred_specs, y, sample_weight))
     metrics, loss = compiled_metrics(model), compiled_loss(model)
     with traced_apart():
         if metrics is not None and not metrics.built:
             compute_output_spec(model.compute_metrics, None, y, y_pred, sample_weight=sample_weight)
         if loss is not None and not loss.built:
-            given = (None, y, y_pred, sample_weight)
-            compute_output_spec(loss_of_batch, model, *given, training=False)
+            arguments = (None, y, y_pred, sample_weight)
+            compute_output_spec(loss_of_batch, model, *arguments, training=False)
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     end_build(model)

@@ -1,10 +1,10 @@
-"""A call of `fit`, `evaluate` or `predict`: its arguments, bound once, and what is around it.
+"""A call of `fit`, `evaluate` or `predict`: its arguments, bound once, and its contexts.
 
-    model.fit(…) ──► Call ──► _look_at    arguments are checked, and replaced or added to
-                         ──► _begin     contexts are entered: guards, policies, plainer errors
-                         ──► run        the method of Keras, or of the user
+    model.fit(…) ──► Call ──► _look_at    checks, replaces or adds arguments
+                          ──► _begin      enters contexts: guards, policies, clearer errors
+                          ──► run         calls the method of Keras, or of the user
 
-Each class of an extended model adds to the two in the middle, and then calls `super()`.
+Each class of an extended model adds to `_look_at` and `_begin`, and then calls `super()`.
 """
 
 import contextlib
@@ -24,20 +24,20 @@ _KINDS = inspect.Parameter
 
 
 class Call:
-    """One call; as a context, what `enter` was given ends with it.
+    """One call, a context manager that exits the contexts given to `enter`.
 
     Args:
         model: The extended model.
         kind: "fit", "evaluate" or "predict".
-        args: What the method was given.
-        kwargs: Likewise.
+        args: The positional arguments of the method.
+        kwargs: The keyword arguments of the method.
 
     Attributes:
-        kind: As given.
-        asked: The arguments by name, to be changed in place. If the method is the user's own, and
-            has another signature, those of them that Keras's method has.
-        is_own: Whether the method is the user's own.
-        received: What gathers predictions, if not all workers are to have all of them.
+        kind: "fit", "evaluate" or "predict".
+        arguments: The arguments by name, to be changed in place. If the user overrides the method
+            with another signature, only those that Keras's method has, too.
+        is_own: Whether the user overrides the method.
+        received: Gathers predictions, if not all workers get all of them.
 
     Raises:
         TypeError: If the method does not take the arguments.
@@ -55,8 +55,8 @@ class Call:
             if parameter.kind is _KINDS.VAR_KEYWORD:
                 named |= named.pop(name, {})
         of_both = named.keys() & of_keras.parameters.keys() if self.is_own else named.keys()
-        self.asked = {name: named[name] for name in named if name in of_both - {"self"}}
-        self._at_first = dict(self.asked)
+        self.arguments = {name: named[name] for name in named if name in of_both - {"self"}}
+        self._at_first = dict(self.arguments)
 
     def __enter__(self) -> "Call":
         return self
@@ -65,37 +65,37 @@ class Call:
         return self._around.__exit__(*error)
 
     def enter(self, context: AbstractContextManager) -> Any:
-        """Enters a context, which is left when the call ends; the last one first."""
+        """Enters a context; the call exits its contexts at its end, the last one first."""
         return self._around.enter_context(context)
 
     @property
     def has_callback_list(self) -> bool:
-        """Whether callbacks come in a `CallbackList`, as those of a validation within `fit` do."""
-        return isinstance(self.asked.get("callbacks"), keras.callbacks.CallbackList)
+        """Whether callbacks are a `CallbackList`, as for a validation within `fit`."""
+        return isinstance(self.arguments.get("callbacks"), keras.callbacks.CallbackList)
 
     @property
     def callbacks(self) -> list[keras.callbacks.Callback]:
-        """The callbacks, in a flat list: none, one, a list or a `CallbackList` was given."""
-        given = self.asked.get("callbacks")
-        if isinstance(given, keras.callbacks.CallbackList):
-            return list(given.callbacks)
-        return [] if given is None else keras.tree.flatten(given)
+        """The callbacks as a flat list, from None, one, a list or a `CallbackList`."""
+        argument = self.arguments.get("callbacks")
+        if isinstance(argument, keras.callbacks.CallbackList):
+            return list(argument.callbacks)
+        return [] if argument is None else keras.tree.flatten(argument)
 
     def add_callbacks(self, *callbacks: keras.callbacks.Callback) -> None:
-        """Adds callbacks behind those that there are."""
-        self.asked["callbacks"] = [*self.callbacks, *callbacks]
+        """Appends callbacks."""
+        self.arguments["callbacks"] = [*self.callbacks, *callbacks]
 
     def full_batch_size(self) -> int | None:
-        """How many rows a full batch has; None if nothing says so."""
-        if self.asked.get("x") is None:
+        """The number of rows of a full batch; None if unknown."""
+        if self.arguments.get("x") is None:
             return None
         names = ("x", "batch_size", "validation_split")
-        return full_batch_size(**{k: self.asked[k] for k in names if k in self.asked})
+        return full_batch_size(**{k: self.arguments[k] for k in names if k in self.arguments})
 
     def run(self, method: Callable) -> Any:
-        """Calls a method as it was called, with what has changed since.
+        """Calls a method with the original arguments and the changes since.
 
-        A method of the user's own that takes no callbacks, say, is given none.
+        Omits arguments that a user's own method does not take, such as callbacks.
         """
         of_keywords = [
             name
@@ -103,16 +103,16 @@ class Call:
             if parameter.kind is _KINDS.VAR_KEYWORD
         ]
         arguments = self._bound.arguments
-        for name in self._at_first.keys() - self.asked.keys():
+        for name in self._at_first.keys() - self.arguments.keys():
             arguments.pop(name, None)
-        for name, value in self.asked.items():
+        for name, value in self.arguments.items():
             if name in self._at_first and self._at_first[name] is value:
                 continue
             if name in self._signature.parameters:
                 arguments[name] = value
             elif of_keywords:
                 arguments[of_keywords[0]] = arguments.get(of_keywords[0], {}) | {name: value}
-        # In the order of the signature, and the model, to which the method is bound, left out.
+        # In the order of the signature, without the model, to which the method is bound.
         bound = inspect.BoundArguments(
             self._signature, {n: arguments[n] for n in self._signature.parameters if n in arguments}
         )

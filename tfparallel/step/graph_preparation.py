@@ -1,9 +1,9 @@
-"""How TensorFlow prepares the graph of a step on several CPU devices.
+"""Shortens TensorFlow's graph optimization of a step on several CPU devices.
 
-Before a function runs first, Grappler's passes rewrite its graph, most of them twice. The graph of
-N replicas has N times the nodes, and the passes take more than N times as long. On CPUs two of
-them change nothing, and the second round next to nothing; without these a step is the same, and
-its first run takes less time (docs/internals/data_parallel.md, "A shorter first epoch").
+Before the first run of a function, Grappler's passes rewrite its graph, most of them twice. The
+graph of N replicas has N times the nodes, and the passes take more than N times as long. On CPUs,
+two of them change nothing, and the second round next to nothing. Without these, the step is the
+same and its first run is shorter (docs/internals/data_parallel.md, "A shorter first epoch").
 """
 
 import functools
@@ -17,7 +17,7 @@ from tfparallel.seams.tensorflow import functions_prepared_as
 
 __all__ = ["prepared_for_cpus"]
 
-# Swapping is of GPUs; the layout of images stays as it is on CPUs.
+# Swapping is for GPUs, and CPUs do not change the layout of images.
 _ON_CPUS = {
     "meta_optimizer_iterations": RewriterConfig.ONE,
     "memory_optimization": RewriterConfig.NO_MEM_OPT,
@@ -26,7 +26,7 @@ _ON_CPUS = {
 
 
 def prepared_for_cpus(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Has TensorFlow prepare a function of CPU devices without passes that change nothing there."""
+    """Makes TensorFlow skip graph passes that have no effect for a function on CPU devices."""
 
     @functools.wraps(function)
     def called(*args, **kwargs):
@@ -37,7 +37,7 @@ def prepared_for_cpus(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def for_cpus(config: ConfigProto) -> None:
-    """Leaves out the passes, where the user has not said otherwise."""
+    """Disables the passes, unless the user has set them."""
     options = config.graph_options.rewrite_options
     for name, value in _ON_CPUS.items():
         if not getattr(options, name):

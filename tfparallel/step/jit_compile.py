@@ -1,9 +1,9 @@
-"""XLA on several devices: a step of `fit` is few programs on each of them.
+"""XLA on several devices: a step of `fit` becomes a few programs on each device.
 
-Keras compiles a step (`jit_compile=True`) as one program, which holds the variables of one device
-alone. Here a step is traced as always, and its graph is cut where devices exchange something, and
-around what XLA cannot compile: strings, Python's functions, sums between workers, checks. What is
-between the cuts is one program on each device (`xla/`).
+With `jit_compile=True`, Keras compiles a step as one program, which can only use the variables of
+one device. Here a step is traced as usual, and its graph is cut where devices exchange tensors, and
+around operations that XLA cannot compile: strings, Python functions, sums between workers, checks.
+Between the cuts, each device runs one program (`xla/`).
 """
 
 import contextlib
@@ -22,9 +22,9 @@ __all__ = ["CompiledByDevice", "compiled_by_device"]
 
 
 def compiled_by_device(step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Has XLA compile a method that takes a step of a `CompiledByDevice`, if it asks for it.
+    """Compiles a step method of a `CompiledByDevice` with XLA, if the model asks for it.
 
-    While the step is traced nothing is collected: nearly all that a trace makes lives on.
+    Disables garbage collection during the trace, since nearly all of its objects live on.
     """
 
     @functools.wraps(step)
@@ -45,7 +45,7 @@ def compiled_by_device(step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], 
 
 
 class CompiledByDevice:
-    """Extends a Keras model on several devices: `jit_compile` compiles what each of them does."""
+    """Extends a Keras model on several devices; `jit_compile` compiles each device's part."""
 
     @property
     def _has_several_devices(self) -> bool:
@@ -53,56 +53,56 @@ class CompiledByDevice:
 
     @property
     def _compiles(self) -> bool:
-        """Whether XLA compiles what each device does."""
+        """Whether XLA compiles each device's part of a step."""
         return self._has_several_devices and self.jit_compile
 
     @property
     def _devices_of_programs(self) -> Sequence[str]:
-        """This process's devices."""
+        """The devices of this process."""
         return self.layout.devices
 
     @property
     def _sums_in_programs(self) -> bool:
-        """Whether these are summed over within a program, and do not cut the step."""
+        """Whether sums over the devices run inside a program and do not cut the step."""
         return False
 
     def _resolve_auto_jit_compile(self):
         if not self._has_several_devices:
             return super()._resolve_auto_jit_compile()
-        # Keras says no under any strategy, and asks for the machine's devices, not the model's.
+        # Keras disables it under any strategy, and checks the machine's devices, not the model's.
         has_gpu = any("GPU:" in device for device in self.layout.devices)
         return has_gpu and model_supports_jit(self)
 
     @contextlib.contextmanager
     def _made_for_devices(self, name):
-        """Has Keras make a function for several devices, and not as one program."""
+        """Makes Keras create a function for several devices, not as one program."""
         if not self._has_several_devices:
             yield
             return
-        known, asked = getattr(self, name), self.jit_compile
+        previous, jit_compile = getattr(self, name), self.jit_compile
         self.jit_compile = False
         try:
             yield
         finally:
-            self.jit_compile = asked
-        made = getattr(self, name)
-        if made is not known and not any("GPU:" in device for device in self.layout.devices):
-            setattr(self, name, prepared_for_cpus(made))
+            self.jit_compile = jit_compile
+        function = getattr(self, name)
+        if function is not previous and not any("GPU:" in device for device in self.layout.devices):
+            setattr(self, name, prepared_for_cpus(function))
 
     def make_train_function(self, force=False):
-        """Makes the function of a step of `fit`, of which each device's part may be compiled."""
+        """Creates the function of a step of `fit`; each device's part may be compiled."""
         with self._made_for_devices("train_function"):
             super().make_train_function(force)
         return self.train_function
 
     def make_test_function(self, force=False):
-        """Makes the function of a step of `evaluate`, likewise."""
+        """Creates the function of a step of `evaluate`; each device's part may be compiled."""
         with self._made_for_devices("test_function"):
             super().make_test_function(force)
         return self.test_function
 
     def make_predict_function(self, force=False):
-        """Makes the function of a step of `predict`, likewise."""
+        """Creates the function of a step of `predict`; each device's part may be compiled."""
         with self._made_for_devices("predict_function"):
             super().make_predict_function(force)
         return self.predict_function

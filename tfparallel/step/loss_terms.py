@@ -1,20 +1,20 @@
-"""The terms of a loss, piece by piece, with the divisors that they have over the whole batch.
+"""The terms of a loss over pieces, with their divisors over the whole batch.
 
-A piece is some rows of the batch: a replica's, or a micro-batch's. A term of the loss is
+A piece is some rows of the batch: those of a replica or of a micro-batch. A term of the loss is
 
     J = Σ_p N_p / D,    N_p = Σ_{i in p} w_i ℓ_i
 
-and its divisor D holds no prediction:
+and its divisor D does not depend on predictions:
 
 | reduction | D |
 | --- | --- |
 | `sum` | 1 |
-| `sum_over_batch_size`, `mean` | the number of losses ℓ; under a mask, of those that are valid |
-| `mean_with_sample_weight` | Σ w, a mask included |
+| `sum_over_batch_size`, `mean` | the number of losses ℓ; with a mask, of the valid ones |
+| `mean_with_sample_weight` | Σ w, including the mask |
 
-But for that of `sum`, the divisor of the batch is the sum of the pieces' own.
+Except for `sum`, the divisor of the batch is the sum of the pieces' divisors.
 
-Rests on how `keras.losses.Loss.__call__` and `CompileLoss` reduce (`docs/upstream.md`).
+Relies on how `keras.losses.Loss.__call__` and `CompileLoss` reduce (`docs/upstream.md`).
 """
 
 from collections.abc import Callable
@@ -39,16 +39,16 @@ REDUCTIONS = ("sum", "sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
 class NotByPieces(ValueError):
-    """A loss has no numerators and divisors."""
+    """Raised if a loss has no numerators and divisors."""
 
 
 class ExampleLosses(NamedTuple):
-    """The losses of some examples, not reduced.
+    """The unreduced losses of some examples.
 
     Attributes:
-        values: Shape `(rows, …)`.
+        values: The losses, shape `(rows, …)`.
         weight: Sample weights, or None.
-        mask: Which of them are valid, or None.
+        mask: Which losses are valid, or None.
         reduction: One of `REDUCTIONS`.
     """
 
@@ -60,16 +60,16 @@ class ExampleLosses(NamedTuple):
     def numerator(self) -> tf.Tensor:
         """Σ w ℓ, a scalar."""
         dtype = self.values.dtype
-        # Of a piece without rows they are not summed yet.
+        # Without rows, Keras returns unsummed values.
         return tf.reduce_sum(
             reduce_weighted_values(self.values, self.weight, self.mask, "sum", dtype)
         )
 
     def share(self, num_rows) -> tf.Tensor | None:
-        """N_p / D where D follows from sizes alone; None where a mask or weights decide it.
+        """N_p / D if D follows from sizes; None if it depends on a mask or on weights.
 
         Args:
-            num_rows: Of the whole batch.
+            num_rows: The number of rows of the whole batch.
         """
         if self.reduction == "sum":
             return self.numerator()
@@ -77,11 +77,11 @@ class ExampleLosses(NamedTuple):
             return None
         values = self._weighted(self.weight)
         divisor = tf.cast(num_rows * _size_of_a_row(values), values.dtype)
-        return tf.math.divide_no_nan(self.numerator(), divisor)  # As Keras, of no rows at all.
+        return tf.math.divide_no_nan(self.numerator(), divisor)  # As in Keras for an empty batch.
 
     @property
     def follows_from_sizes(self) -> bool:
-        """Whether the divisor does, and no mask or weights decide it."""
+        """Whether the divisor follows from sizes, and not from a mask or weights."""
         by_weight = self.reduction == "mean_with_sample_weight" and self.weight is not None
         return self.reduction == "sum" or not (self.mask is not None or by_weight)
 
@@ -92,15 +92,16 @@ class ExampleLosses(NamedTuple):
         return values * weight
 
     def divisor(self, num_rows=None) -> tf.Tensor:
-        """By what a reduction divides the numerator, if these were all examples.
+        """The divisor of the reduction over these examples.
 
         Args:
-            num_rows: Of the whole batch, over which divisors are summed; None if these are all.
+            num_rows: The number of rows of the whole batch, over which divisors are summed; None
+                if these are all.
         """
         dtype, mask = self.values.dtype, self.mask
         if self.reduction == "sum":
             return tf.ones([], dtype)
-        # The mask is not scaled yet, whatever the reduction: as under "sum".
+        # "sum" keeps the mask unscaled, whatever the reduction.
         valid = None if mask is None else tf.cast(mask, dtype)
         merged = apply_mask(self.weight, valid, dtype, "sum")
         if merged is not None and self.reduction == "mean_with_sample_weight":
@@ -123,7 +124,7 @@ def values_of(loss: keras.losses.Loss, y_true, y_pred, weight) -> ExampleLosses:
     """Computes the losses of the examples, as `Loss.__call__` does before it reduces them.
 
     Raises:
-        NotByPieces: If the loss reduces in its own way.
+        NotByPieces: If the loss has its own reduction.
     """
     has_own_call = type(loss).__call__ is not keras.losses.Loss.__call__
     if has_own_call or loss.reduction not in REDUCTIONS:
@@ -153,28 +154,28 @@ def values_of(loss: keras.losses.Loss, y_true, y_pred, weight) -> ExampleLosses:
 
 
 def call_with(instead: Callable, compiled: CompileLoss, y, predictions, sample_weight, metrics=()):
-    """Calls Keras's own loss, which finds each output's targets, with others in the losses' place.
+    """Calls Keras's compiled loss, which finds each output's targets, with replaced losses.
 
     Args:
-        instead: Takes a loss, returns what is called with `(y_true, y_pred, weight)` for it.
+        instead: Takes a loss, and returns a replacement that takes `(y_true, y_pred, weight)`.
         compiled: The model's loss, built.
         y: The targets.
-        predictions: In the structure of the outputs.
-        sample_weight: Likewise, or one for all, or None.
-        metrics: What tracks each output's loss; nothing by default.
+        predictions: The predictions, in the structure of the outputs.
+        sample_weight: Weights in the structure of the outputs, or one for all, or None.
+        metrics: The trackers of each output's loss; none by default.
 
     Raises:
-        NotByPieces: If `instead` or what it returns does.
+        NotByPieces: If `instead` or a replacement raises it.
     """
-    own = object.__new__(CompileLoss)  # It refuses to be copied.
+    replaced = object.__new__(CompileLoss)  # It cannot be copied.
     terms = [term._replace(loss=instead(term.loss)) for term in loss_terms(compiled)]
-    # Past Keras's tracking.
+    # Bypasses Keras's tracking.
     metrics = list(metrics) or [None] * len(terms)
-    vars(own).update(vars(compiled) | {"_flat_losses": terms, "_metrics": metrics})
+    vars(replaced).update(vars(compiled) | {"_flat_losses": terms, "_metrics": metrics})
     try:
-        return CompileLoss.call(own, y, predictions, sample_weight)
+        return CompileLoss.call(replaced, y, predictions, sample_weight)
     except ValueError as error:
-        # Keras 3.16 raises another error from that of a loss, to name the output.
+        # Keras 3.16 chains another error, which names the output.
         if isinstance(error.__cause__, NotByPieces):
             raise error.__cause__ from None
         raise
@@ -188,7 +189,7 @@ def _size_of_a_row(tensor):
 
 
 def _size(tensor):
-    """Without the values, where the shape is known but for the batch."""
+    """The number of elements, computed without the values if only the batch size is unknown."""
     if tensor.shape[1:].is_fully_defined() and tensor.shape[0] is None:
         return tf.shape(tensor)[0] * tensor.shape[1:].num_elements()
     return tf.size(tensor)

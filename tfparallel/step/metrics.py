@@ -1,11 +1,11 @@
-"""The compiled metrics of a model in two, by the rows that they must see at once.
+"""Divides the compiled metrics of a model by the rows that they must see at once.
 
 | | | |
 | --- | --- | --- |
-| summed | their states are sums over the rows | each piece has its share; the shares are added |
-| joined | all others | updated once, with the joined rows of the outputs that they look at |
+| summed | their states are sums over the rows | the increments of all pieces are added |
+| joined | all others | updated once, with the joined rows of their outputs |
 
-Rests on how `CompileMetrics` keeps its metrics, by output (`docs/upstream.md`).
+Relies on how `CompileMetrics` stores its metrics by output (`docs/upstream.md`).
 """
 
 from collections.abc import Collection, Sequence
@@ -30,8 +30,8 @@ class StepMetrics(NamedTuple):
     """The metrics of a step.
 
     Attributes:
-        summed: Those whose states add up, or None.
-        joined: The others, or None.
+        summed: The metrics whose states add up, or None.
+        joined: The other metrics, or None.
     """
 
     summed: CompileMetrics | None
@@ -42,7 +42,7 @@ class StepMetrics(NamedTuple):
         """Divides a model's metrics.
 
         Args:
-            compiled: The metrics, built; None for a model without.
+            compiled: The metrics, built; None for a model without metrics.
             joined: The ids of the metrics that must see joined rows.
         """
         if compiled is None or not joined:
@@ -53,7 +53,7 @@ class StepMetrics(NamedTuple):
         )
 
     def places(self, outputs) -> list[int]:
-        """Which outputs the joined metrics look at, as indices of the flat outputs.
+        """The indices, in the flat outputs, of the outputs that the joined metrics read.
 
         Args:
             outputs: Tensors or their types, in the structure of the outputs.
@@ -68,12 +68,12 @@ class StepMetrics(NamedTuple):
     def update(
         self, growth: Sequence[tf.Tensor], y, outputs, rows: Sequence[tf.Tensor], sample_weight
     ) -> None:
-        """Updates the states, once a step.
+        """Updates the states once per step.
 
         Args:
-            growth: What the states of `summed` grow by.
-            y: The targets of the whole batch; read for `joined` alone.
-            outputs: Types, in the structure of the outputs.
+            growth: The increments of the states of `summed`.
+            y: The targets of the whole batch; only read for `joined`.
+            outputs: Type specs, in the structure of the outputs.
             rows: The joined rows of the outputs at `places`.
             sample_weight: The weights of the whole batch, or None.
         """
@@ -88,11 +88,11 @@ class StepMetrics(NamedTuple):
 
 
 def _only(compiled: CompileMetrics, is_wanted) -> CompileMetrics:
-    """The same metrics, without those that are not wanted."""
+    """The same metrics, without the unwanted ones."""
 
     def of_output(metrics: MetricsList | None) -> MetricsList | None:
-        kept = [] if metrics is None else [m for m in metrics.metrics if is_wanted(m)]
-        return MetricsList(kept, output_name=metrics.output_name) if kept else None
+        selected = [] if metrics is None else [m for m in metrics.metrics if is_wanted(m)]
+        return MetricsList(selected, output_name=metrics.output_name) if selected else None
 
     return with_metrics_by_output(
         compiled, *([of_output(each) for each in lists] for lists in metrics_by_output(compiled))

@@ -1,10 +1,10 @@
-"""The step of training (`data_parallel` with joined outputs takes Keras's own).
+"""The training step (`data_parallel` with joined outputs uses Keras's own).
 
 | | |
 | --- | --- |
-| passes | rows go forward and backward, in the parallelism's own way; they leave a `PassResult` |
+| passes | forward and backward, as the parallelism defines; they return a `PassResult` |
 | update | the optimizer, once, with the gradients of the whole batch |
-| logs | the loss, and the metrics: of what each piece found, or of joined predictions |
+| logs | the loss and the metrics: from the increments of pieces, or from joined predictions |
 """
 
 import contextlib
@@ -29,22 +29,22 @@ __all__ = ["PassResult", "OneStep"]
 
 
 class PassResult(NamedTuple):
-    """What the passes of a step leave, of the whole batch.
+    """The result of a step's passes over the whole batch.
 
     Attributes:
-        loss: A scalar, not scaled.
+        loss: The unscaled loss, a scalar.
         num_rows: B.
-        variables: What is trained.
-        gradients: Of each of them, scaled as the optimizer asks.
-        predictions: Where the outputs met; else None.
-        metrics: The compiled metrics, where they did not.
-        growth: What the states of those grow by that are sums over the rows.
-        outputs: The outputs' types, in their structure, where one of the metrics is not.
-        rows: The joined rows of the outputs that it looks at.
-        checked: What must be done before the weights may change.
-        divisor: By what the loss is divided, if all of it is by one number.
-        num_added: How many losses are added to it, of layers and of regularizers; None for those
-            that the model lists.
+        variables: The trained variables.
+        gradients: The gradient of each, scaled as the optimizer requires.
+        predictions: The joined outputs; None if they were not joined.
+        metrics: The compiled metrics, if outputs were not joined.
+        growth: The increments of the metrics that are sums over the rows.
+        outputs: The types of the outputs, in their structure, if some metric is no such sum.
+        rows: The joined rows of the outputs that this metric reads.
+        checked: Operations that must run before the weights change.
+        divisor: The divisor of the loss, if there is a single one.
+        num_added: The number of losses that layers and regularizers add; None for those that the
+            model lists.
     """
 
     loss: tf.Tensor
@@ -62,14 +62,14 @@ class PassResult(NamedTuple):
 
 
 class OneStep(CompiledByDevice):
-    """Extends a compiled Keras model, whatever its layout.
+    """Extends a compiled Keras model of any layout.
 
     Attributes:
-        layout: What is where.
+        layout: The devices of replicas, stages and parts.
     """
 
     layout: Layout
-    _metrics_built_ahead: Any = None  # Those that plain Keras would not have built yet.
+    _metrics_built_ahead: Any = None  # Metrics that plain Keras would not have built yet.
 
     def _symbolic_build(self, iterator=None, data_batch=None):
         metrics = compiled_metrics(self)
@@ -80,16 +80,16 @@ class OneStep(CompiledByDevice):
                 super()._symbolic_build(iterator, data_batch)
         finally:
             vars(self)["optimizer"] = optimizer
-        # Outside of that trace: what it begins with, as `ScheduleFreeAdamW` does, is assigned.
+        # Built outside of the trace, since initial values are assigned (`ScheduleFreeAdamW`).
         if optimizer is not None and not optimizer.built:
             optimizer.build(self.trainable_variables)
         if is_new and metrics.built:
             attach(self, _metrics_built_ahead=metrics)
 
     def reset_metrics(self):
-        """Resets the metrics; not those that Keras builds in the first step, as it does not then.
+        """Resets the metrics, except those that Keras would only build in the first step.
 
-        One that has counted before goes on from there, in the first epoch.
+        Such a metric continues from an earlier count in the first epoch, as in Keras.
         """
         metrics = self._metrics_built_ahead
         attach(self, _metrics_built_ahead=None)
@@ -101,34 +101,34 @@ class OneStep(CompiledByDevice):
             copy.assign(value)
 
     def fit(self, *args, **kwargs):
-        """Trains the model, as `keras.Model.fit`; batch sizes are global."""
+        """Trains the model, as `keras.Model.fit` does; batch sizes are global."""
         return self._run(Call(self, "fit", args, kwargs), super().fit)
 
     def evaluate(self, *args, **kwargs):
-        """Evaluates the model, as `keras.Model.evaluate`."""
+        """Evaluates the model, as `keras.Model.evaluate` does."""
         return self._run(Call(self, "evaluate", args, kwargs), super().evaluate)
 
     def predict(self, *args, **kwargs):
-        """Predicts, as `keras.Model.predict`."""
+        """Predicts, as `keras.Model.predict` does."""
         return self._run(Call(self, "predict", args, kwargs), super().predict)
 
     def train_on_batch(self, *args, **kwargs):
-        """Trains on a global batch, as `keras.Model.train_on_batch`."""
+        """Trains on a global batch, as `keras.Model.train_on_batch` does."""
         with self._around_a_batch("fit"):
             return super().train_on_batch(*args, **kwargs)
 
     def test_on_batch(self, *args, **kwargs):
-        """Evaluates on a global batch, as `keras.Model.test_on_batch`."""
+        """Evaluates on a global batch, as `keras.Model.test_on_batch` does."""
         with self._around_a_batch("evaluate"):
             return super().test_on_batch(*args, **kwargs)
 
     def predict_on_batch(self, *args, **kwargs):
-        """Predicts of a global batch, as `keras.Model.predict_on_batch`."""
+        """Predicts on a global batch, as `keras.Model.predict_on_batch` does."""
         with self._around_a_batch("predict"):
             return super().predict_on_batch(*args, **kwargs)
 
     def _around_a_batch(self, kind: str) -> AbstractContextManager:
-        """What is around a step that is called by itself: "fit", "evaluate" or "predict"."""
+        """The context of a single step on a batch: "fit", "evaluate" or "predict"."""
         return contextlib.nullcontext()
 
     def _run(self, call: Call, method: Callable) -> Any:
@@ -138,66 +138,66 @@ class OneStep(CompiledByDevice):
             return call.run(method)
 
     def _look_at(self, call: Call) -> None:
-        """Checks the arguments of a call, or puts others in their place."""
+        """Checks or replaces the arguments of a call."""
 
     def _begin(self, call: Call) -> None:
-        """Enters what is around a call. Of `fit`: no step waits for logs that nobody reads."""
-        # A `fit` of the user's own may do anything with its list.
+        """Enters the contexts of a call. In `fit`, no step waits for logs that are not read."""
+        # A user's own `fit` may do anything with its list.
         if call.kind != "fit" or call.is_own or call.has_callback_list:
             return
-        epochs, most = call.asked.get("epochs", 1), keras.config.max_epochs()
-        epochs = epochs if most is None else min(epochs, most)  # As Keras tells its callbacks.
-        params = {"verbose": call.asked.get("verbose", "auto"), "epochs": epochs}
-        callbacks = LogsWhereTheyAre(call.asked.get("callbacks"), params["verbose"])
-        call.asked["callbacks"] = callbacks
+        epochs, max_epochs = call.arguments.get("epochs", 1), keras.config.max_epochs()
+        epochs = epochs if max_epochs is None else min(epochs, max_epochs)  # Like Keras.
+        params = {"verbose": call.arguments.get("verbose", "auto"), "epochs": epochs}
+        callbacks = LogsWhereTheyAre(call.arguments.get("callbacks"), params["verbose"])
+        call.arguments["callbacks"] = callbacks
         call.enter(attached(self, _callbacks_of_fit=(callbacks, params)))
 
     def _tell_callbacks(self, iterator) -> None:
-        """Tells the callbacks of a `fit` that begins what Keras tells them, of its batches too."""
-        if iterator is None:  # A step of `train_on_batch`, in which Keras builds them.
+        """Passes the parameters of a starting `fit`, with the batches, to its callbacks."""
+        if iterator is None:  # In a step of `train_on_batch`, Keras builds the metrics.
             attach(self, _metrics_built_ahead=None)
-        told = getattr(self, "_callbacks_of_fit", None)
-        if told is not None and iterator is not None:
-            callbacks, params = told
+        callbacks_of_fit = getattr(self, "_callbacks_of_fit", None)
+        if callbacks_of_fit is not None and iterator is not None:
+            callbacks, params = callbacks_of_fit
             callbacks.begin(self, steps=iterator.num_batches, **params)
-            attach(self, _callbacks_of_fit=None)  # What else is built is of a validation.
+            attach(self, _callbacks_of_fit=None)  # The next build belongs to a validation.
 
     def _beside_the_loss(self) -> AbstractContextManager:
-        """Where the loss is, and what belongs to no layer: metrics, and their states."""
+        """The context of the loss, the metrics and their states, which belong to no layer."""
         return contextlib.nullcontext()
 
-    def _trained_on(self, found: PassResult, x, y, sample_weight) -> dict[str, Any]:
+    def _trained_on(self, result: PassResult, x, y, sample_weight) -> dict[str, Any]:
         """Updates the weights and the metrics; returns the step's logs.
 
         Args:
-            found: What the passes left.
-            x: Inputs, as the step was given them.
+            result: The result of the passes.
+            x: The inputs of the step.
             y: Targets.
             sample_weight: Weights, or None.
         """
         with self._beside_the_loss():
-            loss_tracker(self).update_state(found.loss, sample_weight=found.num_rows)
-        if found.variables:
-            with tf.control_dependencies(found.checked):
-                gradients = found.gradients
-                if found.checked:
+            loss_tracker(self).update_state(result.loss, sample_weight=result.num_rows)
+        if result.variables:
+            with tf.control_dependencies(result.checked):
+                gradients = result.gradients
+                if result.checked:
                     gradients = [_where_it_is(gradient) for gradient in gradients]
-            self._apply_found(found._replace(gradients=gradients))
+            self._apply_result(result._replace(gradients=gradients))
         else:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         with self._beside_the_loss():
-            if found.predictions is not None:
-                return self.compute_metrics(x, y, found.predictions, sample_weight=sample_weight)
-            found.metrics.update(found.growth, y, found.outputs, found.rows, sample_weight)
+            if result.predictions is not None:
+                return self.compute_metrics(x, y, result.predictions, sample_weight=sample_weight)
+            result.metrics.update(result.growth, y, result.outputs, result.rows, sample_weight)
             return self.get_metrics_result()
 
-    def _apply_found(self, found: PassResult) -> None:
-        """Changes the weights as the gradients of the batch say."""
-        self.optimizer.apply_gradients(zip(found.gradients, found.variables, strict=True))
+    def _apply_result(self, result: PassResult) -> None:
+        """Updates the weights with the gradients of the batch."""
+        self.optimizer.apply_gradients(zip(result.gradients, result.variables, strict=True))
 
 
 def _where_it_is(gradient):
-    """The same, on its own device; sparse values stay sparse."""
+    """Copies a gradient on its own device; a sparse one stays sparse."""
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
@@ -208,5 +208,5 @@ def _where_it_is(gradient):
 
 
 def _copies_here(variable: keras.Variable) -> Sequence:
-    """What this process has of a variable: itself, or a copy on each device."""
+    """The local storage of a variable: itself, or its copy on each device."""
     return getattr(variable.value, "values", [variable.value])

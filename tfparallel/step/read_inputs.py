@@ -1,4 +1,4 @@
-"""Which tensors of a batch a functional model reads: of a dictionary not every key, perhaps."""
+"""Selects the tensors of a batch that a functional model reads, such as some keys of a dict."""
 
 from typing import Any
 
@@ -11,19 +11,19 @@ __all__ = ["read_inputs"]
 
 
 def read_inputs(model: keras.Model, x: Any) -> Any:
-    """Returns a batch's inputs without what the model does not read, which may have other rows.
+    """Drops the inputs that the model does not read, which may have other rows.
 
     Args:
-        model: Any model; of one with a `call` of its own nothing is left out.
+        model: Any model; if it overrides `call`, nothing is dropped.
         x: The inputs of a batch.
     """
-    wanted = inputs_of(model)
+    inputs = inputs_of(model)
     is_graph = original_class(model).call in (Functional.call, keras.Sequential.call)
-    if not isinstance(x, dict) or wanted is None or not is_graph or "call" in vars(model):
+    if not isinstance(x, dict) or inputs is None or not is_graph or "call" in vars(model):
         return x
-    names = wanted if isinstance(wanted, dict) else [t.name for t in keras.tree.flatten(wanted)]
+    names = inputs if isinstance(inputs, dict) else [t.name for t in keras.tree.flatten(inputs)]
     if not {*names} < x.keys():
         return x
-    if isinstance(wanted, dict) and sorted(x)[: len(names)] != sorted(names):
-        return x  # Keras takes the first ones, in the order of their keys.
+    if isinstance(inputs, dict) and sorted(x)[: len(names)] != sorted(names):
+        return x  # Keras takes the first ones, in the order of the keys.
     return {name: x[name] for name in names}

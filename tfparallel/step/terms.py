@@ -1,10 +1,10 @@
-"""The compiled loss and metrics of a model, of the rows of one piece.
+"""The compiled loss and metrics of a model, over the rows of one piece.
 
-    terms     of each loss the piece's share N_p / D; where data decide the divisor, N_p and D_p
-    growth    what the state of each metric becomes, from zero
+    terms     the piece's share N_p / D of each loss; N_p and D_p if the data decide the divisor
+    growth    the state of each metric after an update from zero
 
-Both are added up over the pieces. `whole_loss` makes the loss of the sums, and `grow` tells the
-metrics theirs.
+Both are summed over the pieces. `whole_loss` computes the loss from the sums, and `grow` adds the
+others to the metrics.
 """
 
 from collections.abc import Sequence
@@ -19,42 +19,44 @@ __all__ = ["example_losses", "grow", "growth", "states", "terms", "terms_of", "w
 
 
 def terms(compiled: CompileLoss, y, outputs, sample_weight, num_rows) -> list[list[tf.Tensor]]:
-    """Of each loss the piece's share, or its numerator and divisor.
+    """The piece's share of each loss, or its numerator and divisor.
 
     Args:
         compiled: The model's loss, built.
-        y: The piece's targets.
-        outputs: The model's outputs for it.
-        sample_weight: Its weights, or None.
-        num_rows: Of the whole batch.
+        y: The targets of the piece.
+        outputs: The model's outputs for the piece.
+        sample_weight: The weights of the piece, or None.
+        num_rows: The number of rows of the whole batch.
 
     Raises:
         NotByPieces: If a loss has no such terms.
     """
-    return [terms_of(own, num_rows) for own in example_losses(compiled, y, outputs, sample_weight)]
+    return [
+        terms_of(each, num_rows) for each in example_losses(compiled, y, outputs, sample_weight)
+    ]
 
 
 def example_losses(compiled: CompileLoss, y, outputs, sample_weight) -> list[ExampleLosses]:
-    """Of each loss those of the piece's examples; arguments and errors as of `terms`."""
-    found: list[ExampleLosses] = []
+    """The losses of the piece's examples, for each loss; arguments and errors as for `terms`."""
+    of_losses: list[ExampleLosses] = []
 
     def instead(loss):
         def find(y_true, y_pred, weight):
-            found.append(values_of(loss, y_true, y_pred, weight))
-            return tf.zeros([], found[-1].values.dtype)
+            of_losses.append(values_of(loss, y_true, y_pred, weight))
+            return tf.zeros([], of_losses[-1].values.dtype)
 
         return find
 
     call_with(instead, compiled, y, outputs, sample_weight)
-    return found
+    return of_losses
 
 
 def terms_of(losses: ExampleLosses, num_rows) -> list[tf.Tensor]:
     """The share of a piece's losses, or their numerator and divisor.
 
     Args:
-        losses: Of its examples.
-        num_rows: Of the whole batch.
+        losses: The losses of its examples.
+        num_rows: The number of rows of the whole batch.
     """
     share = losses.share(num_rows)
     if share is not None:
@@ -72,16 +74,16 @@ def whole_loss(
     *,
     tells_trackers: bool = True,
 ) -> tf.Tensor:
-    """The loss of the terms' sums and of what is added.
+    """The total loss, from the sums of the terms and the added losses.
 
     Args:
-        model: A compiled model, its loss built.
-        sums: Of `terms`, over the pieces.
+        model: A compiled model with a built loss.
+        sums: The sums of `terms` over the pieces.
         y: The targets of the whole batch.
         outputs: Tensors or their types, in the structure of the outputs; their values do not count.
         sample_weight: The weights of the whole batch, or None.
-        added: What layers and regularizers add to the loss, of the whole batch.
-        tells_trackers: Whether what tracks each output's loss is told.
+        added: The losses that layers and regularizers add for the whole batch.
+        tells_trackers: Whether to update the trackers of each output's loss.
     """
     remaining = iter(sums)
 
@@ -100,13 +102,13 @@ def _value(numerator, divisor=None) -> tf.Tensor:
 
 
 def states(compiled: CompileMetrics | None) -> list[keras.Variable]:
-    """The variables of the compiled metrics, each once: two outputs may share a metric."""
-    found = () if compiled is None else compiled.variables
-    return list({id(variable): variable for variable in found}.values())
+    """The distinct variables of the compiled metrics; two outputs may share a metric."""
+    variables = () if compiled is None else compiled.variables
+    return list({id(variable): variable for variable in variables}.values())
 
 
 def growth(compiled: CompileMetrics | None, y, outputs, sample_weight) -> list[tf.Tensor]:
-    """What a piece's rows add to each of `states`."""
+    """The increments of `states` by the rows of a piece."""
     if not states(compiled):
         return []
     zeros = [tf.zeros(variable.shape, variable.dtype) for variable in compiled.variables]
@@ -116,6 +118,6 @@ def growth(compiled: CompileMetrics | None, y, outputs, sample_weight) -> list[t
 
 
 def grow(compiled: CompileMetrics | None, sums: Sequence[tf.Tensor]) -> None:
-    """Adds to the states of the metrics the sums of `growth`."""
+    """Adds the sums of `growth` to the states of the metrics."""
     for variable, grown in zip(states(compiled), sums, strict=True):
         variable.assign_add(grown)

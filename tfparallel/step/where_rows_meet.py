@@ -1,12 +1,12 @@
-"""Which of the two ways a step takes to its loss, and why.
+"""Decides how a step computes its loss, and why.
 
-| way | what | when |
+| way | computation | used |
 | --- | --- | --- |
-| where the rows are | losses and metrics of each piece's rows, added up | the default |
-| of the joined outputs | the outputs of all rows meet on one device | where nothing else is right |
+| by pieces | losses and metrics of each piece's rows are added up | by default |
+| from joined outputs | all rows of the outputs are joined on one device | otherwise |
 
-A metric that is no sum over the rows has the joined rows of the outputs that it looks at; the loss
-and the other metrics stay where the rows are.
+A metric that is not a sum over the rows gets the joined rows of the outputs that it reads; the loss
+and the other metrics are still computed by pieces.
 """
 
 import contextlib
@@ -50,12 +50,12 @@ ALIGNED = "Inputs, targets and sample weights must have a row for each example."
 
 
 class Way(NamedTuple):
-    """How a step comes to its loss and its metrics.
+    """How a step computes its loss and its metrics.
 
     Attributes:
-        rows_stay: Whether the loss is taken where the rows are; else all outputs meet.
-        metrics: Which metrics are taken there, too.
-        why_joined: Why all outputs meet, or those of some metrics; None where none do.
+        rows_stay: Whether the loss is computed by pieces; else all outputs are joined.
+        metrics: The metrics, divided into those computed by pieces and the others.
+        why_joined: Why all outputs, or those of some metrics, are joined; None if none are.
     """
 
     rows_stay: bool
@@ -64,19 +64,19 @@ class Way(NamedTuple):
 
     @property
     def all_stay(self) -> bool:
-        """Whether no outputs meet."""
+        """Whether no outputs are joined."""
         return self.why_joined is None
 
 
 class WhereRowsMeet:
-    """Extends a compiled Keras model of which a step takes the batch in pieces, by rows."""
+    """Extends a compiled Keras model whose step processes the batch in pieces, by rows."""
 
-    _workers = None  # What joins the workers of the job; None for one process.
-    _batch_sizes: Mapping[str, int | None] = {}  # How many rows a full one has, by method.
+    _workers = None  # The process group of the job; None for one process.
+    _batch_sizes: Mapping[str, int | None] = {}  # The rows of a full batch, by method.
 
     def _look_at(self, call):
         if call.kind != "predict":
-            # A step with a short last batch cannot see how many rows a full one has.
+            # A step with a short last batch does not see the size of a full one.
             call.enter(self._knowing_batches(call.kind, call.full_batch_size()))
         super()._look_at(call)
 
@@ -86,48 +86,48 @@ class WhereRowsMeet:
         super()._begin(call)
 
     def _knowing_batches(self, kind: str, size: int | None) -> AbstractContextManager[None]:
-        """Keeps how many rows a full batch of "fit" or "evaluate" has."""
+        """Sets the number of rows of a full batch of "fit" or "evaluate" within the block."""
         return attached(self, _batch_sizes=self._batch_sizes | {kind: size})
 
     @property
     def _meeting_device(self) -> str:
-        """Where the outputs of all rows meet."""
+        """The device that joins the outputs of all rows."""
         return self._last_device
 
     @property
     def _is_chief(self) -> bool:
-        """Whether this process speaks and writes for all workers."""
+        """Whether this process prints and writes for all workers."""
         return self._workers is None or self._workers.worker_index == 0
 
     @property
     def why_joined(self) -> str | None:
-        """Why the outputs of all rows met in the steps of `fit`, or in those of `evaluate`.
+        """Why the steps of `fit`, or of `evaluate`, joined the outputs of all rows.
 
-        None where they met in neither, and before there were any since `compile`.
+        None if neither did, or neither has run since `compile`.
         """
-        known = self._reasons
-        return known.get("fit") or known.get("evaluate")
+        reasons = self._reasons
+        return reasons.get("fit") or reasons.get("evaluate")
 
     @property
     def _reasons(self) -> dict[str, str | None]:
-        """Why the outputs met, of "fit" and "evaluate", as the model is compiled now."""
-        of_whom, known = getattr(self, "_known_reasons", (None, {}))
-        return known if of_whom is compiled_loss(self) else {}
+        """Why outputs were joined, for "fit" and "evaluate", since the last `compile`."""
+        loss, reasons = getattr(self, "_known_reasons", (None, {}))
+        return reasons if loss is compiled_loss(self) else {}
 
     def _way(self, data, kind: str) -> Way:
-        """How a step on such data comes to its loss and metrics; says so once if outputs meet.
+        """How a step on such data computes its loss and metrics; reports joined outputs once.
 
         Args:
-            data: A batch, as the step is given it.
+            data: A batch, as the step receives it.
             kind: "fit" or "evaluate".
         """
-        way, known = self._way_of(data), self._reasons
-        if kind not in known or known[kind] != way.why_joined:
-            told = self._told(way, data, kind)
-            attach(self, _known_reasons=(compiled_loss(self), known | {kind: way.why_joined}))
-            is_news = not way.all_stay and way.why_joined not in known.values() and self._is_chief
+        way, reasons = self._way_of(data), self._reasons
+        if kind not in reasons or reasons[kind] != way.why_joined:
+            description = self._describe(way, data, kind)
+            attach(self, _known_reasons=(compiled_loss(self), reasons | {kind: way.why_joined}))
+            is_news = not way.all_stay and way.why_joined not in reasons.values() and self._is_chief
             tell = notice if is_news else logging.info
-            tell(f"Model '{self.name}', {kind}: {told}.")
+            tell(f"Model '{self.name}', {kind}: {description}.")
         return way
 
     def _way_of(self, data) -> Way:
@@ -138,7 +138,7 @@ class WhereRowsMeet:
         metrics = StepMetrics.divided(compiled_metrics(self), () if reason else joined)
         return Way(reason is None, metrics, reason or next(iter(joined.values()), None))
 
-    def _told(self, way: Way, data, kind: str) -> str:
+    def _describe(self, way: Way, data, kind: str) -> str:
         if way.all_stay:
             return "the outputs stay where the rows are"
         if not way.rows_stay:
@@ -154,26 +154,26 @@ class WhereRowsMeet:
         return f"all rows of {which} meet{how_large}, for a metric alone: {way.why_joined}"
 
     def _how_large(self, data, kind: str, places: Collection[int] | None = None) -> str:
-        """What outputs of a batch take where they meet, in words.
+        """The memory of a batch's joined outputs, as text.
 
         Args:
             data: The batch.
             kind: "fit" or "evaluate".
-            places: Which of the flat outputs; all by default.
+            places: The indices of the flat outputs; all by default.
 
         Raises:
-            ValueError: If that is more than the device has, or the machine.
+            ValueError: If the device, or the machine, has less memory.
         """
-        if not self.built:  # A look at the outputs would build it, where only its step may.
+        if not self.built:  # Inferring the outputs would build it, which only its step may do.
             return ""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         try:
             outputs, _ = self._outputs_of(keras.tree.map_structure(type_of, x))
-        except Exception:  # Keras's own follows, if it is one of the program.
+        except Exception:  # If the program is wrong, Keras raises later.
             return ""
         flat = keras.tree.flatten(outputs)
-        met = flat if places is None else [flat[place] for place in places]
-        sizes = [_bytes_of_a_row(output) for output in met]
+        joined = flat if places is None else [flat[place] for place in places]
+        sizes = [_bytes_of_a_row(output) for output in joined]
         if None in sizes:
             return ""
         num_rows = next(iter(_row_counts(x)), None)
@@ -192,7 +192,7 @@ class WhereRowsMeet:
         return f" ({self._sizes_in_words([num_rows * of_row for of_row in sizes], 'a batch')})"
 
     def _sizes_in_words(self, sizes: Sequence[int], of_what: str) -> str:
-        """The bytes of all outputs, and of each where the model names several."""
+        """The bytes of all outputs, and of each if the model names several."""
         total = f"{sum(sizes):,} bytes {of_what}"
         names = getattr(self, "output_names", [])
         if len(sizes) < 2 or len(names) != len(sizes):
@@ -201,35 +201,36 @@ class WhereRowsMeet:
         return f"{total}: {first_to_last(each)}"
 
     def _adds_up(self, data) -> AddsUp:
-        """Which losses and metrics do not add up; judged once for each kind of data."""
+        """The losses and metrics that do not add up; judged once for each kind of data."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         types = keras.tree.map_structure(type_of, (x, y, sample_weight))
-        of_whom, known = getattr(self, "_known_to_add_up", (None, {}))
-        if of_whom is not compiled_loss(self):
-            known = {}
-        if str(types) not in known:
+        loss, results = getattr(self, "_known_to_add_up", (None, {}))
+        if loss is not compiled_loss(self):
+            results = {}
+        if str(types) not in results:
             try:
                 outputs, masks = self._outputs_of(types[0])
-            except Exception as error:  # Keras's own follows, if it is one of the program.
+            except Exception as error:  # If the program is wrong, Keras raises later.
                 reason = f"the shapes of its outputs are not known: {str(error)[:200]}"
-                known[str(types)] = AddsUp(reason, {})
+                results[str(types)] = AddsUp(reason, {})
             else:
-                known[str(types)] = adds_up(self, types[1], outputs, types[2], masks)
-            attach(self, _known_to_add_up=(compiled_loss(self), known))
-        return known[str(types)]
+                results[str(types)] = adds_up(self, types[1], outputs, types[2], masks)
+            attach(self, _known_to_add_up=(compiled_loss(self), results))
+        return results[str(types)]
 
     def _outputs_of(self, types):
-        """The types of the outputs for inputs of these types, and of the masks that they carry.
+        """The types of the outputs, and of their masks, for inputs of these types.
 
         Returns:
-            The first in the outputs' structure, the second flat, None for an output without.
+            The types in the outputs' structure, and a flat list with None for an output without a
+            mask.
         """
         flat = functional_of(self).outputs
         return keras.tree.map_structure(type_of, as_outputs(self, flat)), masks_of(flat)
 
 
 def _bytes_of_a_row(output: tf.TensorSpec | None) -> int | None:
-    """Of an output; None if its shape is not known."""
+    """The bytes of one row of an output; None if its shape is unknown."""
     if output is None:
         return 0
     number = output.shape[1:].num_elements() if output.shape.rank else None
@@ -237,23 +238,23 @@ def _bytes_of_a_row(output: tf.TensorSpec | None) -> int | None:
 
 
 def _memory_of(device: str) -> tuple[int, str]:
-    """How many bytes there are on a device, or else on this machine, and which of the two."""
+    """The memory of a device in bytes, or of this machine if unknown, and the name of it."""
     name = canonical(device).rpartition("/device:")[2]
     size = memory_bytes(name) if name.startswith("GPU") else None
     return (memory_bytes(), "this machine") if size is None else (size, name)
 
 
 def said_in(error: tf.errors.OpError, beginning: str) -> str | None:
-    """What an assertion of the step said, without what TensorFlow puts around it."""
+    """The message of an assertion in the step, without TensorFlow's additions."""
     if beginning not in error.message:
         return None
     said = error.message[error.message.index(beginning) :].partition("\n\t")[0]
-    return " ".join(said.split()).replace("\\'", "'")  # As TensorFlow quotes it.
+    return " ".join(said.split()).replace("\\'", "'")  # TensorFlow quotes the message.
 
 
 @contextlib.contextmanager
 def _in_plain_words() -> Iterator[None]:
-    """Has what `aligned` and `as_many_rows` assert in a graph raised as a `ValueError`."""
+    """Turns failed assertions of `aligned` and `as_many_rows` into a `ValueError`."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
@@ -264,7 +265,7 @@ def _in_plain_words() -> Iterator[None]:
 
 
 def type_of(leaf) -> tf.TensorSpec | None:
-    """The type of a tensor or an array, for batches of any size."""
+    """The type of a tensor or array, for batches of any size."""
     if leaf is None or not hasattr(leaf, "shape"):
         return None
     shape = tf.TensorShape(leaf.shape)
@@ -272,25 +273,25 @@ def type_of(leaf) -> tf.TensorSpec | None:
 
 
 def masks_of(outputs) -> list[tf.TensorSpec | None]:
-    """The types of the masks that outputs carry, flat; None for one without."""
+    """A flat list of the types of the outputs' masks; None for an output without one."""
     flat = keras.tree.flatten(outputs)
     return [type_of(mask_of(output)) for output in flat]
 
 
 def of_the_batch(outputs, num_rows) -> list[tf.TensorSpec]:
-    """The types of outputs of the whole batch, of which those of a piece are given.
+    """The types of the whole batch's outputs, from those of a piece.
 
-    Keras weights an output's loss with the number of rows where that is known, so it is said.
+    Sets the number of rows if it is known, since Keras weights an output's loss by it.
     """
-    known = num_rows if isinstance(num_rows, int) else tf.get_static_value(num_rows)
-    known = None if known is None else int(known)
-    return [tf.TensorSpec([known, *output.shape[1:]], output.dtype) for output in outputs]
+    static_rows = num_rows if isinstance(num_rows, int) else tf.get_static_value(num_rows)
+    static_rows = None if static_rows is None else int(static_rows)
+    return [tf.TensorSpec([static_rows, *output.shape[1:]], output.dtype) for output in outputs]
 
 
 def aligned(x, y, sample_weight):
-    """Targets and weights, behind assertions that they have a row for each example.
+    """Targets and weights, after asserting that they have a row for each example.
 
-    Where sizes are known there is nothing to assert, since then the outputs are joined.
+    Known sizes need no assertion; if they differ, the outputs are joined.
     """
     expected, *others = _row_counts(x, y, sample_weight)
     checks = _equal(
@@ -309,12 +310,12 @@ def aligned(x, y, sample_weight):
 
 
 def as_many_rows(model: keras.Model, outputs: list[tf.Tensor], num_rows) -> list[tf.Operation]:
-    """Assertions, or none where it is known: a loss would broadcast a row, and be wrong.
+    """Asserts that outputs have a row for each example; a loss would broadcast a single row.
 
     Args:
         model: The model.
-        outputs: Of a piece, flat.
-        num_rows: How many rows the piece has.
+        outputs: The flat outputs of a piece.
+        num_rows: The number of rows of the piece.
     """
     if has_rows(model):
         return []
@@ -327,27 +328,27 @@ def as_many_rows(model: keras.Model, outputs: list[tf.Tensor], num_rows) -> list
 
 
 def _row_counts(*structures) -> list:
-    """Of each tensor with a batch axis, an int or, until it is known, a tensor."""
+    """The row count of each tensor with a batch axis: an int, or a tensor if unknown."""
     return [count_rows(leaf) for leaf in keras.tree.flatten(structures) if _rank(leaf) != 0]
 
 
 def _rank(leaf) -> int | None:
-    """How many axes a tensor has, if that is known; 0 of what is none."""
+    """The number of axes of a tensor, if known; 0 for other objects."""
     return tf.TensorShape(leaf.shape).rank if hasattr(leaf, "shape") else 0
 
 
 def why_unaligned(data) -> str | None:
-    """Which other numbers of rows targets and weights have: several an example, or one for all."""
+    """Why targets or weights do not have one row per example; None if nothing is known."""
     _, *others = keras.utils.unpack_x_y_sample_weight(data)
     leaves = [leaf for leaf in keras.tree.flatten(others) if leaf is not None]
     if any(_rank(leaf) == 0 for leaf in leaves):
         return "a target, or a sample weight, of shape () is one for all rows"
-    known = {n for n in _row_counts(data) if isinstance(n, int)}
-    return f"inputs and targets have {sorted(known)} rows" if len(known) > 1 else None
+    static_rows = {n for n in _row_counts(data) if isinstance(n, int)}
+    return f"inputs and targets have {sorted(static_rows)} rows" if len(static_rows) > 1 else None
 
 
 def _equal(pairs, message) -> list[tf.Operation]:
-    """Assertions for the pairs that are not known to be equal; those that run eagerly raise."""
+    """Asserts the pairs that are not known to be equal; eager assertions raise at once."""
     checks = [
         tf.debugging.assert_equal(one, other, message)
         for one, other in pairs

@@ -1,4 +1,4 @@
-"""What a strategy's distributed data set was made of, for `fit`, which trains on global batches.
+"""Recovers the data set behind a distributed one for `fit`, which trains on global batches.
 
 ```
    experimental_distribute_dataset       B rows ──► B/N on each replica       fit takes the B rows
@@ -19,7 +19,7 @@ _ALL_ROWS = 2**31
 
 
 def made_of(distributed: Any, dataset: tf.data.Dataset) -> Any:
-    """Remembers the data set of global batches that was distributed."""
+    """Records the data set of global batches on the distributed one."""
     setattr(distributed, _MADE_OF, (dataset, False))
     return distributed
 
@@ -27,12 +27,12 @@ def made_of(distributed: Any, dataset: tf.data.Dataset) -> Any:
 def made_by_function(
     distribute: Callable[[Callable], Any], dataset_fn: Callable, num_replicas: int
 ) -> Any:
-    """Distributes what a function returns, and remembers it.
+    """Distributes the data set that a function returns, and records it.
 
     Args:
         distribute: Called with a function like `dataset_fn`; returns the distributed data set.
-        dataset_fn: Returns the data set of this worker, of batches for one replica each.
-        num_replicas: The replicas of this worker, which take one batch each at every step.
+        dataset_fn: Returns the data set of this worker, with batches for one replica each.
+        num_replicas: The number of this worker's replicas, each of which takes a batch per step.
     """
     datasets = []
 
@@ -47,22 +47,22 @@ def made_by_function(
 
 
 def whole_batches(data: Any, strategy: Any) -> tuple[Any, bool]:
-    """Returns the data set that was distributed; what is no distributed data set, as it is.
+    """Returns the data set behind a distributed one; other data unchanged.
 
     Args:
-        data: What `fit`, `evaluate` or `predict` was given.
+        data: The data of `fit`, `evaluate` or `predict`.
         strategy: The strategy that trains on it; None on one device.
 
     Returns:
-        The data, and whether its batches are the rows of this worker alone.
+        The data, and whether its batches are only this worker's rows.
 
     Raises:
-        ValueError: If another strategy has distributed it.
+        ValueError: If another strategy distributed it.
     """
     if not isinstance(data, tf.distribute.DistributedDataset):
         return data, False
-    owner, found = getattr(data, "_strategy", None), getattr(data, _MADE_OF, None)
-    if found is None or owner is not strategy:
+    owner, source = getattr(data, "_strategy", None), getattr(data, _MADE_OF, None)
+    if source is None or owner is not strategy:
         raise ValueError(
             "The data set is distributed, and what it was made of is not known. The "
             "`tf.data.Dataset` of global batches is required, or what the strategy that trains the "
@@ -70,11 +70,11 @@ def whole_batches(data: Any, strategy: Any) -> tuple[Any, bool]:
             f"{type(data).__name__} of a {type(owner).__name__}. Give `fit` the data set itself, "
             "or distribute it with `model.distribute_strategy`."
         )
-    return found
+    return source
 
 
 def joined(structure: Any) -> Any:
-    """In a step: the batch of which each replica was given its rows."""
+    """Joins the rows of all replicas to one batch in a step."""
 
     def whole(leaf):
         if not isinstance(leaf, DistributedValues):
@@ -88,7 +88,7 @@ def joined(structure: Any) -> Any:
 
 
 def _in_groups(dataset, size):
-    """The rows of every `size` batches that follow each other as one."""
+    """Joins the rows of every `size` consecutive batches."""
     if size == 1:
         return dataset
     cardinality = int(dataset.cardinality())

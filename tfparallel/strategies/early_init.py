@@ -1,4 +1,4 @@
-"""Finds what started TensorFlow's runtime too early, among the names of the main program."""
+"""Finds the value of the main program that started TensorFlow's runtime too early."""
 
 import ast
 import sys
@@ -31,7 +31,7 @@ def _line_of(path, name) -> str:
     try:
         with open(path, encoding="utf-8") as file:
             tree = ast.parse(file.read())
-    except (OSError, SyntaxError, TypeError, ValueError):  # A notebook's cell, for one.
+    except (OSError, SyntaxError, TypeError, ValueError):  # For example, a notebook cell.
         return ""
     for node in tree.body:
         names = (each for each in ast.walk(node) if isinstance(each, ast.Name))

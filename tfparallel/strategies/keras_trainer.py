@@ -1,11 +1,11 @@
-"""Who is calling the strategy: Keras's own training loop, or the user's.
+"""Detects whether Keras's training loop or the user's own code calls the strategy.
 
-Answers one gap of Keras 3 on TensorFlow: `fit`, `evaluate` and `predict` hand their steps and
-data sets to `strategy.run` and `strategy.experimental_distribute_dataset` without saying for
-which model, and `compile` says nothing at all; there is no hook for a strategy that wants to know.
-`calling_model` and `compiling_model` find the model in the frames of the call. They rest on the
-places of the trainer (`seams.keras.TRAINER_MODULE`, `COMPILE_MODULE`);
-`tests/strategies/test_keras_trainer.py` fails on the day that one moves.
+Fills a gap of Keras 3 on TensorFlow: `fit`, `evaluate` and `predict` pass their steps and data sets
+to `strategy.run` and `strategy.experimental_distribute_dataset` without naming the model, `compile`
+does not call the strategy at all, and there is no hook. `calling_model` and `compiling_model` find
+the model in the stack frames of the call. They rely on the modules of the trainer
+(`seams.keras.TRAINER_MODULE`, `COMPILE_MODULE`); `tests/strategies/test_keras_trainer.py` fails
+once one moves.
 """
 
 import sys
@@ -23,13 +23,13 @@ from tfparallel.seams.keras import (
     TRAINER_MODULE,
 )
 
-# What may stand between the strategy and Keras; anything else is the user's own code.
+# Packages that may be on the stack between the strategy and Keras; others are the user's code.
 _PASSED = ("keras", "tensorflow", "tfparallel", "contextlib", "functools", "optree", "tree")
 
-# What an optimizer does to a gradient before the update, and must do after the reduction.
+# Options that change a gradient before the update, and must act after the reduction.
 _BEFORE_UPDATE = ("clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps")
 
-# Of an optimizer in a custom loop.
+# For an optimizer in a custom loop.
 MADE_OUTSIDE = (
     "The optimizer of a custom loop was made outside the scope of the strategy that runs the step. "
     "One that belongs to the strategy is required."
@@ -39,20 +39,20 @@ MAKE_WITHIN = (
     "tfparallel.distribute_optimizer(optimizer)` there."
 )
 
-# The replicas, of one `strategy.run` each, in which Keras has divided a loss by their number.
+# Replica contexts, each of one `strategy.run`, in which Keras divided a loss by their number.
 _replicas_with_divided_losses = weakref.WeakSet()
 
-# Those in which a batch normalization has taken the moments of all.
+# Replica contexts in which a batch normalization used the moments of all replicas.
 _replicas_with_shared_moments = weakref.WeakSet()
 
 
 def calling_model() -> keras.Model | None:
-    """Returns the model whose Keras training loop is calling, or None for anyone else."""
+    """Returns the model whose Keras training loop is calling; None for any other caller."""
     return _caller(TRAINER_MODULE, keras.Model)
 
 
 def compiling_model() -> keras.Model | None:
-    """Returns the model that is being compiled, once its optimizer and its losses are known."""
+    """Returns the model that is being compiled, once its optimizer and losses are set."""
     model = _caller(COMPILE_MODULE, keras.Model)
     return model if model is not None and model.compiled else None
 
@@ -61,18 +61,19 @@ def refuse_made_outside(optimizer: keras.Optimizer, strategy) -> None:
     """Raises if an optimizer that updates in a replica belongs to another strategy, or to none.
 
     Raises:
-        ValueError: Since each replica would update the same slots.
+        ValueError: In this case, since each replica would update the same slots.
     """
     if optimizer._distribution_strategy is not strategy:
         raise ValueError(f"{MADE_OUTSIDE} Received: {type(optimizer).__name__}. {MAKE_WITHIN}")
 
 
 def refuse_unprepared_optimizer(strategy) -> None:
-    """Raises if a Keras optimizer is calling whose update here would not be one device's.
+    """Raises if a Keras optimizer is calling whose update would differ from that on one device.
 
     Raises:
-        ValueError: For an optimizer that was made outside the scope; or that clips or accumulates a
-            replica's own gradient, and was not prepared by `tfparallel.distribute_optimizer`.
+        ValueError: For an optimizer that was created outside the scope; or that clips or
+            accumulates the gradient of each replica, and was not prepared by
+            `tfparallel.distribute_optimizer`.
     """
     optimizer = _caller(OPTIMIZER_MODULE, keras.Optimizer)
     if optimizer is None or getattr(optimizer, "is_distributed", False):
@@ -92,10 +93,10 @@ def refuse_unprepared_optimizer(strategy) -> None:
 
 
 def refuse_own_moments() -> None:
-    """Raises if a batch normalization is calling that averages a replica's own moments.
+    """Raises if a batch normalization is calling that averages the moments of each replica.
 
     Raises:
-        ValueError: For one that is not synchronized, in a custom loop.
+        ValueError: If it is not synchronized, in a custom loop.
     """
     layer = _caller(BATCH_NORMALIZATION_MODULE, keras.layers.BatchNormalization)
     if layer is None:
@@ -115,14 +116,14 @@ def refuse_own_moments() -> None:
 
 
 def moments_are_shared() -> bool:
-    """Whether a batch normalization has taken the moments of all replicas in this replica."""
+    """Whether a batch normalization in this replica used the moments of all replicas."""
     return tf.distribute.get_replica_context() in _replicas_with_shared_moments
 
 
 def note_divided_loss() -> None:
-    """Records that a Keras loss object reads the number of replicas in this replica, if one does.
+    """Records whether a Keras loss object reads the number of replicas in this replica.
 
-    To be called by `num_replicas_in_sync`: it looks at the caller of its caller.
+    Call it only in `num_replicas_in_sync`: it inspects the caller of its caller.
     """
     frame = sys._getframe(2)
     name = frame.f_globals.get("__name__"), frame.f_code.co_name
@@ -131,10 +132,10 @@ def note_divided_loss() -> None:
 
 
 def refuse_divided_loss() -> None:
-    """Raises if a loss object of Keras's has divided its mean in this replica.
+    """Raises if a Keras loss object divided its mean in this replica.
 
     Raises:
-        ValueError: Since the mean over the replicas would divide by their number again.
+        ValueError: In this case, since the mean over the replicas would divide again.
     """
     replica = tf.distribute.get_replica_context()
     if replica not in _replicas_with_divided_losses:
@@ -152,13 +153,13 @@ def refuse_divided_loss() -> None:
 
 
 def _caller(module: str, owner_type: type):
-    """Returns the object of `owner_type` whose method, in `module`, is calling."""
+    """Returns the object of `owner_type` whose method in `module` is calling."""
     frame = sys._getframe(2)
     while frame is not None:
         name, owner = frame.f_globals.get("__name__", ""), frame.f_locals.get("self")
         if name == module and isinstance(owner, owner_type):
             return owner
-        is_strategy = isinstance(owner, tf.distribute.Strategy)  # A subclass of the user's own.
+        is_strategy = isinstance(owner, tf.distribute.Strategy)  # The user may subclass it.
         if name.partition(".")[0] not in _PASSED and not is_strategy:
             return None
         frame = frame.f_back

@@ -10,28 +10,28 @@ from tfparallel.collectives.algorithm_selection import ChosenAllReduce
 from tfparallel.seams.distribute import MirroredExtended, reduction_of, strategy_of
 from tfparallel.strategies.program import ProgramExtended, ProgramStrategy
 
-_OF_THE_HOST = tf.distribute.ReductionToOneDevice()  # As TensorFlow: int32 is the host's.
+_OF_THE_HOST = tf.distribute.ReductionToOneDevice()  # As in TensorFlow, int32 is on the host.
 
 
 class _MirroredExtended(ProgramExtended, MirroredExtended):
-    """The local devices, as a program sees them."""
+    """The local devices, from the view of a program."""
 
     def _get_cross_device_ops(self, value):
-        # TensorFlow would take collectives instead wherever `merge_call` is not used.
+        # TensorFlow would use collectives instead where `merge_call` is not used.
         is_int32 = any(tensor.dtype == tf.int32 for tensor in tf.nest.flatten(_terms(value)))
         if is_int32 and reduction_of(self) is strategy_of(self).all_reduce_ops:
             return _OF_THE_HOST
         return reduction_of(self)
 
     def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
-        # TensorFlow refuses pairs of which the host reduces some; here they go apart.
+        # TensorFlow refuses pairs if the host reduces some; here they are reduced separately.
         pairs, results, by_ops = list(value_destination_pairs), {}, {}
         for index, (value, _) in enumerate(pairs):
             by_ops.setdefault(self._get_cross_device_ops(value), []).append(index)
         for indices in by_ops.values():
-            own = [pairs[index] for index in indices]
-            found = super()._batch_reduce_to(reduce_op, own, options)
-            results.update(zip(indices, found, strict=True))
+            group = [pairs[index] for index in indices]
+            reduced = super()._batch_reduce_to(reduce_op, group, options)
+            results.update(zip(indices, reduced, strict=True))
         return [results[index] for index in range(len(pairs))]
 
 

@@ -1,9 +1,8 @@
 """Copies of the model on all devices of several workers, updated in step.
 
-Rests on internals of TensorFlow (`CollectiveAllReduceExtended`), as `program.py` does, and for two
-things more: several CPU devices a worker, where TensorFlow takes one; and Keras's trainer, which
-asks the strategy whether it has several workers and then reduces what a program returns, which is
-global already (keras#20585).
+Relies on internals of TensorFlow (`CollectiveAllReduceExtended`), as `program.py` does, and for two
+more reasons: TensorFlow uses only one CPU device per worker; and Keras's trainer, if the strategy
+has several workers, reduces the results of a program, which are already global (keras#20585).
 """
 
 import contextlib
@@ -48,21 +47,21 @@ from tfparallel.strategies.program import ProgramExtended, ProgramStrategy
 from tfparallel.user_log import notice
 
 _STALL_SECONDS = 1800.0
-# TensorFlow broadcasts first values of six types. What these hold, a wider one holds exactly.
+# TensorFlow broadcasts initial values of six dtypes; a wider one holds these values exactly.
 _BROADCAST_AS = {tf.bfloat16: tf.float32, tf.uint32: tf.int64} | dict.fromkeys(
     (tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32
 )
 
 
 class _MultiWorkerExtended(ProgramExtended, CollectiveAllReduceExtended):
-    """This worker's devices and its peers, as a program sees them."""
+    """This worker's devices and its peers, from the view of a program."""
 
     def __init__(self, strategy, devices, **kwargs):
         self._device_names = devices
         super().__init__(strategy, **kwargs)
 
     def _initialize_local_devices(self, cluster_resolver, worker_device):
-        # Looked up here, after the environment has told which GPUs are this worker's.
+        # Looked up here, after the environment was set to this worker's GPUs.
         names = device_lib.choose_devices(devices=self._device_names)
         return (
             tuple(f"{worker_device}{device_lib.to_tensorflow_name(name)}" for name in names),
@@ -70,7 +69,7 @@ class _MultiWorkerExtended(ProgramExtended, CollectiveAllReduceExtended):
         )
 
     def _create_variable(self, next_creator, **kwargs):
-        # The chief's initial values are sent to the others, which must ask for the same.
+        # The chief sends initial values to the others, which must request the same.
         try:
             return super()._create_variable(next_creator, **kwargs)
         except tf.errors.InvalidArgumentError as error:
@@ -84,22 +83,22 @@ class _MultiWorkerExtended(ProgramExtended, CollectiveAllReduceExtended):
             ) from error
 
     def _get_variable_creator_initial_value(self, replica_id, device, primary_var, **kwargs):
-        where = (replica_id, device, primary_var)
+        arguments = (replica_id, device, primary_var)
         dtype = tf.as_dtype(kwargs["dtype"]) if kwargs.get("dtype") is not None else None
         if replica_id or dtype not in _BROADCAST_AS:
-            return super()._get_variable_creator_initial_value(*where, **kwargs)
+            return super()._get_variable_creator_initial_value(*arguments, **kwargs)
         wider, value = _BROADCAST_AS[dtype], kwargs["initial_value"]
 
         def widened():
-            own = value() if callable(value) else value
-            return tf.cast(tf.convert_to_tensor(own, dtype), wider)
+            initial_value = value() if callable(value) else value
+            return tf.cast(tf.convert_to_tensor(initial_value, dtype), wider)
 
         kwargs |= {"initial_value": widened, "dtype": wider}
-        broadcast = super()._get_variable_creator_initial_value(*where, **kwargs)
+        broadcast = super()._get_variable_creator_initial_value(*arguments, **kwargs)
         return lambda: tf.cast(broadcast(), dtype)
 
     def _gather_to_implementation(self, value, destinations, axis, options):
-        # TensorFlow's joins the workers in the order of their names' text: 0, 1, 10, 2, …
+        # TensorFlow joins the workers in the lexical order of their names: 0, 1, 10, 2, …
         strategy = strategy_of(self)
         if strategy.workers is None:
             return super()._gather_to_implementation(value, destinations, axis, options)
@@ -119,12 +118,12 @@ class _MultiWorkerExtended(ProgramExtended, CollectiveAllReduceExtended):
 class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirroredStrategy):
     """Replicates the model on all workers; see `tfparallel.MultiWorkerMirroredStrategy`."""
 
-    all_reduce_choice: Choice | None = None  # What sums over the workers, and why.
-    _of_process = None  # The strategy of this process, which can start one only.
+    all_reduce_choice: Choice | None = None  # The transport between the workers, and why.
+    _of_process = None  # The strategy of this process, which can start only one.
     _to_choose: transport_selection.TransportChoice | None = None
 
     def __new__(cls, *args, **kwargs):
-        """Makes one, or takes that of the process."""
+        """Creates a strategy, or returns that of the process."""
         return cls._of_process or super().__new__(cls)
 
     def __init__(
@@ -142,12 +141,12 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         facts: Mapping[str, Any] | None = None,
     ):
         if self is MultiWorkerMirroredStrategy._of_process:
-            again = {"cluster_resolver": cluster_resolver, "devices": devices}
-            again |= {"communication_options": communication_options, "all_reduce": all_reduce}
-            again |= {"compression": compression, "bucket_bytes": bucket_bytes, "facts": facts}
+            passed = {"cluster_resolver": cluster_resolver, "devices": devices}
+            passed |= {"communication_options": communication_options, "all_reduce": all_reduce}
+            passed |= {"compression": compression, "bucket_bytes": bucket_bytes, "facts": facts}
             if stall_timeout not in (_STALL_SECONDS, self.stall_timeout):
-                again["stall_timeout"] = stall_timeout
-            _refuse_anew({name: value for name, value in again.items() if value is not None})
+                passed["stall_timeout"] = stall_timeout
+            _refuse_anew({name: value for name, value in passed.items() if value is not None})
             return
         if not stall_timeout > 0:
             raise ValueError(
@@ -160,7 +159,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
                 f"Received: bucket_bytes={bucket_bytes!r}."
             )
         self.compression, compressed = compression, compression_of(compression)
-        given, named = all_reduce, transport.named_by(communication_options)
+        argument, named = all_reduce, transport.named_by(communication_options)
         all_reduce = transport.chosen(all_reduce or named)
         _refuse_late_start()
         self.stall_timeout = stall_timeout
@@ -202,13 +201,13 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
                 self.workers, self.all_reduce_choice = transport_selection.by_default(self.workers)
             else:
                 self.workers = transport.joined(self.workers, all_reduce)
-                self.all_reduce_choice = _told(self.workers, given, named, all_reduce)
+                self.all_reduce_choice = _choice_of(self.workers, argument, named, all_reduce)
             ProcessGroup.of_process = self.workers
             _agree_on_seed(self.workers)
             if all_reduce == "auto":
                 self._to_choose = transport_selection.TransportChoice(self.workers, calibrate)
         names = tuple(name.rpartition("/device:")[2] for name in self.devices)
-        self._made_with = {"devices": names, "all_reduce": given, "compression": compression}
+        self._made_with = {"devices": names, "all_reduce": argument, "compression": compression}
         MultiWorkerMirroredStrategy._of_process = self
 
     @classmethod
@@ -216,7 +215,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         """Returns the strategy that this process started, or starts one.
 
         Raises:
-            ValueError: If one was started with other devices, or another way to sum.
+            ValueError: If it was started with other devices or another all-reduce.
         """
         strategy = cls._of_process
         if strategy is None:
@@ -224,12 +223,12 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         devices = kwargs.get("devices")
         if devices is not None:
             kwargs["devices"] = tuple(device_lib.choose_devices(devices=devices))
-        for name, made in strategy._made_with.items():
-            asked = kwargs.get(name)
-            if asked is not None and asked != made:
+        for name, present in strategy._made_with.items():
+            value = kwargs.get(name)
+            if value is not None and value != present:
                 raise ValueError(
                     "The workers of a job have one strategy, which has its devices and its way to "
-                    f"sum. Received: {name}={asked!r} in a process whose strategy has {made!r}. "
+                    f"sum. Received: {name}={value!r} in a process whose strategy has {present!r}. "
                     "Name it where the strategy is made: in `tfparallel.init(...)`, or in the "
                     "first call."
                 )
@@ -250,13 +249,13 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
             for job in ("chief", "worker")
             for task in range(len(jobs.get(job, ())))
         ]
-        own = [name.rpartition("/device:")[2] for name in self.devices]
-        return [canonical(f"{task}/device:{name}") for task in tasks for name in own] or own
+        names = [name.rpartition("/device:")[2] for name in self.devices]
+        return [canonical(f"{task}/device:{name}") for task in tasks for name in names] or names
 
     def choose_all_reduce(self, variables: Sequence[keras.Variable]) -> None:
-        """Under "auto", takes the fastest transport for the gradients of variables, once.
+        """Under "auto", chooses the fastest transport for the gradients of variables, once.
 
-        Called by all workers at the same place of their program.
+        All workers must call it at the same point of their program.
         """
         size_bytes = sum(v.shape.num_elements() * tf.as_dtype(v.dtype).size for v in variables)
         if self._to_choose is None or not size_bytes:
@@ -269,7 +268,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
 
 
 def _resolver_of(cluster: Cluster):
-    """TensorFlow's form of a cluster."""
+    """Converts a cluster to TensorFlow's resolver."""
     if cluster.num_workers == 1:
         return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
     jobs = json.loads(cluster.to_tf_config())["cluster"]
@@ -282,26 +281,28 @@ def _resolver_of(cluster: Cluster):
 
 
 def _meet(resolver, facts, start_timeout):
-    """Waits for the other workers, which TensorFlow's own start would do for ever.
+    """Waits for the other workers with a deadline; TensorFlow itself would wait forever.
 
-    Returns the resolver to start TensorFlow with, and what to start it in.
+    Returns the resolver for TensorFlow's start, and the context to start it in.
     """
     chiefs, others = _addresses(resolver)
     workers = chiefs + others
     if len(workers) < 2 or resolver.task_type not in ("chief", "worker"):
         return resolver, contextlib.nullcontext()
     index = resolver.task_id + (len(chiefs) if resolver.task_type == "worker" else 0)
-    found = join_job(workers, index, facts, start_timeout)
-    if found != workers:
-        own = {"chief": found[: len(chiefs)], "worker": found[len(chiefs) :]}
-        jobs = resolver.cluster_spec().as_dict() | {job: own[job] for job in own if own[job]}
+    addresses = join_job(workers, index, facts, start_timeout)
+    if addresses != workers:
+        by_job = {"chief": addresses[: len(chiefs)], "worker": addresses[len(chiefs) :]}
+        jobs = resolver.cluster_spec().as_dict() | {
+            job: by_job[job] for job in by_job if by_job[job]
+        }
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(jobs),
             task_type=resolver.task_type,
             task_id=resolver.task_id,
             rpc_layer=resolver.rpc_layer or "grpc",
         )
-    return resolver, serving(found, index)
+    return resolver, serving(addresses, index)
 
 
 def _recommend_a_process_for_each_gpu(devices, worker_index) -> None:
@@ -313,11 +314,11 @@ def _recommend_a_process_for_each_gpu(devices, worker_index) -> None:
         )
 
 
-def _told(workers, given, named, all_reduce) -> Choice:
+def _choice_of(workers, argument, named, all_reduce) -> Choice:
     source, why = "argument", f"{ALL_REDUCE}={all_reduce}"
     if all_reduce == "auto":
         source, why = "default", "no `fit` yet, before which it is chosen"
-    elif given == all_reduce:
+    elif argument == all_reduce:
         why = "it was asked for"
     elif named == all_reduce:
         why = "`communication_options` name it"
@@ -325,7 +326,7 @@ def _told(workers, given, named, all_reduce) -> Choice:
 
 
 def _addresses(resolver) -> tuple[list[str], list[str]]:
-    """Those of the chief, if the cluster has one, and of the other workers."""
+    """The addresses of the chief, if the cluster has one, and of the other workers."""
     jobs = resolver.cluster_spec().as_dict()
     return list(jobs.get("chief", [])), list(jobs.get("worker", []))
 
@@ -340,9 +341,9 @@ def _refuse_late_start() -> None:
         )
 
 
-def _refuse_anew(given) -> None:
-    if given:
-        received = ", ".join(f"{name}={value!r}" for name, value in given.items())
+def _refuse_anew(options) -> None:
+    if options:
+        received = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise ValueError(
             "A process has one MultiWorkerMirroredStrategy, and this one has made it. Received: "
             f"{received}. Name it where the strategy is made, or in `tfparallel.init(...)`."
@@ -350,13 +351,13 @@ def _refuse_anew(given) -> None:
 
 
 def _agree_on_seed(workers: ProcessGroup) -> None:
-    """Gives all workers one state of Python's, NumPy's and TensorFlow's random numbers.
+    """Gives all workers the same state of Python's, NumPy's and TensorFlow's random numbers.
 
-    Workers that agree already, because each of them called `keras.utils.set_random_seed`, are
-    left as they are, and train to the weights that one device trains to from that seed.
+    Workers that already agree, because each called `keras.utils.set_random_seed`, keep their
+    state, and train to the same weights as one device from that seed.
     """
     state = (random.getstate(), np.random.get_state(), global_seed())
-    own = zlib.crc32(repr(state).encode()) >> 1
-    states = workers.all_gather([tf.constant([own], tf.int32)], [1] * workers.num_workers)[0]
+    checksum = zlib.crc32(repr(state).encode()) >> 1
+    states = workers.all_gather([tf.constant([checksum], tf.int32)], [1] * workers.num_workers)[0]
     if len(set(states.numpy().tolist())) > 1:
         keras.utils.set_random_seed(int(states[0]))

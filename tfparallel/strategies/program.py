@@ -1,18 +1,17 @@
-"""A step that is written once, for the global batch, under a strategy of many replicas.
+"""Programs: steps that are written once, for the global batch, under a strategy of many replicas.
 
 A *program* is code that is written, and traced, once for the global batch, as if there were one
-device. Inside `with strategy.program():` TensorFlow is outside any replica,
+device. Inside `with strategy.program():` TensorFlow is in the cross-replica context,
 `num_replicas_in_sync` is 1 (Keras scales its losses by it), a variable is read from its first
-copy and written to all, and a Keras optimizer updates each copy on its own device. Only what is
-handed to `strategy.run` is spread over the devices.
+copy and written to all, and a Keras optimizer updates each copy on its own device. Only functions
+passed to `strategy.run` run on all devices.
 
-With several workers each of them runs the program, on the same global batch, and computes its own
-rows in `strategy.run`; what the replicas make of their rows is then exchanged
-(`ProgramStrategy.workers`), so that the program goes on with the same tensors on every worker.
+Each of several workers runs the program on the same global batch, and computes its own rows in
+`strategy.run`. The workers then exchange the results (`ProgramStrategy.workers`), so the program
+continues with the same tensors on every worker.
 
-Rests on internals of TensorFlow (`MirroredExtended`): the extended object of a strategy is where
-variables are made and where `merge_call` is chosen, and there is no public way to give a strategy
-of TensorFlow's another one.
+Relies on internals of TensorFlow (`MirroredExtended`): the extended object of a strategy creates
+variables and decides on `merge_call`, and there is no public way to replace it.
 """
 
 import contextlib
@@ -34,11 +33,11 @@ _OF_ANOTHER_STRATEGY = "Mixing different tf.distribute.Strategy objects"
 
 
 class ProgramExtended:
-    """Mixed into a `MirroredExtended`: this package's variables, and optimizers in a program."""
+    """Mixin for a `MirroredExtended`: this package's variables, and optimizers in a program."""
 
     def _use_merge_call(self):
-        # Keras's optimizers reach the copies of a variable through `merge_call`, which exists in
-        # a replica alone (keras#20582), or directly, where a strategy says that it needs none.
+        # Keras's optimizers update the copies of a variable through `merge_call`, which exists only
+        # in a replica (keras#20582), or directly, if the strategy does not need it.
         in_program = (
             strategy_of(self).program_is_running and tf.distribute.in_cross_replica_context()
         )
@@ -50,7 +49,7 @@ class ProgramExtended:
         index = replica_index()
         if index is None:
             return super()._update(var, fn, args, kwargs, group)
-        return fn(variables.copies(var)[index], *args, **kwargs)  # Of an update at one place.
+        return fn(variables.copies(var)[index], *args, **kwargs)  # An update at one place.
 
     def _create_variable(self, next_creator, **kwargs):
         strategy, model = strategy_of(self), keras_trainer.compiling_model()
@@ -60,52 +59,52 @@ class ProgramExtended:
             strategy.extend_model(model)
         like = kwargs.pop("colocate_with", None)
         if like is not None and not hasattr(like, "_devices"):
-            # The host of an input pipeline, which keeps one copy.
+            # On the host of an input pipeline, which keeps one copy.
             return super()._create_variable(next_creator, colocate_with=like, **kwargs)
         copy_devices = self._devices if like is None else like._devices
 
         def create_copies(**kwargs):
-            made = []
+            copies = []
             for index, device in enumerate(copy_devices):
                 with tf.device(device):
                     kwargs["initial_value"] = self._get_variable_creator_initial_value(
                         replica_id=index,
                         device=device,
-                        primary_var=made[0] if made else None,
+                        primary_var=copies[0] if copies else None,
                         **kwargs,
                     )
-                    if made:
-                        kwargs["name"] = f"{made[0].name.split(':')[0]}/replica_{index}/"
-                    made.append(next_creator(**kwargs))
-            return made
+                    if copies:
+                        kwargs["name"] = f"{copies[0].name.split(':')[0]}/replica_{index}/"
+                    copies.append(next_creator(**kwargs))
+            return copies
 
         return variables.create(strategy_of(self), create_copies, **kwargs)
 
 
 class ProgramStrategy:
-    """Mixed into a strategy of TensorFlow's whose extended object is a `ProgramExtended`."""
+    """Mixin for a TensorFlow strategy whose extended object is a `ProgramExtended`."""
 
-    workers: ProcessGroup | None = None  # What joins the workers of the job; None for one.
+    workers: ProcessGroup | None = None  # The process group of the job; None for one worker.
     all_reduce_ops: tf.distribute.CrossDeviceOps | None = None  # None: on the first device.
-    sums_in_programs = False  # Whether the programs of XLA do so, on all devices.
-    all_reduce_is_open = False  # Whether what sums over the workers is still to be chosen.
-    compression: str | None = None  # How gradients travel between workers; None: as they are.
-    check_rows = True  # Whether a call that mixes examples is refused; see `data_parallel`.
-    stream = 0  # Which draws the replicas have: the worker, where it is apart.
-    place: Place | None = None  # Where its rows lie in the batch of all, where it is apart.
+    sums_in_programs = False  # Whether XLA programs sum the gradients on all devices.
+    all_reduce_is_open = False  # Whether the all-reduce between workers is still to be chosen.
+    compression: str | None = None  # How gradients are compressed between workers; None: not.
+    check_rows = True  # Whether to refuse a call that mixes examples; see `data_parallel`.
+    stream = 0  # The random stream of the replicas: the worker's index if it is apart.
+    place: Place | None = None  # The place of its rows in the global batch if it is apart.
     _first_in_job: int | None = None
     _program_depth = 0
     _replica_weights: tuple[int, ...] | None = None
 
     @contextlib.contextmanager
     def apart(self, place: Place | None = None) -> Iterator[None]:
-        """Within it the replicas of this worker are all that there are.
+        """Makes this worker's replicas the only ones within the block.
 
-        What is traced meanwhile is the program of a job of one worker, on a batch of its own.
+        Traces within it are the program of a job with one worker, on a separate batch.
 
         Args:
-            place: Where that lies in the batch of all, as part of which its replicas draw. Without
-                it they draw as no other worker does.
+            place: The place of that batch in the global batch, for which its replicas draw random
+                numbers. Without it, they draw different numbers than any other worker.
         """
         workers, first, weights = self.workers, self.first_replica, self._replica_weights
         self.workers, self.place, self._first_in_job = None, place, first
@@ -120,7 +119,7 @@ class ProgramStrategy:
 
     @property
     def replica_weights(self) -> tuple[int, ...] | None:
-        """Each replica's share of the rows of a batch, in whole numbers; None for equal ones."""
+        """Each replica's share of the rows of a batch, as integers; None for equal shares."""
         return self._replica_weights
 
     @replica_weights.setter
@@ -130,35 +129,35 @@ class ProgramStrategy:
 
     @property
     def num_replicas(self) -> int:
-        """N, the replicas of all workers, inside a program too."""
+        """N, the number of replicas of all workers, even inside a program."""
         return len(self.devices) * (self.workers.num_workers if self.workers else 1)
 
     @property
     def first_replica(self) -> int:
-        """The index, among the N, of this worker's first replica."""
+        """The index of this worker's first replica among all N."""
         return len(self.devices) * (self.workers.worker_index if self.workers else 0)
 
     @property
     def first_in_job(self) -> int:
-        """The same, where the worker is apart, too: by it `tf.random` draws other numbers."""
+        """The same, even if the worker is apart; `tf.random` draws by it."""
         return self.first_replica if self._first_in_job is None else self._first_in_job
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Full names of this worker's devices, in the order of its replicas."""
+        """The full names of this worker's devices, in the order of its replicas."""
         return tuple(self.extended.worker_devices)
 
     @property
     def layout(self) -> Layout:
-        """A replica on each device of each worker, and what sums their gradients."""
+        """A layout with a replica on each device of each worker, and the reduction."""
         names = self._all_devices()
         return Layout(Mesh(data=len(names)), names, reduction=self._reduction())
 
     def __str__(self):
-        own = ""
+        worker = ""
         if self.workers is not None:
-            own = f"; this is worker {self.workers.worker_index}"
-        return f"tfparallel.{type(self).__name__}: {replicas_in_words(self.layout)}{own}"
+            worker = f"; this is worker {self.workers.worker_index}"
+        return f"tfparallel.{type(self).__name__}: {replicas_in_words(self.layout)}{worker}"
 
     def __repr__(self):
         return f"<{self}>"
@@ -181,12 +180,12 @@ class ProgramStrategy:
         return f"all-reduce by {choice.algorithm} ({choice.what_runs}){compressed}"
 
     def _how_chosen(self) -> str:
-        """By what "auto" will choose."""
+        """How "auto" will choose."""
         return self.all_reduce_ops.how
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas; 1 inside a program, which is one device's."""
+        """The number of replicas; 1 inside a program, which is written for one device."""
         if self.program_is_running:
             return 1
         number = super().num_replicas_in_sync
@@ -200,20 +199,20 @@ class ProgramStrategy:
         return self._program_depth > 0
 
     def scope(self):
-        """Within it, variables are made on all devices, as under TensorFlow's strategy."""
+        """A context that creates variables on all devices, as under TensorFlow's strategy."""
         model = None if self.program_is_running else keras_trainer.calling_model()
         if model is not None and model.compiled:
-            # `train_on_batch` builds an optimizer that was made outside before it runs a step.
+            # `train_on_batch` builds an optimizer from outside before it runs a step.
             self.extend_model(model)
         return super().scope()
 
     def scope_of_variables(self):
-        """As `scope`, for variables of a model that is this strategy's by now."""
+        """Like `scope`, for variables of a model that already belongs to this strategy."""
         return super().scope()
 
     @contextlib.contextmanager
     def program(self) -> Iterator[None]:
-        """Within it, code acts for the global batch, as on one device, outside any replica."""
+        """Runs code for the global batch, as on one device, in the cross-replica context."""
         with self.scope(), tf.device(self.devices[0]):
             self._program_depth += 1
             try:
@@ -231,7 +230,7 @@ class ProgramStrategy:
         try:
             return super().run(fn, args, kwargs, options)
         except RuntimeError as error:
-            # What TensorFlow says of slots that an optimizer of no strategy makes in a replica.
+            # TensorFlow's error if an optimizer of no strategy creates slots in a replica.
             said = str(error).rpartition(_OF_ANOTHER_STRATEGY)[1:]
             if not said[0]:
                 raise
@@ -241,7 +240,7 @@ class ProgramStrategy:
             ) from error
 
     def experimental_distribute_dataset(self, dataset, options=None):
-        """Distributes a data set; Keras, whose steps run as programs, gets global batches."""
+        """Distributes a data set; Keras runs its steps as programs and gets global batches."""
         model = keras_trainer.calling_model()
         if model is not None:
             self.extend_model(model)
@@ -250,7 +249,7 @@ class ProgramStrategy:
         return distributed_data.made_of(distributed, dataset)
 
     def distribute_datasets_from_function(self, dataset_fn, options=None):
-        """Distributes a data set of batches for one replica each; `fit` takes it, too."""
+        """Distributes a data set of batches for one replica each; `fit` accepts it, too."""
         return distributed_data.made_by_function(
             lambda function: super(ProgramStrategy, self).distribute_datasets_from_function(
                 function, options
@@ -260,11 +259,11 @@ class ProgramStrategy:
         )
 
     def has_extended(self, model) -> bool:
-        """Whether `extend_model` has made this model, as a whole, its own."""
+        """Whether `extend_model` has extended this model itself."""
         return False
 
     def extend_model(self, model) -> None:
         """Called with each Keras model that is compiled or trained under this strategy."""
 
     def check_foreign_model(self, model) -> None:
-        """Called with each Keras model that is compiled here and was made outside the scope."""
+        """Called with each Keras model that is compiled here but was created outside the scope."""

@@ -1,10 +1,10 @@
-"""What the replicas of a strategy, or of a mesh, do, traced once, up to where they meet.
+"""Traces the replicas of a strategy or of a mesh once, up to each exchange between them.
 
-Whenever they meet (`merge_call`), and when the function ends, what was traced for the first replica
-is made again for each of the others (`tracing/one_trace.py`).
+At each exchange (`merge_call`), and at the end of the function, the operations that were traced for
+the first replica are replayed for each of the others (`tracing/one_trace.py`).
 
-An eager step leaves no operations that could be made again. There each replica of a strategy runs
-the function in a thread of its own, and they take turns.
+An eager step has no operations to replay. There, each replica of a strategy runs the function in
+its own thread, one at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,11 +30,11 @@ class ReplicaTrace(OneTrace):
         others = [_other(strategy, k) for k in range(1, len(strategy.devices))]
         super().__init__(others, strategy.first_in_job)
         self._strategy = strategy
-        # The gradient of what was asked of it asks it again.
+        # Kept, since gradients use it again.
         self._at_first: _FirstReplica | None = None
 
     def run(self, function: Callable[..., Any], *by_replica: Sequence[Any]) -> list[Any]:
-        """Runs a function on each replica, as `OneTrace` does; an eager step calls it on each."""
+        """Runs a function on each replica, as `OneTrace` does; eagerly, calls it on each."""
         if tf.executing_eagerly():
             return self._run_each(function, by_replica)
         with tf.device(self._strategy.devices[0]), recording():
@@ -45,29 +45,29 @@ class ReplicaTrace(OneTrace):
                 return super().run(function, *by_replica)
 
     def update(self, function: Callable[..., Any], *by_replica: Sequence[Any]) -> None:
-        """Runs a function that updates variables, on each replica; while a graph is traced.
+        """Runs a function that updates variables on each replica, while a graph is traced.
 
-        It is called in a program, where variables are those of the first replica.
+        Call it in a program, where variables are those of the first replica.
         """
-        self._first = DrawnApart(0)  # What an update draws is the same on all workers.
+        self._first = DrawnApart(0)  # An update draws the same random numbers on all workers.
         super().run(function, *by_replica)
 
     def _run_each(self, function, by_replica):
-        found = {}
+        results = {}
 
         def on_replica():
             k = replica_index()
-            found[k] = function(*(each[k] for each in by_replica))
+            results[k] = function(*(each[k] for each in by_replica))
 
         self._strategy.run(on_replica)
-        return [found[k] for k in range(len(found))]
+        return [results[k] for k in range(len(results))]
 
 
 class MeshTrace(OneTrace):
-    """Runs functions for each replica of a mesh in this process; they do not meet on the way.
+    """Runs functions for each replica of a mesh in this process, without exchanges.
 
-    A replica has several devices, and a copy of each variable on one of them. In an eager step each
-    does its work in turn. `index` is that of the first, among those of all processes.
+    A replica has several devices, and a copy of each variable on one of them. In an eager step, the
+    replicas run in turn. `index` is that of the first replica, among those of all processes.
     """
 
     def __init__(self, replicas: Sequence[Replica], index: int = 0):
@@ -75,35 +75,35 @@ class MeshTrace(OneTrace):
         self._replicas = replicas
 
     def run(self, function: Callable[..., Any], *by_replica: Sequence[Any]) -> list[Any]:
-        """Runs a function for each replica, as `OneTrace` does; an eager step calls it for each."""
+        """Runs a function for each replica, as `OneTrace` does; eagerly, calls it for each."""
         if not tf.executing_eagerly():
             with at_work(self._replicas[0]):
                 return super().run(function, *by_replica)
-        found = []
-        for replica, *given in zip(self._replicas, *by_replica, strict=True):
+        results = []
+        for replica, *arguments in zip(self._replicas, *by_replica, strict=True):
             with at_work(replica):
-                found.append(function(*given))
-        return found
+                results.append(function(*arguments))
+        return results
 
 
 class _FirstReplica(tf.distribute.ReplicaContext):
-    """Where the first replica runs; those who meet it here are made up to that point.
+    """The context of the first replica; at an exchange, the others are replayed up to that point.
 
     Attributes:
-        graph: Where it runs; a gradient may be asked for in a branch.
+        graph: The graph of the replica; a gradient may be computed in a branch.
     """
 
     graph: tf.Graph
 
     def __init__(self, strategy, trace, others):
-        super().__init__(strategy, strategy.first_in_job)  # By which TensorFlow finds its copies.
+        super().__init__(strategy, strategy.first_in_job)  # TensorFlow finds its copies by it.
         self._trace, self._others = trace, others
         self._outside = context()
         with tf.device(None):
             first, *rest = [
                 tf.constant(strategy.first_replica + k) for k in range(len(strategy.devices))
             ]
-            # A constant would be folded into what is made of it, and so be every replica's.
+            # A constant would be folded into dependent operations, and be the same on all replicas.
             self._index = tf.compat.v1.placeholder_with_default(first, [])
         for other, index in zip(others, rest, strict=True):
             other.take(self._index, index)
@@ -120,11 +120,11 @@ class _FirstReplica(tf.distribute.ReplicaContext):
                 f"{getattr(fn, '__qualname__', fn)}."
             )
         self._trace.make_others()
-        given = [(args, kwargs), *(other.of((args, kwargs)) for other in self._others)]
-        args, kwargs = distribute(given)
+        arguments = [(args, kwargs), *(other.of((args, kwargs)) for other in self._others)]
+        args, kwargs = distribute(arguments)
         with not_recording(), within(**vars(self._outside)):
-            found = super()._merge_call(fn, args, kwargs)
-        results = [of_replica(k, found) for k in range(1 + len(self._others))]
+            merged = super()._merge_call(fn, args, kwargs)
+        results = [of_replica(k, merged) for k in range(1 + len(self._others))]
         first = tf.nest.map_structure(_apart, results[0], expand_composites=True)
         for other, result in zip(self._others, results[1:], strict=True):
             other.take(first, result)
@@ -133,20 +133,20 @@ class _FirstReplica(tf.distribute.ReplicaContext):
 
 
 def _other(strategy, index: int) -> Again:
-    """Another replica of a strategy."""
+    """The replay for another replica of a strategy."""
     devices = strategy.devices
-    first, own = resolve(devices[0]), devices[index]
+    first, device_of_other = resolve(devices[0]), devices[index]
     return Again(
         index,
-        lambda device: own if resolve(device) == first else device,
+        lambda device: device_of_other if resolve(device) == first else device,
         lambda handle: variables.copy_of(handle, index, len(devices), strategy),
     )
 
 
 def _other_of_mesh(replica: Replica) -> Again:
     def device_of(device):
-        own = replica.in_place_of(device)
-        return device if own is None else to_tensorflow_name(own)
+        other = replica.in_place_of(device)
+        return device if other is None else to_tensorflow_name(other)
 
     return Again(
         replica.index,
@@ -156,5 +156,5 @@ def _other_of_mesh(replica: Replica) -> Again:
 
 
 def _apart(leaf):
-    """A tensor for which others may stand, though all replicas were given it."""
+    """Copies a tensor, so that other replicas can replace it even if all received the same."""
     return tf.identity(leaf) if tf.is_symbolic_tensor(leaf) else leaf

@@ -1,19 +1,18 @@
 """The variables of a mirrored strategy, as a single-device program sees them.
 
-Rests on internals of `tf.distribute` (`values`, `values_util`, `distribute_utils`), because two
-of their rules stand in the way of a step that is written once, for the global batch, outside
-any replica:
+Relies on internals of `tf.distribute` (`values`, `values_util`, `distribute_utils`), because two
+of their rules prevent a step that is written once, for the global batch, outside any replica:
 
 * `DistributedVariable.handle` raises outside a replica, so `GradientTape.gradient(loss, v)` is
-  impossible there. A mirrored variable's copies are equal by definition; outside a replica the
-  handle is the first copy's (`MirroredVariable`). The replicas of a mesh have such variables, too,
-  each with copies on devices of its own, and of no strategy.
-* A variable that is summed on read, as every Keras metric's is, refuses `assign_add` outside a
-  replica, and `assign` writes a share of the value into each copy, which rounds and costs a
+  impossible there. The copies of a mirrored variable are equal by definition; outside a replica,
+  the handle is that of the first copy (`MirroredVariable`). The replicas of a mesh have such
+  variables, too, with copies on separate devices and without a strategy.
+* A variable that is summed on read, such as those of Keras metrics, refuses `assign_add` outside a
+  replica, and `assign` writes a share of the value into each copy, which rounds, and costs a
   reduction at each read. While a program runs, the first copy holds the whole and the others
   hold zero (`MetricVariable`).
 
-`tests/strategies/test_variables.py` fails on the day that TensorFlow no longer raises.
+`tests/strategies/test_variables.py` fails once TensorFlow no longer raises.
 """
 
 import functools
@@ -40,11 +39,11 @@ _WRITING = (
     *("assign", "assign_add", "assign_sub", "batch_scatter_update", "scatter_add", "scatter_div"),
     *("scatter_max", "scatter_min", "scatter_mul", "scatter_nd_add", "scatter_nd_max"),
     *("scatter_nd_min", "scatter_nd_sub", "scatter_nd_update", "scatter_sub", "scatter_update"),
-    "_strided_slice_assign",  # What `variable[2:].assign` calls.
+    "_strided_slice_assign",  # Called by `variable[2:].assign`.
 )
 
 
-# By the id of the handle of their first copies, which live as long.
+# By the id of the first copy's handle, which lives as long as the variable.
 _BY_HANDLE: weakref.WeakValueDictionary[int, DistributedVariable] = weakref.WeakValueDictionary()
 
 
@@ -64,7 +63,7 @@ class MirroredVariable(TensorFlowsMirroredVariable):
     def _get(self):
         if self._replica_at_work is not None:
             return self.values[self._replica_at_work]
-        # In an update under no strategy TensorFlow's replica index is the variable itself.
+        # In an update without a strategy, TensorFlow's replica index is the variable itself.
         is_in_its_replica = tf.distribute.has_strategy() and replica_index() is not None
         is_in_its_replica &= tf.distribute.get_strategy() is self._distribute_strategy
         return super()._get() if is_in_its_replica else self.values[0]
@@ -76,13 +75,13 @@ class MirroredVariable(TensorFlowsMirroredVariable):
         is_here = replica is not None and _has_copies(self, replica.number, default_strategy())
         return replica.index if is_here else None
 
-    __getitem__ = tf.Variable.__getitem__  # Of which `variable[1:].assign` writes all copies.
+    __getitem__ = tf.Variable.__getitem__  # Its `variable[1:].assign` writes all copies.
 
     def _write(self, method: str, *args, **kwargs):
         """Writes the variable; outside any strategy, each of its copies.
 
-        So an optimizer that knows of no strategy can train a model that reads this one's layers.
-        What a replica of a custom loop writes must not be of its own rows alone.
+        So an optimizer without a strategy can train a model that shares layers with this one. A
+        replica of a custom loop must not write values that depend only on its own rows.
         """
         if self._replica_at_work is not None:
             return getattr(self._get(), method)(*args, **kwargs)
@@ -92,7 +91,7 @@ class MirroredVariable(TensorFlowsMirroredVariable):
         if is_in_its_replica and tf.distribute.has_strategy() and not self.trainable:
             if strategy.num_replicas > 1 and not strategy.program_is_running:
                 keras_trainer.refuse_own_moments()
-        is_known = is_in_its_replica or method in vars(DistributedVariable)  # To TensorFlow.
+        is_known = is_in_its_replica or method in vars(DistributedVariable)  # By TensorFlow.
         is_whole = not any(isinstance(v, DistributedValues) for v in (*args, *kwargs.values()))
         if is_known and (tf.distribute.has_strategy() or not is_whole):
             return getattr(super(), method)(*args, **kwargs)
@@ -122,20 +121,20 @@ class MetricVariable(SyncOnReadVariable):
     """A variable whose value is the sum of its copies.
 
     Replicas write their own copies, as in TensorFlow. A program writes the first copy and,
-    when it assigns, clears the others, so that the sum is what was assigned. What a program wrote
-    is whole on every worker; what replicas wrote is summed over the workers, too.
+    when it assigns, clears the others, so the sum is the assigned value. Values written by a
+    program are whole on every worker; those written by replicas are summed over the workers, too.
     """
 
-    _is_whole = False  # Whether it was a program that wrote it last, or replicas.
+    _is_whole = False  # Whether a program wrote it last, not replicas.
 
     def _is_sum(self) -> bool:
         return self.aggregation == tf.VariableAggregation.SUM
 
     def _is_written_whole(self) -> bool:
-        """Whether what is written now is the whole, not a replica's part; remembers who writes.
+        """Whether the current write is whole, not a replica's part; records who writes.
 
-        What is written outside both (Keras resets metrics before an epoch) changes nothing about
-        that: steps are traced once, and say only then whether they are programs.
+        Writes outside of both (Keras resets metrics before an epoch) do not change the record:
+        steps are traced once, and only the trace shows whether they are programs.
         """
         context = tf.distribute.get_replica_context()
         if context is not None and context.strategy is self._distribute_strategy:
@@ -146,7 +145,7 @@ class MetricVariable(SyncOnReadVariable):
         return self._is_sum()
 
     def _own_part(self, value):
-        """This worker's share of the whole: all of it where each holds it, else the first's."""
+        """This worker's share of the whole: all of it, or zeros if the first worker has it."""
         workers = self._distribute_strategy.workers
         is_own = self._is_whole or workers is None or workers.worker_index == 0
         return value if is_own else tf.zeros_like(value)
@@ -184,27 +183,27 @@ class MetricVariable(SyncOnReadVariable):
 
 
 def create(strategy, create_copies, **kwargs):
-    """Makes the distributed variable that `create_copies` gives the copies of.
+    """Creates a distributed variable from the copies of `create_copies`.
 
     Args:
         strategy: The strategy that the variable belongs to.
-        create_copies: Function of `kwargs` that returns one `tf.Variable` for each device.
+        create_copies: Takes `kwargs`, and returns one `tf.Variable` for each device.
         **kwargs: The arguments of `tf.Variable`.
 
     Returns:
-        A `MirroredVariable` or a `MetricVariable`, by the `synchronization` asked for.
+        A `MirroredVariable` or a `MetricVariable`, by the requested `synchronization`.
     """
     replacements = {
         TensorFlowsMirroredVariable: MirroredVariable,
         SyncOnReadVariable: MetricVariable,
     }
-    made = create_mirrored_variable(strategy, create_copies, replacements, **kwargs)
-    if isinstance(made, MetricVariable) and made._is_sum():
-        with tf.init_scope():  # What it begins with counts once.
-            for copy in made.values[1:]:
+    variable = create_mirrored_variable(strategy, create_copies, replacements, **kwargs)
+    if isinstance(variable, MetricVariable) and variable._is_sum():
+        with tf.init_scope():  # The initial value counts once.
+            for copy in variable.values[1:]:
                 copy.assign(tf.zeros(copy.shape, copy.dtype))
-    _BY_HANDLE[id(made.values[0].handle)] = made
-    return made
+    _BY_HANDLE[id(variable.values[0].handle)] = variable
+    return variable
 
 
 @functools.cache
@@ -215,27 +214,31 @@ def default_strategy() -> tf.distribute.Strategy:
 
 
 def mirror(variable: keras.Variable, devices: Sequence[str]) -> None:
-    """Gives a variable of Keras a copy on each of other devices, with the value that it has.
+    """Copies a Keras variable to other devices, with its value.
 
-    One that has copies already, or no memory of its own, is left as it is.
+    A variable that already has copies, or has no memory of its own, stays unchanged.
     """
     first = storage_of(variable)
     if not isinstance(first, tf.Variable) or is_distributed(first) or not devices:
         return
-    made = [first]
-    # By its name an optimizer may leave it out of weight decay.
-    own = {"trainable": first.trainable, "dtype": first.dtype, "name": first.name.partition(":")[0]}
+    copies = [first]
+    # Keeps the name, by which an optimizer may exclude it from weight decay.
+    kwargs = {
+        "trainable": first.trainable,
+        "dtype": first.dtype,
+        "name": first.name.partition(":")[0],
+    }
     with tf.init_scope():
         for device in devices:
             with tf.device(device):
-                made.append(tf.Variable(first, **own))
-        set_storage(variable, create(default_strategy(), lambda **_: made))
+                copies.append(tf.Variable(first, **kwargs))
+        set_storage(variable, create(default_strategy(), lambda **_: copies))
 
 
 def copies(variable) -> tuple:
     """Returns the copies, or shares, of a Keras or TensorFlow variable, one for each replica.
 
-    A variable that exists once is its own only copy.
+    A variable without copies is its own only copy.
     """
     if isinstance(variable, ShardedVariable):
         return tuple(variable.pieces)
@@ -248,16 +251,16 @@ def copies(variable) -> tuple:
 def copy_of(
     handle: tf.Tensor, index: int, number: int, strategy: tf.distribute.Strategy | None = None
 ) -> tf.Tensor:
-    """What is there for the handle of the first copy of a variable, in another replica.
+    """The handle, in another replica, of the variable with this first handle.
 
     Args:
-        handle: Of any variable.
-        index: Of the replica.
-        number: How many there are.
-        strategy: Whose replicas they are; None for those of a mesh.
+        handle: The handle of any variable.
+        index: The index of the replica.
+        number: The number of replicas.
+        strategy: The strategy of the replicas; None for those of a mesh.
 
     Returns:
-        The handle of the copy there; itself, if the variable has no copy in each replica.
+        The handle of the replica's copy; the same handle, if not each replica has a copy.
     """
     variable = _BY_HANDLE.get(id(handle))
     if variable is None or not _has_copies(variable, number, strategy or default_strategy()):
@@ -266,7 +269,7 @@ def copy_of(
 
 
 def _has_copies(variable: DistributedVariable, number: int, strategy) -> bool:
-    """Whether a variable has a copy in each of so many replicas of a strategy."""
+    """Whether a variable has a copy in each of `number` replicas of a strategy."""
     return variable.distribute_strategy is strategy and len(variable.values) == number
 
 

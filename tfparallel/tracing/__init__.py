@@ -1,1 +1,1 @@
-"""What one replica does, traced once: its operations are made again for the others."""
+"""Traces one replica, and replays its operations for the others."""

@@ -1,8 +1,8 @@
-"""Traces made only to be inspected: a `tf.function` called in one keeps nothing of it.
+"""Traces for inspection only: a `tf.function` called in one does not cache its trace.
 
-Shapes, proofs and plans come from traces made before the first step, and whatever those write is
-dropped. A `tf.function` of the user's own, such as a metric's `update_state`, would cache what was
-traced there, without its write, and the step would reuse it.
+Shapes, proofs and plans come from traces before the first step, whose writes are dropped. A user's
+own `tf.function`, such as a metric's `update_state`, would cache such a trace, without its write,
+and the step would reuse it.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ __all__ = ["traced_apart"]
 
 @contextlib.contextmanager
 def traced_apart() -> Iterator[None]:
-    """Within it, each `tf.function` that is called is traced for this trace alone."""
+    """Traces each `tf.function` that is called within the block only for this trace."""
     with contextlib.ExitStack() as stack:
         if tf.executing_eagerly():
             stack.enter_context(FuncGraph("traced_apart").as_default())

@@ -1,8 +1,7 @@
-"""Which operation belongs to which layer, noted while a step is traced, and where it stands.
+"""Records the layer and the device of each operation while a step is traced.
 
-Forward operations are those that the graph has more of after a layer's call; those of the gradient
-name, as colocation, the forward operation that they belong to; those of the update are noted as the
-forward ones.
+A layer's forward operations are those that its call adds to the graph. Gradient operations name
+their forward operation as their colocation. Operations of an update are recorded like forward ones.
 """
 
 import contextlib
@@ -16,7 +15,7 @@ from tfparallel.compute_context import context, within
 
 __all__ = ["Noted", "Trace", "device_of", "device_outside", "noting", "recording", "short"]
 
-# Arguments of the graph, and reads, which are where the variable is.
+# Arguments of the graph, and reads, which run on the device of the variable.
 _WITHOUT_DEVICE = {"Placeholder", "NoOp", "ReadVariableOp"}
 
 
@@ -29,54 +28,54 @@ class Noted:
         owner: The layer's name, or the variable's.
         operation: Its type and its name.
         expected: The device where it should be, such as "CPU:1".
-        found: Where it is; "" for the default device.
+        actual: The device where it is; "" for the default device.
     """
 
     kind: str
     owner: str
     operation: str
     expected: str
-    found: str
+    actual: str
 
 
 class Trace:
-    """What one trace notes."""
+    """The record of one trace."""
 
     def __init__(self):
         self._owners: dict[tf.Graph, dict[str, tuple[str, str, str]]] = {}
 
     def note(self, kind: str, owner: str, device: str, operations) -> None:
-        """Keeps new operations; the innermost layer to name them is their owner."""
+        """Records new operations; the innermost layer that names them is their owner."""
         for op in operations:
             self._owners.setdefault(op.graph, {}).setdefault(op.name, (kind, owner, device))
 
     def owner(self, op: tf.Operation) -> str | None:
-        """Returns the name of the layer that made an operation, or None."""
-        own = self._owners.get(op.graph, {}).get(op.name)
-        return own[1] if own is not None else None
+        """Returns the name of the layer that created an operation, or None."""
+        entry = self._owners.get(op.graph, {}).get(op.name)
+        return entry[1] if entry is not None else None
 
     def operations(self) -> list[Noted]:
-        """Returns every operation that belongs to somebody, those of the gradients included."""
-        found = []
+        """Returns every operation that has an owner, including those of gradients."""
+        operations = []
         for graph, owners in self._owners.items():
             for op in graph.get_operations():
                 if op.type in _WITHOUT_DEVICE:
                     continue
-                own = owners.get(op.name)
-                if own is None:
+                entry = owners.get(op.name)
+                if entry is None:
                     forward = [owners[name] for name in _colocated(op) if name in owners]
                     if not forward:
                         continue
-                    own = ("backward", *forward[0][1:])
-                kind, owner, device = own
+                    entry = ("backward", *forward[0][1:])
+                kind, owner, device = entry
                 where = short(device_of(op))
-                found.append(Noted(kind, owner, f"{op.type} {op.name}", short(device), where))
-        return found
+                operations.append(Noted(kind, owner, f"{op.type} {op.name}", short(device), where))
+        return operations
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[Trace]:
-    """Has what is traced in this thread be noted."""
+    """Records the traces of this thread."""
     trace = Trace()
     with within(trace=trace):
         yield trace
@@ -84,7 +83,7 @@ def recording() -> Iterator[Trace]:
 
 @contextlib.contextmanager
 def noting(kind: str, owner: str, device: str) -> Iterator[None]:
-    """Notes, while a trace is recorded, the operations that the block makes."""
+    """Records the operations of the block, if a trace is recorded."""
     trace = context().trace
     if trace is None or tf.executing_eagerly():
         yield
@@ -96,7 +95,7 @@ def noting(kind: str, owner: str, device: str) -> Iterator[None]:
 
 
 def device_of(op: tf.Operation) -> str:
-    """The device of an operation: asked for, or that of what it reads or is colocated with."""
+    """The device of an operation: its own, or that of an input or colocated operation."""
     if op.device:
         return op.device
     for tensor in [*op.inputs, *op.outputs]:
@@ -109,7 +108,7 @@ def device_of(op: tf.Operation) -> str:
 
 
 def device_outside(tensor: tf.Tensor) -> str:
-    """The device of what a graph captured: a variable, or a tensor of the graph around it."""
+    """The device of a captured variable, or of a captured tensor of the outer graph."""
     for outer, inner in getattr(tensor.graph, "captures", ()):
         if inner is tensor:
             return getattr(outer, "device", "")
@@ -121,5 +120,5 @@ def _colocated(op) -> list[str]:
 
 
 def short(device: str) -> str:
-    """The device's one spelling; "" for none."""
+    """The canonical name of a device; "" for none."""
     return device_lib.resolve(device) if device else ""

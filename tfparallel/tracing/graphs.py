@@ -1,4 +1,4 @@
-"""The operations of a graph, and of the functions that they call."""
+"""Inspects the operations of a graph and of the functions that they call."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -35,13 +35,13 @@ _DRAWS_ANEW = {
     *("RngReadAndSkip", "TruncatedNormal"),
 }
 
-# Of an operation's type: its attributes that are functions, and whether they are lists of them.
+# By operation type: the attributes that are functions, or lists of functions.
 _KINDS: dict[str, dict[str, str]] = {}
-_SEEDED: dict[str, bool] = {}  # Whether it has two seeds.
+_SEEDED: dict[str, bool] = {}  # By operation type: whether it has two seeds.
 
 
 def with_inner(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:
-    """Yields operations, and those of all functions that they call."""
+    """Yields operations, and the operations of all functions that they call."""
     for operation in operations:
         yield operation
         for inner in called_by(operation):
@@ -54,15 +54,15 @@ def called_by(operation: tf.Operation) -> Iterator[tf.Graph]:
 
 
 def calls_unknown(operation: tf.Operation) -> bool:
-    """Whether it calls a function of which TensorFlow kept no graph."""
+    """Whether an operation calls a function whose graph TensorFlow did not keep."""
     return None in _graphs_of(operation)
 
 
 def _graphs_of(operation) -> list[tf.Graph | None]:
     kinds = _KINDS.get(operation.type)
     if kinds is None:
-        found = {each.name: each.type for each in operation.op_def.attr}
-        kinds = {name: kind for name, kind in found.items() if kind in ("func", "list(func)")}
+        types = {each.name: each.type for each in operation.op_def.attr}
+        kinds = {name: kind for name, kind in types.items() if kind in ("func", "list(func)")}
         _KINDS[operation.type] = kinds
     values = [(operation.get_attr(name), kind) for name, kind in kinds.items()]
     called = [each for value, kind in values for each in (value if "list" in kind else [value])]
@@ -70,45 +70,45 @@ def _graphs_of(operation) -> list[tf.Graph | None]:
 
 
 def writes_variable(operation: tf.Operation) -> bool:
-    """Whether it writes a variable, of which it is given the handle."""
+    """Whether an operation writes a variable, whose handle it takes."""
     return operation.type.startswith(_WRITES)
 
 
 def writes_state(operation: tf.Operation) -> bool:
-    """Whether it writes a variable, or fills a table."""
+    """Whether an operation writes a variable or a table."""
     return writes_variable(operation) or operation.type.startswith(_FILLS)
 
 
 def draws_anew(operation: tf.Operation) -> bool:
-    """Whether it draws by a state that TensorFlow keeps: other numbers each time."""
+    """Whether an operation draws by a state of TensorFlow, so the numbers change each time."""
     return operation.type in _DRAWS_ANEW
 
 
 def has_seeds(operation: tf.Operation) -> bool:
-    """Whether it draws by seeds that TensorFlow has counted."""
+    """Whether an operation draws by seeds that TensorFlow counts."""
     if operation.type not in _SEEDED:
         _SEEDED[operation.type] = {"seed", "seed2"} <= {e.name for e in operation.op_def.attr}
     return _SEEDED[operation.type] and any(map(operation.get_attr, ("seed", "seed2")))
 
 
 def operations_here() -> list[tf.Operation]:
-    """The operations of the graph that is traced; none in an eager step."""
+    """The operations of the current graph; none in an eager step."""
     if tf.executing_eagerly():
         return []
     return tf.compat.v1.get_default_graph().get_operations()
 
 
 def is_within(graph: tf.Graph, other: tf.Graph) -> bool:
-    """Whether a graph is traced in another, at any depth."""
+    """Whether a graph is nested in another, at any depth."""
     while graph is not None and graph is not other:
         graph = getattr(graph, "outer_graph", None)
     return graph is other
 
 
 def is_in_function(graph: tf.Graph, other: tf.Graph) -> bool:
-    """Whether a graph, traced in another, is inside a `tf.function`, not only a loop or branch.
+    """Whether a nested graph is inside a `tf.function`, not only in a loop or branch.
 
-    TensorFlow keeps the trace of such a function, and reuses it when the function is called again.
+    TensorFlow caches the trace of such a function, and reuses it in the next call.
     """
     while graph is not None and graph is not other:
         if not getattr(graph, "is_control_flow_graph", False):
@@ -118,7 +118,7 @@ def is_in_function(graph: tf.Graph, other: tf.Graph) -> bool:
 
 
 def of_programs(function: Callable) -> Callable:
-    """Marks the graph that a function is traced into: XLA compiles its parts, device by device."""
+    """Marks the graph that a function is traced into; XLA compiles its parts for each device."""
 
     @functools.wraps(function)
     def marked(*args):
@@ -129,7 +129,7 @@ def of_programs(function: Callable) -> Callable:
 
 
 def is_of_programs(graph: tf.Graph) -> bool:
-    """Whether a graph, or one that it is traced in, is so marked."""
+    """Whether a graph, or one around it, has this mark."""
     while isinstance(graph, FuncGraph):
         if hasattr(graph, _OF_PROGRAMS):
             return True

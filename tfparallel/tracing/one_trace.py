@@ -1,16 +1,16 @@
-"""What several replicas do, traced once: for the first, and made again for the others.
+"""Traces the first of several replicas, and replays its operations for the others.
 
-    replica 0   x₀ ─ conv ─ moments ─┐ meet ┌─ scale ─ …     traced: Python, Keras, tapes
+    replica 0   x₀ ─ conv ─ moments ─┐ sum  ┌─ scale ─ …     traced: Python, Keras, tapes
     replica 1   x₁ ─ conv ─ moments ─┘      └─ scale ─ …     the same operations, of x₁ and of the
                                                              second copies, on the second device
 
-An operation that takes something of the first replica's takes at another what stands for it: other
-rows, the copy of a variable there, what was made of them before. Gradients are traced likewise,
-from the tape of the first.
+In the replay, the inputs of an operation are replaced by those of the other replica: its rows, its
+copies of variables, and the results of earlier operations. Gradients are traced and replayed in the
+same way, from the tape of the first replica.
 
-So Python runs once for a step of N replicas, and to make the rest takes a fraction of that for each
-of the others; all replicas run the same operations; and what layers keep in attributes meanwhile is
-never that of another replica.
+So Python runs once for a step of N replicas, and replaying takes a fraction of that for each of the
+others; all replicas run the same operations; and values that layers store in attributes meanwhile
+never come from another replica.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,40 +25,40 @@ __all__ = ["OneTrace"]
 
 
 class OneTrace:
-    """Runs functions for each replica, in a graph; one may read what another has left.
+    """Runs functions for each replica in a graph; a function may use results of an earlier one.
 
     Args:
-        others: The replicas behind the first.
-        index: Of the first, among those of all processes.
+        others: The replicas after the first.
+        index: The index of the first replica among those of all processes.
     """
 
     def __init__(self, others: Sequence[Again], index: int = 0):
         self._others = others
         self._first = DrawnApart(index)
-        self._num_seen = 0  # How many operations there were when the others were last made.
+        self._num_seen = 0  # The number of operations at the last replay.
 
     def run(self, function: Callable[..., Any], *by_replica: Sequence[Any]) -> list[Any]:
-        """Runs a function for each replica; it is called once.
+        """Calls a function once, and replays it for the other replicas.
 
         Args:
             function: Returns a nested structure.
-            *by_replica: Each argument on every replica: nested structures that are alike, of
-                tensors where they differ. Of what is no tensor the first is taken.
+            *by_replica: Each argument on every replica: nested structures of the same form, with
+                tensors where they differ. Other values are those of the first replica.
 
         Returns:
-            What it returns, on every replica. What is no tensor is the first's.
+            The result on every replica; values other than tensors are those of the first replica.
         """
         first, *others = zip(*by_replica, strict=True)
         first = _of_components(first)
-        for other, given in zip(self._others, others, strict=True):
-            other.take(first, given)
+        for other, arguments in zip(self._others, others, strict=True):
+            other.take(first, arguments)
         self.pass_over()
-        found = function(*first)
+        result = function(*first)
         self.make_others()
-        return [found, *(other.of(found) for other in self._others)]
+        return [result, *(other.of(result) for other in self._others)]
 
     def make_others(self) -> None:
-        """Makes for the other replicas what was traced since the last time."""
+        """Replays the operations since the last time for the other replicas."""
         operations = operations_here()[self._num_seen :]
         self._first.change(operations)
         for other in self._others:
@@ -66,10 +66,10 @@ class OneTrace:
         self.pass_over()
 
     def pass_over(self) -> None:
-        """Leaves what was traced since the last time as it is: it belongs to no replica."""
+        """Skips the operations since the last time, which belong to no replica."""
         self._num_seen = len(operations_here())
 
 
 def _of_components(structure):
-    """The same, of ragged tensors that keep nothing beside their components."""
+    """Rebuilds ragged tensors without values cached beside their components."""
     return tf.nest.map_structure(lambda leaf: leaf, structure, expand_composites=True)

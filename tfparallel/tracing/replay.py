@@ -1,9 +1,9 @@
-"""Operations of a graph, made again for another place: other rows, other copies, another device.
+"""Replays operations of a graph for another place: with other rows, copies and devices.
 
-What is traced for the first of several replicas is a pattern for all. An operation that takes
-something of the first's takes at another place what stands for it: what that was given, the copy of
-a variable there, what was made there before. What is nobody's own is taken by all: a variable that
-has no copy there is read, and written, at the first place alone.
+The trace of the first of several replicas is a pattern for all. In the replay, each input of an
+operation is replaced by its counterpart at the other place: its arguments, its copy of a variable,
+or the result of an earlier replay. Tensors without a counterpart are shared: a variable without a
+copy there is read, and written, only at the first place.
 """
 
 import functools
@@ -25,17 +25,18 @@ from tfparallel.tracing.graphs import has_seeds, with_inner, writes_variable
 
 __all__ = ["Again", "DrawnApart"]
 
-_FOLD = 0x9E3779B1  # Odd: seeds that TensorFlow has counted are others at each place.
+_FOLD = 0x9E3779B1  # Odd, so the seeds that TensorFlow counts differ at each place.
 _PYTHON = "EagerPyFunc"
 
 
 class Again:
-    """Operations of one place, made again at another: what stands there for tensors of the first.
+    """Replays operations of the first place at another, with replacements for its tensors.
 
     Args:
         index: The number of the other place.
-        device_of: What stands there for the name of a device; itself, if nothing does.
-        copy_of: What stands there for an eager tensor, such as the handle of a variable; likewise.
+        device_of: Returns the corresponding device, or the same name if there is none.
+        copy_of: Returns the corresponding eager tensor, such as the handle of a variable, or the
+            same tensor if there is none.
     """
 
     def __init__(
@@ -47,33 +48,33 @@ class Again:
         self._index = index
         self._device_of = functools.cache(device_of)
         self._copy_of = copy_of
-        # By the id of the first's tensor, which is kept, so that no other gets its id.
-        self._given: dict[int, tuple[tf.Tensor, Any]] = {}
-        self._made: dict[tf.Graph, dict[str, tf.Operation]] = {}  # By graph, by the first's name.
-        self._coming: set[str] = set()  # The names of those that are being made.
-        # Handles of variables that have no copy here, written; and who else was given a handle.
+        # By the id of the original tensor, which is kept so its id is not reused.
+        self._replacements: dict[int, tuple[tf.Tensor, Any]] = {}
+        self._replayed: dict[tf.Graph, dict[str, tf.Operation]] = {}  # By graph and original name.
+        self._coming: set[str] = set()  # The names of the operations in the current replay.
+        # Handles of shared variables that are written, and the operations that use a handle.
         self._written: set[int] = set()
         self._used: dict[int, tf.Operation] = {}
         self._captures: dict[tf.Graph, dict[int, tf.Tensor | None]] = {}  # By graph and argument.
-        self._tokens: dict[bytes, bytes] = {}  # Of functions of Python, by the first's.
+        self._tokens: dict[bytes, bytes] = {}  # Tokens of Python functions, by the original.
         self._functions = _Functions(index)
 
-    def take(self, first: Any, own: Any) -> None:
-        """Is told what stands for the first place's nested tensors, and for their masks.
+    def take(self, first: Any, replacements: Any) -> None:
+        """Sets the replacements of the first place's nested tensors, and of their masks.
 
-        Of a ragged tensor its parts count, and nothing that it may keep beside them. What somebody
-        has made of these tensors before is taken as it is.
+        Replaces the components of a ragged tensor, but no values cached beside them. Results that
+        were computed from these tensors earlier are shared.
         """
-        for there, here in zip(_leaves(first), _leaves(own), strict=True):
-            if there is here or not tf.is_symbolic_tensor(there):
+        for original, replacement in zip(_leaves(first), _leaves(replacements), strict=True):
+            if original is replacement or not tf.is_symbolic_tensor(original):
                 continue
-            self._given[id(there)] = there, here
-            mask = mask_of(there)
+            self._replacements[id(original)] = original, replacement
+            mask = mask_of(original)
             if mask is not None:
-                self._given[id(mask)] = mask, mask_of(here)
+                self._replacements[id(mask)] = mask, mask_of(replacement)
 
     def of(self, first: Any) -> Any:
-        """What stands for the first place's nested tensors."""
+        """The replacements of the first place's nested tensors."""
         return tf.nest.map_structure(
             lambda leaf: self._of_leaf(leaf) if tf.is_symbolic_tensor(leaf) else leaf,
             first,
@@ -81,41 +82,41 @@ class Again:
         )
 
     def _of_leaf(self, tensor):
-        own = self._of(tensor)
+        other = self._of(tensor)
         mask = mask_of(tensor)
-        if mask is not None and own is not tensor:
-            set_mask(own, self._of(mask))
-        return own
+        if mask is not None and other is not tensor:
+            set_mask(other, self._of(mask))
+        return other
 
     def _of(self, tensor: tf.Tensor) -> tf.Tensor:
-        """What stands for a tensor; itself, if nothing does."""
-        if id(tensor) in self._given:
-            return self._given[id(tensor)][1]
-        name, made = tensor.op.name, self._made.setdefault(tensor.graph, {})
-        if name in made:
-            if tensor.value_index >= len(made[name].outputs):
-                self._catch_up(tensor.op, made[name])
-            return made[name].outputs[tensor.value_index]
+        """The replacement of a tensor; the tensor itself if there is none."""
+        if id(tensor) in self._replacements:
+            return self._replacements[id(tensor)][1]
+        name, by_name = tensor.op.name, self._replayed.setdefault(tensor.graph, {})
+        if name in by_name:
+            if tensor.value_index >= len(by_name[name].outputs):
+                self._catch_up(tensor.op, by_name[name])
+            return by_name[name].outputs[tensor.value_index]
         if tensor.op.type != "Placeholder":
             return tensor
         outer = self._outside(tensor)
         if outer is None:
             return tensor
-        own = self._of(outer) if tf.is_symbolic_tensor(outer) else self._copy_of(outer)
-        own = tensor if own is outer else tensor.graph.capture(own)
-        self._given[id(tensor)] = tensor, own
-        return own
+        replacement = self._of(outer) if tf.is_symbolic_tensor(outer) else self._copy_of(outer)
+        replacement = tensor if replacement is outer else tensor.graph.capture(replacement)
+        self._replacements[id(tensor)] = tensor, replacement
+        return replacement
 
     def _outside(self, placeholder: tf.Tensor) -> tf.Tensor | None:
-        """What a graph takes from outside by a placeholder; None where that is an argument."""
+        """The outer tensor that a placeholder captures; None if it is an argument."""
         graph = placeholder.graph
-        known = self._captures.setdefault(graph, {})
-        if id(placeholder) not in known:
-            known |= {id(inner): outer for outer, inner in getattr(graph, "captures", ())}
-        return known.setdefault(id(placeholder))
+        captured = self._captures.setdefault(graph, {})
+        if id(placeholder) not in captured:
+            captured |= {id(inner): outer for outer, inner in getattr(graph, "captures", ())}
+        return captured.setdefault(id(placeholder))
 
     def make(self, operations: Sequence[tf.Operation]) -> None:
-        """Makes operations of the first place again, in its graph."""
+        """Replays operations of the first place, in its graph."""
         operations = [op for op in operations if not self._is_of_all(op)]
         self._coming = {op.name for op in operations}
         self._import(operations)
@@ -124,38 +125,38 @@ class Again:
         if not operations:
             return
         graph = operations[0].graph
-        made = self._made.setdefault(graph, {})
-        definition, given, later = self._definition(graph, operations)
+        by_name = self._replayed.setdefault(graph, {})
+        definition, inputs, later = self._definition(graph, operations)
         devices = [node.device for node in definition.node]
-        for node in definition.node:  # TensorFlow enters a context for each that has one.
+        for node in definition.node:  # TensorFlow would enter a context for each device.
             node.ClearField("device")
         with tf.device(None), graph.control_dependencies(None):
-            found = tf.graph_util.import_graph_def(
-                definition, given, [op.name for op in operations], name=f"replica_{self._index}"
+            replayed = tf.graph_util.import_graph_def(
+                definition, inputs, [op.name for op in operations], name=f"replica_{self._index}"
             )
-        for op, device, again in zip(operations, devices, found, strict=True):
-            made[op.name] = again
-            set_device(again, device)
-            _tell_types(op, again)
+        for op, device, replay in zip(operations, devices, replayed, strict=True):
+            by_name[op.name] = replay
+            set_device(replay, device)
+            _copy_shapes(op, replay)
         for name, source in later:
-            add_control_inputs(made[name], [made.get(source.name, source)])
+            add_control_inputs(by_name[name], [by_name.get(source.name, source)])
 
-    def _catch_up(self, op, again) -> None:
-        """Changes an operation as TensorFlow has changed the first's since it was made.
+    def _catch_up(self, op, replay) -> None:
+        """Updates a replayed operation, since TensorFlow has changed the original.
 
-        A call gets outputs for what its gradient needs only when the gradient is asked for.
+        A call gets the outputs that its gradient needs only when the gradient is computed.
         """
         node = tf.compat.v1.NodeDef()
         node.CopyFrom(op.node_def)
         self._make_apart(op.graph, node)
-        given = op.inputs[len(again.inputs) :]  # The empty lists that a loop is to fill.
-        self._import([each for tensor in given for each in _behind(tensor.op, self._coming)])
-        more = list(map(self._of, given))
-        extend_operation(again, node.attr, more, op.outputs[len(again.outputs) :])
-        _tell_types(op, again)
+        more_inputs = op.inputs[len(replay.inputs) :]  # Empty lists for a loop to fill.
+        self._import([each for tensor in more_inputs for each in _behind(tensor.op, self._coming)])
+        replaced = list(map(self._of, more_inputs))
+        extend_operation(replay, node.attr, replaced, op.outputs[len(replay.outputs) :])
+        _copy_shapes(op, replay)
 
     def _is_of_all(self, op) -> bool:
-        """Whether an operation is not made again: the first place's is that of all."""
+        """Whether an operation is shared by all places instead of replayed."""
         is_write = writes_variable(op)
         if op.type != "ReadVariableOp" and not is_write:
             return op.type == "Placeholder"
@@ -168,10 +169,10 @@ class Again:
         return is_shared
 
     def _note_use(self, op, tensor) -> None:
-        """Notes that an operation is given a tensor of all places.
+        """Records that an operation uses a shared tensor.
 
         Raises:
-            ValueError: If it looks into a variable that has no copy here, and that is written.
+            ValueError: If it reads a shared variable that is also written.
         """
         if tensor.dtype != tf.resource:
             return
@@ -185,10 +186,10 @@ class Again:
             )
 
     def _definition(self, graph, operations):
-        """The operations as they are here, what they take from others, and what they wait for."""
-        definition, given, later = tf.compat.v1.GraphDef(), {}, []
+        """The replayed operations' definition, their outer inputs and their control inputs."""
+        definition, inputs, later = tf.compat.v1.GraphDef(), {}, []
         definition.versions.CopyFrom(graph.graph_def_versions)
-        own = {op.name for op in operations}
+        names = {op.name for op in operations}
         for op in operations:
             node = definition.node.add()
             node.CopyFrom(op.node_def)
@@ -197,60 +198,60 @@ class Again:
             del node.input[:]
             for tensor in op.inputs:
                 name = f"{tensor.op.name}:{tensor.value_index}"
-                if tensor.op.name not in own:
+                if tensor.op.name not in names:
                     name = f"given/{name.replace(':', '/')}"
-                    if name not in given:
-                        given[name] = self._of(tensor)
-                    if given[name] is tensor:
+                    if name not in inputs:
+                        inputs[name] = self._of(tensor)
+                    if inputs[name] is tensor:
                         self._note_use(op, tensor)
                 node.input.append(name)
-            node.input.extend(f"^{each.name}" for each in op.control_inputs if each.name in own)
-            later += [(op.name, each) for each in op.control_inputs if each.name not in own]
-        return definition, given, later
+            node.input.extend(f"^{each.name}" for each in op.control_inputs if each.name in names)
+            later += [(op.name, each) for each in op.control_inputs if each.name not in names]
+        return definition, inputs, later
 
     def _make_apart(self, graph: tf.Graph, node) -> bool:
-        """Places a node here, and gives it its own of what is kept outside the graph.
+        """Moves a node to this place, with its own functions, seeds and Python tokens.
 
         Args:
-            graph: Where the functions that it calls are known.
-            node: As it is at the first place.
+            graph: The graph with the functions that it calls.
+            node: The node as at the first place.
 
         Returns:
-            Whether it differs from that at the first place.
+            Whether it differs from the node at the first place.
         """
-        is_other = False
+        differs = False
         if "/device:" in node.device:
             device = self._device_of(node.device)
-            is_other, node.device = device != node.device, device
+            differs, node.device = device != node.device, device
         if _is_seeded(node):
             _draw_apart(node, self._index)
-            is_other = True
+            differs = True
         elif node.op == _PYTHON:
             node.attr["token"].s = python_function_again(node.attr["token"].s, self._tokens)
-            is_other = True
-        return self._functions.replace(graph, node, self._make_apart) or is_other
+            differs = True
+        return self._functions.replace(graph, node, self._make_apart) or differs
 
 
 class DrawnApart:
-    """Operations of one piece that draw other numbers than the same of another.
+    """Makes the operations of a piece draw different random numbers than those of other pieces.
 
     Args:
-        index: The piece's number; those of piece 0 stay as they are.
+        index: The number of the piece; operations of piece 0 stay unchanged.
     """
 
     def __init__(self, index: int):
         self._index = index
         self._functions = _Functions(index)
-        self._calls: list[tf.Operation] = []  # Of functions that draw.
+        self._calls: list[tf.Operation] = []  # Calls of functions that draw.
 
     def change(self, operations: Sequence[tf.Operation] = ()) -> None:
-        """Gives operations, of which seeds are counted by TensorFlow, seeds of this piece.
+        """Changes the seeds of operations whose seeds TensorFlow counts.
 
-        A call is given another function, which TensorFlow replaces where it is asked for a gradient
-        later; so call this again behind gradients.
+        A call gets another function, which TensorFlow replaces when it computes a gradient later;
+        so call this again after gradients.
 
         Args:
-            operations: Those that are new.
+            operations: The new operations.
         """
         calls, self._calls = self._calls, []
         for op in [*calls, *operations] if self._index else ():
@@ -274,26 +275,26 @@ class _Functions:
 
     def __init__(self, index: int):
         self._index = index
-        self._known: dict[str, str] = {}  # By the first's.
+        self._new_names: dict[str, str] = {}  # By the original name.
 
     def replace(self, graph: tf.Graph, node, change: Callable[[tf.Graph, Any], bool]) -> bool:
-        """Has a node call those of this place; returns whether any is another.
+        """Makes a node call the functions of this place; returns whether any differs.
 
         Args:
-            graph: Where the functions that it calls are known.
-            node: It.
-            change: As of `function_again`.
+            graph: The graph with the functions that it calls.
+            node: The node.
+            change: As for `function_again`.
         """
-        is_other = False
+        differs = False
         for value in node.attr.values():
             for called in [value.func] if value.HasField("func") else value.list.func:
                 name = called.name
-                if name not in self._known:
-                    again = function_again(graph, name, f"_{self._index}", change)
-                    self._known |= {again: again, name: again}
-                called.name = self._known[name]
-                is_other |= called.name != name
-        return is_other
+                if name not in self._new_names:
+                    new_name = function_again(graph, name, f"_{self._index}", change)
+                    self._new_names |= {new_name: new_name, name: new_name}
+                called.name = self._new_names[name]
+                differs |= called.name != name
+        return differs
 
 
 def _draw_apart(node, index: int) -> bool:
@@ -302,25 +303,25 @@ def _draw_apart(node, index: int) -> bool:
 
 
 def _is_seeded(node) -> bool:
-    """Whether a node draws by seeds that TensorFlow has counted."""
-    own = node.attr
-    return "seed" in own and "seed2" in own and bool(own["seed"].i or own["seed2"].i)
+    """Whether a node draws by seeds that TensorFlow counts."""
+    attr = node.attr
+    return "seed" in attr and "seed2" in attr and bool(attr["seed"].i or attr["seed2"].i)
 
 
 def _behind(op, names: set[str]) -> list[tf.Operation]:
-    """An operation and what it is made of, as far as they have one of these names."""
+    """An operation and its inputs' operations, recursively, among those with these names."""
     if op.name not in names:
         return []
     return [*(each for tensor in op.inputs for each in _behind(tensor.op, names)), op]
 
 
-def _tell_types(op, again) -> None:
-    """Gives the outputs of an operation that was made again the shapes of the first's."""
-    for there, here in zip(op.outputs, again.outputs, strict=True):
-        if there.dtype in (tf.resource, tf.variant):
-            copy_handle_data(there, here)
-        elif not here.shape.is_fully_defined():
-            here.set_shape(there.shape)
+def _copy_shapes(op, replay) -> None:
+    """Copies shapes from the outputs of an operation to those of its replay."""
+    for original, output in zip(op.outputs, replay.outputs, strict=True):
+        if original.dtype in (tf.resource, tf.variant):
+            copy_handle_data(original, output)
+        elif not output.shape.is_fully_defined():
+            output.set_shape(original.shape)
 
 
 def _leaves(structure) -> list:

@@ -1,4 +1,4 @@
-"""The one optimizer: Keras's own update, of units, at places.
+"""The optimizer: runs Keras's own update on units at places.
 
     weight of the model     kernel (4, 6)
     units                   itself │ its parts, one on each device │ a share of it, or of each part
@@ -7,10 +7,10 @@
     gradient ──expand──► of each unit, at each place
                          clipped by the norms of whole weights
                          Keras's `apply`, at each place on its own copies
-    weight  ◄─contract── shares joined, constraints of wholes
+    weight  ◄─contract── shares joined, constraints of whole weights
 
-Whatever looks at several weights at once (a norm, a moving average, the count of the steps) each
-place computes from its own copies, so that an update sends nothing but shares. Where two runs of an
-update may differ, because the optimizer, its schedule or a constraint is the user's own, the first
-place alone makes it and sends the result.
+Each place computes values over several weights (a norm, a moving average, the step count) from its
+own copies, so an update sends nothing but shares. If two runs of an update may differ, because the
+optimizer, its schedule or a constraint is the user's own, only the first place runs it and sends
+the result.
 """

@@ -1,8 +1,8 @@
-"""Optimizers that were built before they were prepared for several devices, and what they know.
+"""Optimizers that were built before they were prepared for several devices.
 
-Keras builds an optimizer in the first step. Whoever restores a state builds it before, and its
-slots then lie where plain Keras puts them: once, whole, on the first device. They belong
-beside their weights, so they are made again, with the same values.
+Keras builds an optimizer in the first step. Code that restores a state builds it earlier, and plain
+Keras then puts the slots on the first device, whole. They belong beside their weights, so we create
+them again, with the same values.
 """
 
 from collections.abc import Callable
@@ -25,45 +25,45 @@ __all__ = [
 
 
 def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
-    """The optimizers that a model holds: as `model.optimizer`, attributes, or in containers."""
-    held = [vars(model).values()]
-    held += [value for value in vars(model).values() if isinstance(value, list | tuple)]
-    held += [value.values() for value in vars(model).values() if isinstance(value, dict)]
-    found = {id(v): v for values in held for v in values if isinstance(v, keras.Optimizer)}
-    return list(found.values())
+    """The optimizers of a model: `model.optimizer`, other attributes, or in containers."""
+    groups = [vars(model).values()]
+    groups += [value for value in vars(model).values() if isinstance(value, list | tuple)]
+    groups += [value.values() for value in vars(model).values() if isinstance(value, dict)]
+    by_id = {id(v): v for values in groups for v in values if isinstance(v, keras.Optimizer)}
+    return list(by_id.values())
 
 
 def wrapped_by(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
-    """What an optimizer hands gradients on to."""
+    """The optimizers that an optimizer passes gradients on to."""
     inner = getattr(optimizer, "inner_optimizer", None)
     return [inner] if inner is not None else list(getattr(optimizer, "optimizers", []))
 
 
 def own_variables(optimizer: keras.Optimizer) -> list[keras.Variable]:
-    """The variables of an optimizer, without the model's."""
+    """The variables of an optimizer, without those of the model."""
     trained = {id(variable) for variable in weights_of(optimizer)}
     return [variable for variable in variables_held_by(optimizer) if id(variable) not in trained]
 
 
 def trained_by(optimizer: keras.Optimizer | None) -> dict[int, keras.Variable]:
-    """The weights that an optimizer was built for, by their id: wholes, of parts and of shares."""
-    found = {}
+    """The weights that an optimizer was built for, by id; whole weights for parts and shares."""
+    weights = {}
     for variable in weights_of(optimizer):
         variable = getattr(variable, "_sharded", variable)
         variable = getattr(variable, "_whole", variable)
-        found[id(variable)] = variable
-    return found
+        weights[id(variable)] = variable
+    return weights
 
 
 def prepare_built(optimizer: keras.Optimizer, prepare: Callable[[], None]) -> None:
-    """Prepares an optimizer for several devices; what it has built is built again, as it was.
+    """Prepares an optimizer for several devices; rebuilds its state with the same values.
 
     Args:
-        optimizer: One that is built or not, or wraps others that are.
-        prepare: Prepares it, in place, as if nothing were built.
+        optimizer: An optimizer that may be built, or wrap built ones.
+        prepare: Prepares it in place, as if it were not built.
 
     Raises:
-        ValueError: If it does not make the same variables again.
+        ValueError: If it does not create the same variables again.
     """
     built = [(each, _values(each), trained_by(each)) for each in _outermost_built(optimizer)]
     for each, _, _ in built:
@@ -75,7 +75,7 @@ def prepare_built(optimizer: keras.Optimizer, prepare: Callable[[], None]) -> No
 
 
 def _outermost_built(optimizer) -> list[keras.Optimizer]:
-    """Itself, or those that it wraps: Keras wraps a built one to scale the loss."""
+    """The optimizer itself, or those that it wraps: Keras wraps a built one to scale the loss."""
     if optimizer.built:
         return [optimizer]
     return [each for inner in wrapped_by(optimizer) for each in _outermost_built(inner)]
@@ -88,22 +88,22 @@ def _values(optimizer) -> dict[str, Any]:
 
 
 def _load(optimizer, values) -> None:
-    made = optimizer.variables
-    if len(made) != len(values):
+    created = optimizer.variables
+    if len(created) != len(values):
         raise ValueError(
             f"Optimizer '{optimizer.name}' was built before its model was compiled, and must make "
             "its state again on the model's devices. An optimizer whose `build` makes all "
             f"variables but the learning rate is required. Received: {len(values)} variables, and "
-            f"{len(made)} when it was built again. Compile the model with an optimizer that is "
+            f"{len(created)} when it was built again. Compile the model with an optimizer that is "
             "not built."
         )
     optimizer.load_own_variables(values)
 
 
 def _forget_slots(optimizer) -> None:
-    kept = {id(count_of(optimizer)), id(rate_of(optimizer))}
+    not_slots = {id(count_of(optimizer)), id(rate_of(optimizer))}
     for variable in list(variables_held_by(optimizer)):
-        if id(variable) not in kept:
+        if id(variable) not in not_slots:
             untrack(optimizer, variable)
     forget_places(optimizer)
     optimizer.built = False
@@ -114,18 +114,18 @@ def _forget_slots(optimizer) -> None:
 def check_known(model: keras.Model) -> None:
     """Raises if a model trains a weight that its optimizer was not built for.
 
-    Keras says so too, of a tensor within the step.
+    Keras would raise as well, but for a tensor inside the step.
 
     Raises:
         ValueError: If there is such a weight.
     """
-    optimizer = getattr(model, "optimizer", None)  # A model that is not compiled has none.
+    optimizer = getattr(model, "optimizer", None)  # A model that was not compiled has none.
     if optimizer is None or not optimizer.built:
         return
     if original_class(model).train_step is not keras.Model.train_step:
-        return  # What it updates only the user's step knows.
-    known = trained_by(optimizer)
-    unknown = [weight.path for weight in model.trainable_variables if id(weight) not in known]
+        return  # Only the user's step knows what it updates.
+    trained = trained_by(optimizer)
+    unknown = [weight.path for weight in model.trainable_variables if id(weight) not in trained]
     if unknown:
         weights = "1 weight" if len(unknown) == 1 else f"{len(unknown)} weights"
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Constraints that Keras cannot apply: it updates parts or shares of the weights that have them."""
+"""Applies constraints that Keras cannot, since it updates only parts or shares of the weights."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,20 +18,20 @@ def apply_constraints(
     in_shares: bool,
     num_places: int,
 ) -> None:
-    """Applies the constraints of weights that an optimizer has updated in parts or shares.
+    """Applies the constraints of weights that an optimizer updated in parts or shares.
 
     Args:
         parts: The weights, or parts of weights.
-        at_each: Makes an update at each place, as the optimizer does.
-        in_shares: Whether Keras has seen shares of them.
-        num_places: How many places there are here.
+        at_each: Runs an update at each place, as the optimizer does.
+        in_shares: Whether Keras updated shares.
+        num_places: The number of local places.
     """
     wholes = {id(whole_of(part)): whole_of(part) for part in parts}.values()
     wholes = [whole for whole in wholes if in_shares or isinstance(whole, SplitVariable)]
     wholes = [whole for whole in wholes if whole.constraint is not None]
     copied = [whole for whole in wholes if not isinstance(whole, ShardedVariable)]
     for whole in wholes:
-        if isinstance(whole, ShardedVariable):  # It has one value, of all places.
+        if isinstance(whole, ShardedVariable):  # It has one value for all places.
             whole.assign(whole.constraint(whole))
     if copied:
         at_each(

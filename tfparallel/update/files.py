@@ -1,9 +1,9 @@
-"""What a file and a user see of an optimizer: its variables as they are on one device.
+"""The variables of an optimizer as on one device, for files and users.
 
 | | |
 | --- | --- |
-| a slot of a weight in parts | the slots of the parts, side by side |
-| a slot of a weight in shares | what the places of all workers hold, joined |
+| a slot of a split weight | the concatenated slots of the parts |
+| a slot of a sharded weight | the joined shares of all workers' places |
 | an accumulator of terms | the sum of its copies, over all workers |
 """
 
@@ -43,12 +43,12 @@ _SAVE_SECONDS = 120.0  # How long a save waits for the other workers.
 
 
 def mark_slot(slot: keras.Variable, unit: keras.Variable, name: str, slots: dict) -> None:
-    """Has a slot know of which weight it is one, if its unit is a part or a share.
+    """Marks a slot with its weight, if its unit is a part or a share.
 
     Args:
         slot: A variable of the optimizer.
-        unit: What it is a slot of.
-        name: Of the kind of slot.
+        unit: The unit of the slot.
+        name: The name of the kind of slot.
         slots: The slots so far, by weight and kind.
     """
     part = getattr(unit, "_sharded", None)
@@ -59,19 +59,19 @@ def mark_slot(slot: keras.Variable, unit: keras.Variable, name: str, slots: dict
         return
     group = (id(whole), name)
     slot._group = group
-    known = slots.setdefault(group, [])
-    known.append(slot)
-    if part is None and len(known) == len(whole.parts):
-        attach(known[0], _joined=_side_by_side(known, whole))
+    slots_of_weight = slots.setdefault(group, [])
+    slots_of_weight.append(slot)
+    if part is None and len(slots_of_weight) == len(whole.parts):
+        attach(slots_of_weight[0], _joined=_side_by_side(slots_of_weight, whole))
 
 
 class SumOfCopies:
-    """Extends an accumulator: its value is the sum of its copies at places, where it has any."""
+    """Extends an accumulator whose value is the sum of its copies at places, if it has any."""
 
     _summed_at: Places | None = None
 
     def _serialize_to_tensors(self):
-        # What `tf.train.Checkpoint` writes: the accumulator of one device.
+        # `tf.train.Checkpoint` writes the accumulator as on one device.
         if self._summed_at is None:
             return super()._serialize_to_tensors()
         if self._summed_at.workers is not None:
@@ -91,13 +91,13 @@ class SumOfCopies:
 
 
 def mark_sum(variable: keras.Variable, places: Places | None) -> None:
-    """Says of an accumulator that its value is the sum of its copies at places; None: it is not."""
+    """Makes an accumulator's value the sum of its copies at places; None for a plain value."""
     if places is not None or isinstance(variable, SumOfCopies):
         extend(variable, SumOfCopies, _summed_at=places)
 
 
 def change_sum(variable: keras.Variable, places: Places | None) -> None:
-    """As `mark_sum`, of an accumulator that may hold terms: they become those of the other kind."""
+    """Like `mark_sum`, for an accumulator that may hold terms, which are converted."""
     before = getattr(variable, "_summed_at", None)
     if before is not None and places is None:
         variable.assign(_summed([variable], before)[0])
@@ -107,7 +107,7 @@ def change_sum(variable: keras.Variable, places: Places | None) -> None:
 
 
 def is_in_pieces(variable: keras.Variable) -> bool:
-    """Whether no copy of a variable holds its value: each a share of it, or a term."""
+    """Whether the copies of a variable hold only shares or terms of its value."""
     return _is_sum(variable) or hasattr(variable, "_sharded")
 
 
@@ -117,24 +117,24 @@ def holds_pieces(optimizer: keras.Optimizer | None) -> bool:
 
 
 def shown(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
-    """The variables, of the model's or of its optimizer, as they are on one device.
+    """The variables of a model or of its optimizer, as on one device.
 
-    A slot in parts is one variable; one in shares stands for them all, with the shape of its share.
+    A slot in parts is one variable; a sharded slot stands for all shares, with the shape of one.
     """
-    found = {}
+    whole_variables = {}
     for group in grouped(variables):
         first = group[0]
         if hasattr(first, "_sharded"):
-            found[id(first)] = first
+            whole_variables[id(first)] = first
         elif hasattr(first, "_group"):
-            found[id(first)] = first._joined
+            whole_variables[id(first)] = first._joined
         else:
-            found[id(whole_of(first))] = whole_of(first)
-    return list(found.values())
+            whole_variables[id(whole_of(first))] = whole_of(first)
+    return list(whole_variables.values())
 
 
 def grouped(variables: Iterable[keras.Variable]) -> list[list[keras.Variable]]:
-    """The variables, those of the units of a weight together."""
+    """The variables, grouped by weight."""
     groups: dict[Any, list[keras.Variable]] = {}
     for variable in variables:
         groups.setdefault(getattr(variable, "_group", id(variable)), []).append(variable)
@@ -142,9 +142,9 @@ def grouped(variables: Iterable[keras.Variable]) -> list[list[keras.Variable]]:
 
 
 def value(group: Sequence[keras.Variable], places: Places) -> np.ndarray:
-    """The value of a variable, of all its units (`grouped`).
+    """The value of a variable over all its units (`grouped`).
 
-    All workers must ask for it, in the same order, if it is a sum or in shares.
+    If it is a sum or sharded, all workers must call this, in the same order.
     """
     first = group[0]
     if hasattr(first, "_sharded"):
@@ -156,10 +156,10 @@ def value(group: Sequence[keras.Variable], places: Places) -> np.ndarray:
 
 
 def assign(group: Sequence[keras.Variable], value: np.ndarray, places: Places) -> None:
-    """Gives a variable, or its units, a value.
+    """Assigns a value to a variable or its units.
 
     Raises:
-        ValueError: If one in shares has another shape.
+        ValueError: If a sharded variable has another shape.
     """
     first = group[0]
     if not hasattr(first, "_sharded"):
@@ -182,22 +182,22 @@ def assign(group: Sequence[keras.Variable], value: np.ndarray, places: Places) -
 
 
 def assign_all(
-    variables: Sequence[keras.Variable], given: Iterable[np.ndarray], places: Places
+    variables: Sequence[keras.Variable], values: Iterable[np.ndarray], places: Places
 ) -> None:
-    """Gives variables their values, as `assign` does each."""
-    for group, value in zip(grouped(variables), given, strict=True):
+    """Assigns values to variables, each as `assign` does."""
+    for group, value in zip(grouped(variables), values, strict=True):
         assign(group, value, places)
 
 
 def wait_to_save(workers: ProcessGroup, what: str) -> None:
-    """Waits for the other workers, of which each has a part of what is saved.
+    """Waits for the other workers, each of which has a part of the saved state.
 
     Args:
-        workers: All of them.
-        what: Of what they have parts, in words.
+        workers: The process group of all workers.
+        what: A phrase for the saved state.
 
     Raises:
-        RuntimeError: If not all have come within two minutes.
+        RuntimeError: If not all workers arrive within two minutes.
     """
     try:
         wait_for_all(workers, _SAVE_SECONDS)
@@ -208,26 +208,26 @@ def wait_to_save(workers: ProcessGroup, what: str) -> None:
         ) from error
 
 
-def trackable_lists(optimizer: keras.Optimizer, names: Iterable[str], held: dict) -> Mapping:
-    """The lists of an optimizer that have parts, with wholes: what `tf.train.Checkpoint` writes.
+def trackable_lists(optimizer: keras.Optimizer, names: Iterable[str], lists: dict) -> Mapping:
+    """The optimizer's lists that contain parts, with whole variables, for `tf.train.Checkpoint`.
 
     Args:
         optimizer: The optimizer.
-        names: Of its attributes.
-        held: The lists so far, by name, which are to stay the same objects.
+        names: The names of its attributes.
+        lists: The lists so far, by name; they must stay the same objects.
     """
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name in names:
         variables = getattr(optimizer, name, None)
         if not isinstance(variables, list) or not any(map(_is_part, variables)):
             continue
         wholes = shown(variables)
-        if name not in held or len(vars(held[name])) < len(wholes):
-            held[name] = tf.__internal__.tracking.AutoTrackable()
+        if name not in lists or len(vars(lists[name])) < len(wholes):
+            lists[name] = tf.__internal__.tracking.AutoTrackable()
             for index, variable in enumerate(wholes):
-                setattr(held[name], str(index), variable)
-        found[name] = held[name]
-    return found
+                setattr(lists[name], str(index), variable)
+        result[name] = lists[name]
+    return result
 
 
 def _is_sum(variable) -> bool:
@@ -236,12 +236,12 @@ def _is_sum(variable) -> bool:
 
 def _is_part(variable) -> bool:
     if hasattr(variable, "_sharded"):
-        return False  # A share refuses to be written, with an error of its own.
+        return False  # A share raises its own error when it is written.
     return hasattr(variable, "_whole") or hasattr(variable, "_group")
 
 
 def _side_by_side(slots, whole) -> keras.Variable:
-    """A variable that shows the slots of a weight's parts as one."""
+    """A variable that presents the slots of a weight's parts as one."""
     one = object.__new__(type(slots[0]))
     left_out = ("_group", "_value")
     one.__dict__.update({k: value for k, value in vars(slots[0]).items() if k not in left_out})
@@ -268,9 +268,9 @@ def _hold_in_first_copy(variable, places) -> None:
 
 
 def _share_out(slot, value, places) -> None:
-    """Gives each place here its share of a slot."""
+    """Assigns each local place its share of a slot."""
     shape = shape_shared_out(value.shape)
     bounds = places.bounds(slot.shape[0])
-    for index, (copy, own) in enumerate(zip(places.copies(slot), bounds, strict=True)):
+    for index, (copy, bounds_of_place) in enumerate(zip(places.copies(slot), bounds, strict=True)):
         with places.at(index):
-            copy.assign(apart(cut_out(tf.constant(value, copy.dtype), shape, *own)))
+            copy.assign(apart(cut_out(tf.constant(value, copy.dtype), shape, *bounds_of_place)))

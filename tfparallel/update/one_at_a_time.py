@@ -1,4 +1,4 @@
-"""The order of large updates: one at a time on a device, each gradient made when its turn comes.
+"""Orders large updates: one at a time per device, each gradient computed when its turn comes.
 
 ```
    backward     ∂y₃ ───────► ∂y₂ ───────► ∂y₁            of the layers' outputs
@@ -8,12 +8,12 @@
    updates       W₃ ──────┘   W₂ ──────┘   W₁
 ```
 
-TensorFlow begins all that can begin. Left to it, all gradients are there at once, and with Adam the
-five arrays of a weight's size that each update makes on its way: more than weights and slots
-together. In this order a device holds, beside weights and slots, the arrays of one update.
+TensorFlow starts every operation that can start. All gradients would exist at once, and with Adam
+also the five temporary arrays, each as large as its weight, of every update: more than weights and
+slots together. In this order, a device holds the arrays of one update besides weights and slots.
 
-Rests on `tf.Operation._add_control_inputs`: a gradient is made before its update is, so it cannot
-be told to wait for another update when it is made.
+Relies on `tf.Operation._add_control_inputs`: a gradient is created before its update, so it cannot
+wait for another update from the start.
 """
 
 import contextlib
@@ -35,21 +35,21 @@ class _Updates:
     """The large updates of one device so far.
 
     Attributes:
-        last: Ends when the last of them has ended.
-        before: All operations that must have run for it.
+        last: Ends with the last of these updates.
+        before: All operations that `last` depends on.
     """
 
     last: tf.Operation | None = None
     before: set[tf.Operation] = dataclasses.field(default_factory=set)
 
 
-# By the graph that is traced, then by device.
+# By traced graph, then by device.
 _updates: "weakref.WeakKeyDictionary[tf.Graph, dict]" = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
 def one_large_update_at_a_time(gradient: tf.Tensor, variable: tf.Variable) -> Iterator[None]:
-    """Has the update of a large variable, and its gradient, wait for the last one on its device."""
+    """Makes a large variable's update, and its gradient, wait for the device's last update."""
     if tf.executing_eagerly() or variable.shape.num_elements() < LARGE:
         yield
         return
@@ -58,7 +58,7 @@ def one_large_update_at_a_time(gradient: tf.Tensor, variable: tf.Variable) -> It
     if updates.last is None:
         yield
     else:
-        # Not where the last update needs this gradient, as it may where weights are shared.
+        # Not if the last update needs this gradient, as with shared weights.
         if isinstance(gradient, tf.Tensor) and gradient.graph is graph:
             if gradient.op not in updates.before:
                 add_control_inputs(gradient.op, [updates.last])
@@ -76,11 +76,11 @@ def _writes(graph, variable) -> list[tf.Operation]:
     return [op for op in handle.consumers() if op.type.startswith("Assign")]
 
 
-def _add_ancestors(op: tf.Operation, found: set[tf.Operation]) -> None:
+def _add_ancestors(op: tf.Operation, ancestors: set[tf.Operation]) -> None:
     waiting = [op]
     while waiting:
         op = waiting.pop()
-        if op not in found:
-            found.add(op)
+        if op not in ancestors:
+            ancestors.add(op)
             waiting += [tensor.op for tensor in op.inputs]
             waiting += op.control_inputs

@@ -1,7 +1,7 @@
-"""Extends any Keras optimizer: it updates units at places. The package has the drawing.
+"""Extends any Keras optimizer to update units at places; the package docstring has the drawing.
 
-An optimizer that hands gradients on to others (a loss scale, a map from weights to optimizers) runs
-once, and they update.
+An optimizer that wraps others (a loss scale, a map from weights to optimizers) runs once, and the
+wrapped ones update.
 """
 
 from collections.abc import Sequence
@@ -39,21 +39,21 @@ __all__ = ["UnitOptimizer", "extend_for"]
 
 
 class UnitOptimizer:
-    """Extends any optimizer; `prepare` (`place_optimizer.py`) does it."""
+    """Extends any optimizer, by `prepare` (`place_optimizer.py`)."""
 
     _places = Places()
     _in_shares = False  # Whether each place keeps and updates its share.
     _shares: Shares | None = None
-    _pending: PendingSums | None = None  # What a step has left to sum.
+    _pending: PendingSums | None = None  # Terms of gradients that a step left to sum.
     _index = 0  # The place that is being updated.
     _updated: Sequence[keras.Variable] = ()  # The units that are updated there.
-    _factors: dict[int, tf.Tensor] | None = None  # By what clipping multiplies those of shares.
-    _rate: Any = None  # The learning rate of all places, where they may not compute their own.
+    _factors: dict[int, tf.Tensor] | None = None  # The clipping factors of the shares' gradients.
+    _rate: Any = None  # The learning rate of all places, if they must not compute their own.
     _loaded: list[np.ndarray] | None = None
-    _units: Sequence[tuple] = ()  # Of each part of a weight, what is updated of it.
+    _units: Sequence[tuple] = ()  # Pairs of a part of a weight and the unit that is updated.
 
     def build(self, variables):
-        """Makes the slots of the units, a copy of each at each place."""
+        """Creates the slots of the units, with a copy at each place."""
         if self.built:
             return
         places, weights = self._places, list(variables)
@@ -71,32 +71,32 @@ class UnitOptimizer:
         if self._in_shares and original_class(self) is ScheduleFreeAdamW:
             with tf.init_scope(), places.all():
                 self._at_each(lambda _: self._begin_as_weights(), [None] * len(places))
-        for inner in wrapped_by(self):  # `MultiOptimizer` may have made some in `build`.
+        for inner in wrapped_by(self):  # `MultiOptimizer` may have created some in `build`.
             if not isinstance(inner, UnitOptimizer):
                 extend_for(inner, places, shares=False)
 
     def exclude_from_weight_decay(self, *args, **kwargs):
-        """Leaves variables out of weight decay, also once the slots have been made."""
+        """Excludes variables from weight decay, even after the slots were created."""
         super().exclude_from_weight_decay(*args, **kwargs)
         self._leave_out_units()
 
     def _leave_out_units(self) -> None:
-        """Adds the units of what is left out of weight decay."""
+        """Excludes the units of excluded weights, too."""
         left_out = left_out_of_decay(self)
         for part, unit in self._units:
             if left_out & {key_of(self, whole_of(part)), key_of(self, part)}:
                 left_out.add(key_of(self, unit))
 
     def apply(self, grads, trainable_variables=None):
-        """Applies gradients of all rows: of weights, or of parts of weights, in their order."""
-        if is_in_replica():  # A custom loop, in which TensorFlow updates the copies.
+        """Applies gradients over all rows, for weights or for parts of weights, in order."""
+        if is_in_replica():  # In a custom loop, TensorFlow updates the copies.
             super().apply(grads, trainable_variables)
             return
-        given = trained_by(self).values() if trainable_variables is None else trainable_variables
-        grads, weights = list(grads), list(given)
+        weights = trained_by(self).values() if trainable_variables is None else trainable_variables
+        grads, weights = list(grads), list(weights)
         parts = parts_of(weights)
         if len(grads) not in (len(parts), len(weights)) or not grads:
-            super().apply(grads, trainable_variables)  # Keras says what is wrong.
+            super().apply(grads, trainable_variables)  # Keras raises the error.
             return
         if len(grads) != len(parts):  # A custom loop has gradients of whole weights.
             grads = cut_all(grads, weights)
@@ -112,11 +112,11 @@ class UnitOptimizer:
     def _apply_at_places(self, grads, parts):
         units = self._units_of(parts)
         check_known(self, units)
-        self._places.copy(parts)  # Weights that were made after the optimizer was built.
+        self._places.copy(parts)  # For weights that were created after the optimizer was built.
         changed = [part for part, g in zip(parts, grads, strict=True) if g is not None]
         with self._places.all():
             if self._in_shares:
-                # Moving averages are of all weights, including those that others write.
+                # Moving averages cover all weights, even those written by other code.
                 self._shares.fill(self._shares.parts if self.use_ema else changed)
             alike = self._in_shares or (self._updates_alike and self._agree_on(grads))
             is_update, factors = self._is_update, None
@@ -126,7 +126,7 @@ class UnitOptimizer:
                 expanded = self._expanded(grads, parts, len(self._places) if alike else 1)
             with attached(self, _rate=self._rate_of_all(), _factors=factors):
                 self._at_each(
-                    lambda own: super(UnitOptimizer, self).apply(own, units),
+                    lambda grads_at_place: super(UnitOptimizer, self).apply(grads_at_place, units),
                     expanded,
                     alike=alike,
                     written=(*units, *own_variables(self)),
@@ -139,28 +139,28 @@ class UnitOptimizer:
                 changed, self._at_each, in_shares=self._in_shares, num_places=len(self._places)
             )
 
-    def _at_each(self, update, given: Sequence, *, alike: bool = True, written: Sequence = ()):
-        """Makes an update at each place.
+    def _at_each(self, update, arguments: Sequence, *, alike: bool = True, written: Sequence = ()):
+        """Runs an update at each place.
 
         Args:
             update: The function.
-            given: What it is given at each place.
-            alike: Whether it comes to the same at all of them; else the first alone makes it, and
-                sends what is `written`.
-            written: Variables.
+            arguments: Its argument at each place.
+            alike: Whether the result is the same at all places; else only the first place runs it,
+                and sends the `written` variables.
+            written: The variables that the update writes.
         """
         places = self._places
 
-        def at_one(index, own):
+        def at_one(index, argument):
             attach(self, _index=index)
-            update(own)
+            update(argument)
 
         if self._in_shares:
-            for index, own in enumerate(given):  # Of each place another share.
+            for index, argument in enumerate(arguments):  # A different share at each place.
                 with places.at(index):
-                    at_one(index, own)
+                    at_one(index, argument)
         else:
-            places.each(at_one, given if alike else given[:1])
+            places.each(at_one, arguments if alike else arguments[:1])
         attach(self, _index=0)
         if not alike:
             for variable in written:
@@ -173,11 +173,11 @@ class UnitOptimizer:
         return len(self._places) == 1 or not self._places.may_differ(grads)
 
     def _expanded(self, grads, parts, number: int) -> list[list[Any]]:
-        """At each of the first places the gradients of its units."""
+        """The gradients of the units at each of the first places."""
         places = self._places
         if self._sums_late:
-            held, scale = accumulators_of(self, parts), self.loss_scale_factor
-            return self._pending.accumulated(grads, parts, held, self._is_update, scale, places)
+            sums, scale = accumulators_of(self, parts), self.loss_scale_factor
+            return self._pending.accumulated(grads, parts, sums, self._is_update, scale, places)
         if number == 1:
             return [grads]
         expanded = []
@@ -189,20 +189,20 @@ class UnitOptimizer:
 
     @property
     def _is_update(self) -> tf.Tensor | bool:
-        """Whether Keras updates in this call, and does not only accumulate."""
+        """Whether Keras updates in this call instead of only accumulating."""
         steps = self.gradient_accumulation_steps
         return (count_of(self) + 1) % steps == 0 if steps else True
 
     @property
     def _sums_late(self) -> bool:
-        """Whether each place accumulates terms of its own, and an update sums them."""
+        """Whether each place accumulates its own terms, and an update sums them."""
         places = self._places
         is_asked = self.gradient_accumulation_steps and places.sums_late and places.number > 1
         return bool(is_asked and not self._in_shares and self._updates_alike)
 
     @property
     def _updates_alike(self) -> bool:
-        """Whether the update is known to come to the same at all places."""
+        """Whether the update is known to give the same result at all places."""
         units = weights_of(self)
         return updates_alike(self) and all(is_keras_object(unit.constraint) for unit in units)
 
@@ -213,7 +213,7 @@ class UnitOptimizer:
                     mark(accumulator, self._places if self._sums_late else None)
 
     def _rate_of_all(self):
-        """The learning rate, where each share would have one of its own; else None."""
+        """The learning rate, if shares could compute different ones; else None."""
         is_own = self._in_shares and not is_keras_object(rate_of(self))
         return self._get_current_learning_rate() if is_own else None
 
@@ -223,8 +223,8 @@ class UnitOptimizer:
     def pending_sums(self) -> PendingSums | None:
         """Where a step may leave terms of gradients for this optimizer to sum; None if nowhere.
 
-        An optimizer that hands gradients on takes whole ones: a loss scale looks whether they are
-        finite. So does one whose gradients are compressed, weight by weight.
+        A wrapping optimizer needs whole gradients: a loss scale checks whether they are finite.
+        Gradients that are compressed, weight by weight, must also be whole.
         """
         workers = self._places.workers
         sums_shares = self._in_shares and workers is not None and workers.compression is None
@@ -232,7 +232,7 @@ class UnitOptimizer:
         return self._pending if takes and self.built and not wrapped_by(self) else None
 
     def forget_pending(self) -> None:
-        """Forgets what a step has left that was never applied: its trace failed."""
+        """Clears terms that were never applied, because the trace of their step failed."""
         self._pending.clear()
 
     def _units_of(self, parts) -> list[keras.Variable]:
@@ -261,35 +261,35 @@ class UnitOptimizer:
     def _all_reduce_sum_gradients(self, grads_and_vars):
         if is_in_replica():
             return super()._all_reduce_sum_gradients(grads_and_vars)
-        # They are summed, and Keras's sum would have each update wait for all gradients. The
-        # backward pass finds them last layer first; but an update of the user's own may count.
+        # They are already summed, and Keras's sum would make each update wait for all gradients.
+        # The backward pass computes the last layer first; but a user's own update may count.
         ordered = grads_and_vars
         if is_keras_class(original_class(self)):
             ordered = ordered[::-1]
         return [pair for pair in ordered if pair[0] is not None]
 
     def update_step(self, gradient, variable, learning_rate):
-        """Updates one unit, where it is."""
-        held = variable.value if isinstance(variable, keras.Variable) else variable
-        with self._places.updating(gradient, held):
+        """Updates one unit on its device."""
+        storage = variable.value if isinstance(variable, keras.Variable) else variable
+        with self._places.updating(gradient, storage):
             return super().update_step(gradient, variable, learning_rate)
 
     def _tf_apply(self, grads, trainable_variables=None):
-        # `LossScaleOptimizer` calls it. Keras's own insists on a replica.
+        # `LossScaleOptimizer` calls this. Keras's own method requires a replica.
         if is_in_replica():
             super()._tf_apply(grads, trainable_variables)
         else:
             apply_in_replica(self, grads, trainable_variables)
 
     def add_variable_from_reference(self, reference_variable, name=None, initializer="zeros"):
-        """Makes a slot beside its unit; one of a part or of a share knows of which weight."""
+        """Creates a slot beside its unit, and marks the slot of a part or share with its weight."""
         with self._places.beside(reference_variable):
             slot = super().add_variable_from_reference(reference_variable, name, initializer)
         files.mark_slot(slot, reference_variable, name, self._slots)
         return slot
 
     def finalize_variable_values(self, var_list):
-        """Overwrites the weights with their averages, where there are some."""
+        """Overwrites the weights with their averages, if there are any."""
         parts = parts_of(var_list)
         if wrapped_by(self) or not self.use_ema:
             super().finalize_variable_values(parts)
@@ -303,16 +303,16 @@ class UnitOptimizer:
             if self._in_shares:
                 self._shares.join(parts)
 
-    # What files and users see.
+    # The view of files and users.
 
     @property
     def variables(self):
-        """The variables of the optimizer, as they are on one device; `update/files.py` says how."""
+        """The variables of the optimizer, as on one device (`update/files.py`)."""
         return files.shown(self._held_variables)
 
     @property
     def _held_variables(self) -> list[keras.Variable]:
-        """The variables, those of parts and shares one by one; of inner optimizers, too."""
+        """The variables, with separate parts and shares, including those of inner optimizers."""
         units = {}
         for inner in wrapped_by(self):
             if isinstance(inner, UnitOptimizer):
@@ -321,10 +321,10 @@ class UnitOptimizer:
         return [unit for each in super().variables for unit in units.get(id(each), [each])]
 
     def save_own_variables(self, store):
-        """Saves the optimizer as on one device; with shares or sums every worker must call it.
+        """Saves the optimizer as on one device; with shares or sums, every worker must call it.
 
         Raises:
-            RuntimeError: If not all workers have within two minutes, where all must.
+            RuntimeError: If every worker must call it, and not all do within two minutes.
         """
         if self._places.workers is not None and files.holds_pieces(self):
             files.wait_to_save(self._places.workers, "optimizer")
@@ -332,60 +332,61 @@ class UnitOptimizer:
             store[str(index)] = files.value(group, self._places)
 
     def in_pieces(self) -> dict[int, tuple[list[keras.Variable], Places]]:
-        """By the `id` of each of `variables` what `files.value` and `files.assign` take."""
+        """The arguments of `files.value` and `files.assign`, by the `id` of each of `variables`."""
         groups = files.grouped(self._held_variables)
         return {id(files.shown(group)[0]): (group, self._places) for group in groups}
 
     def load_own_variables(self, store):
         """Loads the optimizer; each place takes its share.
 
-        What one worker has loaded is all of it: it can be sent to the others by `loaded_values`.
+        One worker loads the whole state, and `loaded_values` returns it for the others.
         """
         if len(store.keys()) != len(self.variables):
-            super().load_own_variables(store)  # Keras says what is missing.
+            super().load_own_variables(store)  # Keras reports what is missing.
             return
-        given = [np.asarray(store[str(index)]) for index in range(len(store.keys()))]
+        values = [np.asarray(store[str(index)]) for index in range(len(store.keys()))]
         if self._places.workers is not None and files.holds_pieces(self):
-            attach(self, _loaded=given)
-        files.assign_all(self._held_variables, given, self._places)
+            attach(self, _loaded=values)
+        files.assign_all(self._held_variables, values, self._places)
 
     def loaded_values(self) -> list[np.ndarray] | None:
-        """Returns what was loaded last, and forgets it; None if nothing was since."""
+        """Returns the last loaded values once; None if there are none."""
         loaded = self._loaded
         attach(self, _loaded=None)
         return loaded
 
     def set_weights(self, weights):
-        """Assigns values to all variables, as they are on one device.
+        """Assigns values to all variables, as on one device.
 
         Raises:
-            ValueError: If there are more or fewer values, or of other shapes.
+            ValueError: If the number or the shapes of the values differ.
         """
-        own, weights = [getattr(v, "_shown", v) for v in self.variables], list(weights)
+        variables, weights = [getattr(v, "_shown", v) for v in self.variables], list(weights)
         if not self.built:
-            super().set_weights(weights)  # Keras says that it is not built.
+            super().set_weights(weights)  # Keras raises, since it is not built.
             return
-        shapes = [[tuple(np.shape(each)) for each in group] for group in (own, weights)]
+        shapes = [[tuple(np.shape(each)) for each in group] for group in (variables, weights)]
         if shapes[0] != shapes[1]:
             raise ValueError(
-                f"Optimizer '{self.name}' has {len(own)} variables of shapes {shapes[0]}. A value "
-                f"for each is required. Received: {len(weights)} values of shapes {shapes[1]}."
+                f"Optimizer '{self.name}' has {len(variables)} variables of shapes {shapes[0]}. "
+                f"A value for each is required. Received: {len(weights)} values of shapes "
+                f"{shapes[1]}."
             )
         files.assign_all(self._held_variables, map(np.asarray, weights), self._places)
 
     def _trackable_children(self, save_type="checkpoint", **kwargs):
-        """What `tf.train.Checkpoint` writes: wholes, as on one device and on any other number."""
+        """Lets `tf.train.Checkpoint` write whole variables, as on any number of devices."""
         children = dict(super()._trackable_children(save_type, **kwargs))
-        held = vars(self).setdefault("_whole_lists", {})
-        return children | files.trackable_lists(self, children, held)
+        lists = vars(self).setdefault("_whole_lists", {})
+        return children | files.trackable_lists(self, children, lists)
 
 
 def extend_for(optimizer: keras.Optimizer, places: Places, shares: bool) -> None:
-    """Has an optimizer, and those that it hands gradients on to, update at places; in place."""
+    """Makes an optimizer, and those that it wraps, update at places; extends them in place."""
     inner = wrapped_by(optimizer)
     if not isinstance(optimizer, UnitOptimizer):
         extend(optimizer, UnitOptimizer, _pending=PendingSums(), _slots={})
-    # Anew each time: one that is compiled within a strategy's scope is extended before it shares.
+    # Set each time: in a strategy's scope, an optimizer is extended before it is sharded.
     optimizer._pending.takes_sparse = not shares
     attach(optimizer, _places=places, _in_shares=shares and not inner)
     strategy = places.strategy or tf.distribute.get_strategy()

@@ -1,8 +1,8 @@
-"""What is known of an optimizer's class: whether it treats each element of a weight by itself.
+"""Classifies optimizers: whether an update treats each element of a weight independently.
 
-Then its update is the same for a part of a weight as for the whole: parts lie on several devices,
-or each replica updates a share. LAMB's and Adafactor's norms and Muon's matrices are of whole
-weights. It also tells Keras's own classes, of which the same update gives the same result twice.
+Such an update is the same for a part of a weight as for the whole, so parts may lie on several
+devices, or each replica may update a share. LAMB and Adafactor compute norms of whole weights, and
+Muon needs whole matrices. Also identifies Keras's own classes, whose updates are deterministic.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 _optimizers = keras.optimizers
-# Looked through one by one: their `update_step` is element by element.
+# Checked one by one: their `update_step` is elementwise.
 _ELEMENTWISE = (
     _optimizers.SGD, _optimizers.Adam, _optimizers.AdamW, _optimizers.RMSprop, _optimizers.Adagrad,
     _optimizers.Adadelta, _optimizers.Adamax, _optimizers.Nadam, _optimizers.Ftrl,
@@ -34,21 +34,20 @@ NAMES = ", ".join(sorted(cls.__name__ for cls in _ELEMENTWISE))
 
 
 def is_elementwise(cls: type) -> bool:
-    """Whether an optimizer of this class, and not of one derived from it, is known to be so."""
+    """Whether this class itself, not a base class, is known to be elementwise."""
     return cls in _ELEMENTWISE
 
 
 def check_elementwise(optimizer: keras.Optimizer, *, shares: bool) -> None:
-    """Raises for an optimizer that cannot update parts of weights, or shares of them.
+    """Raises for an optimizer that cannot update parts or shares of weights.
 
     Args:
-        optimizer: Any optimizer; of one that hands gradients on to others, they are looked at.
-        shares: Whether it is shares.
+        optimizer: Any optimizer; for one that wraps others, those are checked.
+        shares: Whether it updates shares, not parts.
 
     Raises:
-        PlacementError: Of parts, if its update looks at more than one element at a time, or is not
-            known.
-        ValueError: Of shares, likewise.
+        PlacementError: For parts, if its update is not elementwise, or is unknown.
+        ValueError: For shares, in the same case.
     """
     cls = original_class(optimizer)
     wrapped = _known_wrapped(optimizer, cls)
@@ -69,7 +68,7 @@ def check_elementwise(optimizer: keras.Optimizer, *, shares: bool) -> None:
 
 
 def _known_wrapped(optimizer, cls) -> list[keras.Optimizer]:
-    """What an optimizer hands its variables on to; those that a function makes are not known."""
+    """The optimizers that an optimizer wraps; those that a function creates are unknown."""
     if cls is _optimizers.LossScaleOptimizer:
         return [optimizer.inner_optimizer]
     if cls is MultiOptimizer and has_a_table(optimizer):
@@ -80,16 +79,16 @@ def _known_wrapped(optimizer, cls) -> list[keras.Optimizer]:
 def updates_alike(optimizer) -> bool:
     """Whether optimizer and schedule are Keras's.
 
-    One of the user's own may draw, or keep a state that nobody knows of.
+    A user's own may draw random numbers, or keep a hidden state.
     """
     return is_keras_class(original_class(optimizer)) and is_keras_object(rate_of(optimizer))
 
 
-def is_keras_object(held: Any) -> bool:
-    """Whether an object is of a class of Keras's, or None."""
-    return held is None or is_keras_class(type(held))
+def is_keras_object(value: Any) -> bool:
+    """Whether an object is an instance of a Keras class, or None."""
+    return value is None or is_keras_class(type(value))
 
 
 def is_keras_class(cls: type) -> bool:
-    """Whether Keras has a class, and not the user."""
+    """Whether a class belongs to Keras, not to the user."""
     return cls.__module__.startswith("keras.")

@@ -19,15 +19,15 @@ def prepare(
     """Makes a Keras optimizer update at places, in place.
 
     Args:
-        optimizer: Any Keras optimizer. The slots of one that was built elsewhere are made again,
-            with their values.
+        optimizer: Any Keras optimizer. If it was built elsewhere, its slots are created again with
+            their values.
         places: The places.
         shares: Whether each place keeps and updates its share of the slots.
-        parts: Whether weights may lie in parts.
+        parts: Whether weights may be split into parts.
 
     Raises:
-        PlacementError: With parts, if the update looks at more than one element at a time.
-        ValueError: With shares, likewise.
+        PlacementError: With parts, if the update is not elementwise.
+        ValueError: With shares, in the same case.
     """
     if parts or shares:
         check_elementwise(optimizer, shares=shares)
@@ -39,7 +39,7 @@ def prepare(
 
 
 def _is_prepared(optimizer, places, shares) -> bool:
-    """Whether what an optimizer has made, and those that it hands on to, is where it would be."""
+    """Whether the slots of an optimizer, and of those it wraps, are already in the right place."""
     inner = wrapped_by(optimizer)
     if not all(_is_prepared(each, places, shares) for each in inner):
         return False
@@ -47,6 +47,6 @@ def _is_prepared(optimizer, places, shares) -> bool:
         return True
     if isinstance(optimizer, UnitOptimizer):
         return optimizer._places == places and optimizer._in_shares == (shares and not inner)
-    apart = {id(count_of(optimizer)), id(rate_of(optimizer))}
-    own = [v for v in variables_held_by(optimizer) if id(v) not in apart]
-    return not shares and places.hold(own)
+    not_slots = {id(count_of(optimizer)), id(rate_of(optimizer))}
+    slots = [v for v in variables_held_by(optimizer) if id(v) not in not_slots]
+    return not shares and places.hold(slots)

@@ -1,10 +1,10 @@
-"""Where an optimizer updates: at each place, all that it reads and writes is of that place.
+"""The places of an optimizer's update; at each place, it reads and writes only that place's copies.
 
 | | a place | copies of a variable |
 | --- | --- | --- |
 | `Places` | the only one; each variable has its own device | one |
 | `ReplicaPlaces` (`replication/places.py`) | a device of a strategy | those of `tf.distribute` |
-| `MeshPlaces` (`hybrid/places.py`) | a replica of a mesh | likewise, on devices of its own |
+| `MeshPlaces` (`hybrid/places.py`) | a replica of a mesh | as above, on the replica's devices |
 """
 
 import contextlib
@@ -23,16 +23,16 @@ __all__ = ["Places", "following_inputs"]
 
 
 class Places:
-    """The one place of layers that stand on several devices.
+    """A single place, for layers that lie on several devices.
 
-    Each operation of an update goes to the device of its first input: the gradient, the variable or
-    its slot. So clipping, decay and averages follow too, whose loops over variables are Keras's.
+    Each operation of an update runs on the device of its first input: the gradient, the variable or
+    its slot. Keras's loops over variables for clipping, decay and averages follow, too.
     """
 
-    workers: ProcessGroup | None = None  # Who have the other places.
+    workers: ProcessGroup | None = None  # The workers with the other places.
     all_reduce_ops: tf.distribute.CrossDeviceOps | None = None  # None: on the first device.
-    strategy: tf.distribute.Strategy | None = None  # Whose devices they are.
-    sums_late = False  # Whether terms of gradients may be summed at an update alone.
+    strategy: tf.distribute.Strategy | None = None  # The strategy of the devices.
+    sums_late = False  # Whether terms of gradients may be summed only at an update.
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and other._key == self._key
@@ -44,86 +44,86 @@ class Places:
         return None
 
     def __len__(self) -> int:
-        """How many are in this process."""
+        """The number of places in this process."""
         return 1
 
     @property
     def number(self) -> int:
-        """How many all workers have."""
+        """The number of places of all workers."""
         return len(self) * (1 if self.workers is None else self.workers.num_workers)
 
     @property
     def first(self) -> int:
-        """The index, among all, of the first one here."""
+        """The index of the first local place among all."""
         return 0 if self.workers is None else len(self) * self.workers.worker_index
 
     def before_build(self, weights: Sequence[keras.Variable]) -> None:
-        """Prepares weights that an optimizer is built for; raises for those of elsewhere."""
+        """Prepares the weights of an optimizer before it is built; raises for foreign weights."""
 
     def hold(self, slots: Sequence[keras.Variable]) -> bool:
-        """Whether slots that plain Keras made lie where they would be made here."""
+        """Whether slots that plain Keras created already lie in the right place."""
         return False
 
     def make(self) -> AbstractContextManager:
-        """Where variables are made."""
+        """The context that creates variables."""
         return contextlib.nullcontext()
 
     def copy(self, variables: Iterable[keras.Variable]) -> None:
-        """Gives those variables a copy at each place that have none there."""
+        """Copies variables to each place, if they have no copies yet."""
 
     def copies(self, variable: keras.Variable) -> Sequence[tf.Variable]:
-        """What each place here has of a variable."""
+        """The copies of a variable, one per local place."""
         return (getattr(variable, "_value", variable),)
 
     def all(self) -> AbstractContextManager:
-        """Where a variable is read at the first place, and written at all."""
+        """A context in which variables are read at the first place and written at all places."""
         return following_inputs()
 
     def at(self, index: int) -> AbstractContextManager:
-        """Within `all`, where a variable is its copy at one place here."""
+        """A context, within `all`, in which a variable is its copy at one local place."""
         return contextlib.nullcontext()
 
-    def each(self, update: Callable[[int, Any], None], given: Sequence[Any]) -> None:
-        """Makes an update at each place; it does the same there, but for what it is given.
+    def each(self, update: Callable[[int, Any], None], arguments: Sequence[Any]) -> None:
+        """Runs the same update at each place, with different arguments.
 
         Args:
-            update: Takes the index of the place, and what is given there.
-            given: At each of the first places, nested gradients.
+            update: Takes the index of the place and its argument.
+            arguments: Nested gradients for each of the first places.
         """
-        for index, own in enumerate(given):
+        for index, argument in enumerate(arguments):
             with self.at(index):
-                update(index, own)
+                update(index, argument)
 
     def gradient(self, gradient: Any, unit: keras.Variable, index: int) -> Any:
-        """A gradient of all rows, where the copy of its unit is at one place here."""
+        """A gradient over all rows, on the device of its unit's copy at one local place."""
         return gradient
 
     def beside(self, variable: keras.Variable) -> AbstractContextManager:
-        """Where slots are made, and shares joined: stages need not wait for each other."""
+        """The device for slots and joined shares, so that stages do not wait for each other."""
         return tf.device(getattr(variable, "_value", variable).device)
 
     @contextlib.contextmanager
-    def updating(self, gradient: Any, held: tf.Variable) -> Iterator[None]:
-        """Where one variable is updated, constants and all."""
+    def updating(self, gradient: Any, variable: tf.Variable) -> Iterator[None]:
+        """The context that updates one variable, including constants."""
         with (
-            tf.device(held.device),
-            noting("update", held.name, held.device),
-            one_large_update_at_a_time(gradient, held),
+            tf.device(variable.device),
+            noting("update", variable.name, variable.device),
+            one_large_update_at_a_time(gradient, variable),
         ):
             yield
 
     def may_differ(self, gradients: Sequence[Any]) -> bool:
-        """Whether two places may come to different results of the same update."""
+        """Whether the same update may give different results at two places."""
         return False
 
     def bounds(self, size: int) -> list[tuple[int, int]]:
-        """Of each place here the first element, or row, of its share of `size`, and the end."""
+        """The first element or row, and the end, of each local place's share of `size`."""
         return [(k * size, (k + 1) * size) for k in range(self.first, self.first + len(self))]
 
 
 @contextlib.contextmanager
 def following_inputs() -> Iterator[None]:
-    """Has each operation stand on the device of its first input that has one."""
+    """Places each operation on the device of its first input that has one."""
     if tf.executing_eagerly():
         yield
         return

@@ -1,20 +1,20 @@
-"""What a share of a weight is, and how all shares are joined.
+"""Shares of weights: how they are cut, and how they are joined.
 
-    gradient of a weight, of all rows     g₀ g₁ │ g₂ g₃ │ g₄ ·        in N equal shares
+    gradient of a weight, over all rows   g₀ g₁ │ g₂ g₃ │ g₄ ·        in N equal shares
                                             │       │       │
-    slots (momentum, …), 1/N a place       m₀ m₁   m₂ m₃   m₄ ·
+    slots (momentum, …), 1/N per place     m₀ m₁   m₂ m₃   m₄ ·
                                             ▼       ▼       ▼
     updated share of the weight           θ₀ θ₁ │ θ₂ θ₃ │ θ₄ ·        joined, at each place
 
-To the optimizer the shares are its variables: of each weight one, a copy of which at a place holds
-the place's own share. Before an update it is filled from the weight, and afterwards the weight from
-all shares, so that whoever else writes the weight need not know. Files hold the whole state.
+For the optimizer, the shares are its variables: one per weight, whose copy at each place holds that
+place's share. It is filled from the weight before an update, and the weight from all shares
+afterwards, so other code may write the weight without knowing. Files hold the whole state.
 
-A matrix is shared out by rows, so that a sparse gradient, of an embedding's rows, stays sparse:
-Keras's optimizers treat a row that a batch reads twice as two. Everything else is flat. Shares are
-of one size, and zeros stand behind the last element.
+A matrix is sharded by rows, so a sparse gradient of an embedding's rows stays sparse: Keras's
+optimizers treat a row that a batch reads twice as two rows. Other weights are flattened. All shares
+have the same size; the last one is padded with zeros.
 
-It is stage 1 of ZeRO: Samyam Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
+This is stage 1 of ZeRO: Samyam Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
 Trillion Parameter Models", SC 2020, arXiv:1910.02054.
 """
 
@@ -52,11 +52,11 @@ class Shares:
         places: The places.
 
     Attributes:
-        parts: As given.
-        variables: A share of each.
+        parts: The weights, or parts of weights.
+        variables: The share of each.
 
     Raises:
-        ValueError: For a weight that takes its gradient for its value.
+        ValueError: For a weight with `overwrite_with_gradient`.
     """
 
     def __init__(self, parts: Sequence[keras.Variable], places: Places):
@@ -68,25 +68,25 @@ class Shares:
             )
         self._places, self.parts = places, list(parts)
         self.variables = [_share_of(part, places) for part in self.parts]
-        self._by_id = {id(p): own for p, own in zip(self.parts, self.variables, strict=True)}
+        self._by_id = {id(p): share for p, share in zip(self.parts, self.variables, strict=True)}
         places.copy(self.variables)
         with tf.init_scope(), places.all():
             self.fill(self.parts)
 
     def of(self, part: keras.Variable) -> keras.Variable:
-        """The share of a weight; itself if there is none."""
+        """The share of a weight; the weight itself if it has none."""
         return self._by_id.get(id(part), part)
 
     def fill(self, parts: Sequence[keras.Variable]) -> None:
-        """Gives each share what the copy of the weight at its place holds."""
+        """Fills each share from the weight's copy at the same place."""
         for index in range(len(self._places)):
             with self._places.at(index):
                 for part in filter(_is_whole, parts):
                     share = self.of(part)
-                    own, whole = (self._places.copies(each)[index] for each in (share, part))
-                    with tf.device(own.device):
+                    copy, whole = (self._places.copies(each)[index] for each in (share, part))
+                    with tf.device(copy.device):
                         whole = tf.convert_to_tensor(whole)
-                        own.assign(apart(_cut(whole, part, self._places, index)))
+                        copy.assign(apart(_cut(whole, part, self._places, index)))
 
     def expanded(
         self,
@@ -98,14 +98,14 @@ class Shares:
         """The gradients of the shares.
 
         Args:
-            gradients: As of `summed`.
+            gradients: As for `summed`.
             parts: The weights.
             pending: Terms of gradients.
-            optimizer: Which updates the shares.
+            optimizer: The optimizer that updates the shares.
 
         Returns:
-            Those at each place here; and by the `id` of a share what clipping multiplies its
-            gradient by, where that follows from a norm. Keras clips what it has accumulated.
+            The gradients at each local place; and, if clipping by a norm, the clipping factors by
+            the `id` of a share. Keras clips accumulated gradients.
         """
         places, units = self._places, list(map(self.of, parts))
         gradients = summed(pending, gradients, parts, places)
@@ -122,21 +122,21 @@ class Shares:
         return list(map(list, at_places)), by_id
 
     def _accumulated(self, gradients, units, optimizer) -> list[ShardedGradient | None]:
-        """What Keras would update with if it did now."""
+        """The gradients that Keras would apply if it updated now."""
         steps, scale = optimizer.gradient_accumulation_steps, optimizer.loss_scale_factor or 1.0
-        found: list[ShardedGradient | None] = []
-        for held, gradient in zip(accumulators_of(optimizer, units), gradients, strict=True):
-            copies, means = self._places.copies(held), []
+        results: list[ShardedGradient | None] = []
+        for accumulator, gradient in zip(accumulators_of(optimizer, units), gradients, strict=True):
+            copies, means = self._places.copies(accumulator), []
             for copy, term in zip(copies, gradient.terms if gradient else (), strict=False):
                 with tf.device(copy.device):
                     means.append((term / scale + copy) / steps)
-            found.append(ShardedGradient(means) if means else None)
-        return found
+            results.append(ShardedGradient(means) if means else None)
+        return results
 
-    def join(self, parts: Sequence[keras.Variable], is_time: tf.Tensor | bool = True) -> None:
-        """Gives every copy of the weights what all shares hold, if it is time."""
-        if tf.is_tensor(is_time):
-            tf.cond(is_time, lambda: self.join(parts), lambda: None)
+    def join(self, parts: Sequence[keras.Variable], is_due: tf.Tensor | bool = True) -> None:
+        """Fills every copy of the weights from all shares, if `is_due`."""
+        if tf.is_tensor(is_due):
+            tf.cond(is_due, lambda: self.join(parts), lambda: None)
             return
         parts = list(filter(_is_whole, parts))
         wholes = joined(list(map(self.of, parts)), self._places)
@@ -151,22 +151,22 @@ class Shares:
 def summed(
     pending: PendingSums, gradients: Sequence[Any], parts: Sequence[keras.Variable], places: Places
 ) -> list[Any]:
-    """Sums terms of gradients in shares, so that each worker receives its own rows alone.
+    """Sums terms of gradients in shares: each worker receives only its own rows.
 
         worker 0   g⁰ = g⁰₀ │ g⁰₁              g⁰₀ + g¹₀
         worker 1   g¹ = g¹₀ │ g¹₁      ──►                   g⁰₁ + g¹₁
 
     Args:
         pending: The terms; they are taken out.
-        gradients: What is added to them, the same on all workers; or all of a gradient; or a
-            `ShardedGradient`.
+        gradients: Gradients to add to the terms, the same on all workers; or whole gradients; or
+            a `ShardedGradient`.
         parts: The weights.
         places: The places.
 
     Returns:
-        The gradients; those that were terms are a `ShardedGradient`.
+        The gradients; each one that had terms is a `ShardedGradient`.
     """
-    found, wholes, rest = list(gradients), {}, {}
+    results, wholes, rest = list(gradients), {}, {}
     for i, (part, gradient) in enumerate(zip(parts, gradients, strict=True)):
         terms = None if isinstance(gradient, ShardedGradient) else pending.take(part, None)
         if terms is not None:
@@ -178,27 +178,27 @@ def summed(
     if wholes:
         totals, _ = Reducer(places.all_reduce_ops, None).totals(list(wholes.values()), list)
         sums = places.workers.reduce_scatter(totals)
-        for (i, own), total in zip(rest.items(), sums, strict=True):
-            found[i] = ShardedGradient(tf.split(total + own, len(places)))
-    return found
+        for (i, gradient), total in zip(rest.items(), sums, strict=True):
+            results[i] = ShardedGradient(tf.split(total + gradient, len(places)))
+    return results
 
 
 def in_shares(
     gradients: Sequence[Any], parts: Sequence[keras.Variable], places: Places
 ) -> list[ShardedGradient | None]:
-    """What each place here has of gradients that are whole, or in shares already."""
-    found: list[list[Any]] = [[] for _ in gradients]
+    """Cuts whole gradients into shares; gradients in shares stay as they are."""
+    local_terms: list[list[Any]] = [[] for _ in gradients]
     for index in range(len(places)):
         with places.at(index):
-            for own, gradient, part in zip(found, gradients, parts, strict=True):
+            for terms, gradient, part in zip(local_terms, gradients, parts, strict=True):
                 if not (gradient is None or isinstance(gradient, ShardedGradient)):
-                    own.append(_cut(places.gradient(gradient, part, index), part, places, index))
-    pairs = zip(gradients, found, strict=True)
-    return [ShardedGradient(own) if own else gradient for gradient, own in pairs]
+                    terms.append(_cut(places.gradient(gradient, part, index), part, places, index))
+    pairs = zip(gradients, local_terms, strict=True)
+    return [ShardedGradient(terms) if terms else gradient for gradient, terms in pairs]
 
 
 def _dense(gradient: ShardedGradient | None) -> ShardedGradient | None:
-    """As Keras accumulates it: of rows that are read twice the sum."""
+    """Makes a gradient dense, as Keras accumulates it: it sums rows that are read twice."""
     terms = []
     for term in gradient.terms if gradient else ():
         with tf.device(term.device):
@@ -207,7 +207,7 @@ def _dense(gradient: ShardedGradient | None) -> ShardedGradient | None:
 
 
 def _cut(gradient: Any, part: keras.Variable, places: Places, index: int) -> Any:
-    """What the share of a place here has of a gradient, dense or sparse."""
+    """The part of a dense or sparse gradient that belongs to one local place's share."""
     shape = shape_shared_out(part.shape)
     bounds = places.bounds(_size_of_share(part, places))[index]
     if isinstance(gradient, tf.IndexedSlices):
@@ -216,24 +216,24 @@ def _cut(gradient: Any, part: keras.Variable, places: Places, index: int) -> Any
 
 
 def _size_of_share(part: keras.Variable, places: Places) -> int:
-    """How many rows, or elements, each place has."""
+    """The number of rows, or elements, per place."""
     return -(-shape_shared_out(part.shape)[0] // places.number)
 
 
 def shard(variable: keras.Variable, places: Places, value: tf.Tensor) -> None:
-    """Has each place keep a share of a weight, in place of a copy; in place.
+    """Shards a weight over the places, instead of copying it; changes it in place.
 
     Args:
         variable: The weight.
         places: The places.
-        value: The whole value that it has.
+        value: The whole value of the weight.
     """
     shard_variable(variable, _share_of(variable, places), places)
     variable.assign(value)
 
 
 def _share_of(part: keras.Variable, places: Places) -> keras.Variable:
-    """The variable of which each place has a share of a weight, or of a part of one."""
+    """The variable whose copies hold the places' shares of a weight, or of a part of one."""
     if isinstance(part, ShardedVariable):
         return part.share
     shape = (_size_of_share(part, places), *shape_shared_out(part.shape)[1:])
@@ -245,12 +245,12 @@ def _share_of(part: keras.Variable, places: Places) -> keras.Variable:
 
 
 def _is_whole(part: keras.Variable) -> bool:
-    """Whether a weight has copies that shares are filled from, and joined to."""
+    """Whether a weight has whole copies, from which shares are filled."""
     return not isinstance(part, ShardedVariable)
 
 
 class Shared:
-    """Extends a variable that has a share of a weight, or of a slot, in each replica."""
+    """Extends a variable whose copies are shares of a weight or slot."""
 
     def _serialize_to_tensors(self):
         raise ValueError(
@@ -261,5 +261,5 @@ class Shared:
 
 
 def mark(variable: keras.Variable, weight: keras.Variable) -> None:
-    """Has a share, or a slot of it, know the weight, and what the weight may be a part of."""
+    """Marks a share, or its slot, with its weight, and with the whole that this is a part of."""
     extend(variable, Shared, _sharded=weight, _shown=getattr(weight, "_whole", weight))

@@ -1,4 +1,4 @@
-"""Variables that lie in parts, and the replicas in which a variable has copies.
+"""Split and sharded variables, and the replicas of a mesh.
 
-The copies are those of `strategies/variables.py`.
+`strategies/variables.py` has the copies of a variable in replicas.
 """

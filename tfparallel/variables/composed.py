@@ -1,8 +1,8 @@
-"""A Keras variable that has no memory of its own: what it holds is composed of other variables.
+"""A Keras variable without memory of its own, composed of other variables.
 
-To the layer, the model, the file and the user it stays one `keras.Variable` of the whole shape. A
-tape, which differentiates with respect to memory, is given a handle that stands for those of the
-pieces; an optimizer that knows of none may assign to the value.
+For the layer, the model, files and users it remains one `keras.Variable` of the whole shape. A tape
+differentiates with respect to memory, so it gets a handle that represents the handles of the
+pieces. An optimizer that knows nothing about pieces may assign to the value.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,9 +17,9 @@ __all__ = ["ComposedVariable"]
 
 
 class _Handle(tf.__internal__.CompositeTensor):
-    """What a tape differentiates with respect to: the handles of the pieces.
+    """Represents the handles of the pieces to a tape.
 
-    TensorFlow asks a composite tensor for what it is composed of, and hands it the gradients.
+    TensorFlow asks a composite tensor for its components, and passes it their gradients.
     """
 
     def __init__(self, variable: "ComposedVariable"):
@@ -35,7 +35,7 @@ class _Handle(tf.__internal__.CompositeTensor):
 
     @property
     def dtype(self) -> tf.DType:
-        """The type of the variable's elements."""
+        """The dtype of the variable's elements."""
         return tf.as_dtype(self._variable.dtype)
 
     def get_gradient_components(self, handle) -> list:
@@ -50,12 +50,12 @@ class _Handle(tf.__internal__.CompositeTensor):
 
 
 class ComposedVariable:
-    """Extends a variable of Keras, by a class that knows how the pieces make up the whole.
+    """Base class that extends a Keras variable; subclasses compose it from pieces.
 
     Attributes:
-        pieces: TensorFlow's variables of this process that hold the value.
-        gradient_of: Takes the gradients of the pieces, of which some may be None, and returns that
-            of the whole.
+        pieces: The TensorFlow variables in this process that hold the value.
+        gradient_of: Takes the gradients of the pieces, some of which may be None, and returns the
+            gradient of the whole.
     """
 
     pieces: Sequence[tf.Variable]
@@ -63,7 +63,7 @@ class ComposedVariable:
 
     @property
     def handle(self) -> _Handle:
-        """What a tape knows the variable by."""
+        """The handle by which a tape identifies the variable."""
         return _Handle(self)
 
     def _as_variable(self, value: tf.Tensor) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""The replicas of a mesh, each on several devices, and the one that is at work.
+"""The replicas of a mesh, each on several devices, and the replica at work.
 
 ```
    mesh: data=2, pipeline=2        kernel of a layer in stage 1
@@ -6,11 +6,11 @@
      replica 1   CPU:2  CPU:3      copy 1 on CPU:3
 ```
 
-A layer, an optimizer, a schedule are written for one replica, and name its devices. Within
-`at_work(replica)` they compute on that replica's: a device is the one in its place there (`here`),
-a variable is its own copy (`strategies/variables.py`). Outside of it a variable is read where it
-was made, and written everywhere. So all copies are equal between steps, and a file, a callback, a
-user sees one variable.
+Layers, optimizers and schedules are written for one replica, and name its devices. Within
+`at_work(replica)` they run on that replica: a device name means the corresponding device
+(`device_at_work`), and a variable means the replica's copy (`strategies/variables.py`). Outside, a
+variable is read where it was created, and written everywhere. So all copies are equal between
+steps, and files, callbacks and users see one variable.
 """
 
 from collections.abc import Mapping
@@ -23,16 +23,16 @@ from tfparallel.compute_context import context, within
 from tfparallel.device_names import canonical
 from tfparallel.layout.layout import Layout
 
-__all__ = ["Replica", "at_work", "here", "is_in_replica", "replicas_of"]
+__all__ = ["Replica", "at_work", "device_at_work", "is_in_replica", "replicas_of"]
 
 
 class Replica(NamedTuple):
-    """One of the equal parts of a mesh, along its axis of data.
+    """One replica of a mesh, an index along its data axis.
 
     Attributes:
-        index: From 0.
-        number: How many there are in this process.
-        devices: By the name of a device of the first replica, that in the same place in this one.
+        index: The index, from 0.
+        number: The number of replicas in this process.
+        devices: Maps the name of a device of the first replica to the corresponding device.
     """
 
     index: int
@@ -40,34 +40,34 @@ class Replica(NamedTuple):
     devices: Mapping[str, str]
 
     def device(self, name: str | None) -> str:
-        """What stands in the place of a device; the first device for one that is none of these."""
+        """The device that corresponds to one of the first replica's; by default the first one."""
         return self.in_place_of(name) or next(iter(self.devices.values()))
 
     def in_place_of(self, name: str | None) -> str | None:
-        """What stands in the place of a device; None for one that is none of the first's."""
-        asked = canonical(name) if name else ""
-        here = asked.rpartition("/device:")[2]  # As a process names its own, in a job of several.
-        return self.devices.get(asked) or self.devices.get(here)
+        """The device that corresponds to one of the first replica's; None for other devices."""
+        full = canonical(name) if name else ""
+        local = full.rpartition("/device:")[2]  # A process may name its own devices so.
+        return self.devices.get(full) or self.devices.get(local)
 
 
 def replicas_of(layout: Layout) -> list[Replica]:
-    """The replicas of a layout that one process has, in order."""
+    """The replicas of a layout in this process, in order."""
     size, number = layout.mesh.pipeline * layout.mesh.parts, layout.mesh.data // layout.workers
     first = [canonical(name) for name in layout.devices[:size]]
-    own = [layout.devices[k * size : (k + 1) * size] for k in range(number)]
-    return [Replica(k, number, dict(zip(first, own[k], strict=True))) for k in range(number)]
+    devices = [layout.devices[k * size : (k + 1) * size] for k in range(number)]
+    return [Replica(k, number, dict(zip(first, devices[k], strict=True))) for k in range(number)]
 
 
 def at_work(replica: Replica | None) -> AbstractContextManager[None]:
-    """Has this thread work for a replica; for none, it reads the first and writes all."""
+    """Makes this thread work for a replica; with None, it reads the first copy and writes all."""
     return within(replica=replica)
 
 
-def here(device: str) -> str:
-    """Returns the device of the replica at work that is in the place of one of the first's."""
+def device_at_work(device: str) -> str:
+    """Returns the device of the replica at work that corresponds to one of the first replica."""
     replica = context().replica
     return device if replica is None or replica.index == 0 else replica.device(device)
 
 def is_in_replica() -> bool:
-    """Whether a replica computes by itself, as in a custom loop: TensorFlow updates the copies."""
+    """Whether a replica runs on its own, as in a custom loop, where TensorFlow updates copies."""
     return tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()

@@ -1,13 +1,13 @@
-"""A Keras variable of which each replica keeps a share, in place of a copy.
+"""A Keras variable of which each replica keeps a share instead of a copy.
 
-    kernel (5, 2)    θ₀ θ₁ │ θ₂ θ₃ │ θ₄ ·        in N equal shares, zeros behind the last element
+    kernel (5, 2)    θ₀ θ₁ │ θ₂ θ₃ │ θ₄ ·        in N equal shares, padded with zeros
                      CPU:0   CPU:1   CPU:2
 
-The variable stays what the layer, the model, the file and the user know: one `keras.Variable` of
-the whole shape, without memory of its own. What is read is joined from the shares of all workers,
-what is assigned is cut into them. In a replica's call it is gathered (`replication/gathers.py`).
+For the layer, the model, files and users it remains one `keras.Variable` of the whole shape,
+without memory of its own. Reading joins the shares of all workers; assigning cuts the value into
+shares. A replica's call gathers it (`replication/gathers.py`).
 
-A matrix is shared out by rows, everything else flat.
+A matrix is sharded by rows; other weights are flattened.
 """
 
 import dataclasses
@@ -45,20 +45,20 @@ class ShardedGradient:
     """The gradient of a sharded variable, for an optimizer that updates shares.
 
     Attributes:
-        terms: At each place here the gradient of the place's share.
+        terms: The gradient of each local place's share.
     """
 
     terms: Sequence[tf.Tensor | tf.IndexedSlices]
 
 
 class ShardedVariable(ComposedVariable):
-    """Extends a variable of Keras of which each replica keeps a share.
+    """Extends a Keras variable of which each replica keeps a share.
 
     Attributes:
         share: A variable, each copy of which is a share.
-        places: Where the copies are: `tfparallel.update.places.Places`.
-        checksum: Of the whole value that was assigned last, so that workers can tell whether all
-            were given the same; None if that was in a graph.
+        places: The places of the copies: `tfparallel.update.places.Places`.
+        checksum: The checksum of the last assigned whole value, by which workers can compare their
+            values; None if it was assigned in a graph.
     """
 
     checksum: int | None = None
@@ -71,7 +71,7 @@ class ShardedVariable(ComposedVariable):
     def gradient_of(self, gradients):
         """Joins gradients of the shares.
 
-        Keras's own step, which hands them straight to the optimizer, takes a `ShardedGradient`.
+        Returns a `ShardedGradient` for Keras's own step, which passes it straight to the optimizer.
         """
         terms = list(gradients)
         for k, share in enumerate(self.pieces):
@@ -87,10 +87,10 @@ class ShardedVariable(ComposedVariable):
 
     @property
     def value(self):
-        """The whole value. Outside of a replica all workers must read it together."""
-        held = value_in_scope(self)
-        if held is not None:
-            return autocast(self, held)
+        """The whole value. Outside of a replica, all workers must read it together."""
+        scoped_value = value_in_scope(self)
+        if scoped_value is not None:
+            return autocast(self, scoped_value)
         gathers = context().gathers
         if gathers is not None:
             return gathers.read(self)
@@ -108,13 +108,13 @@ class ShardedVariable(ComposedVariable):
         return self._as_variable(autocast(self, value))
 
     def _joined_slices(self, terms: Sequence[tf.IndexedSlices]) -> tf.IndexedSlices:
-        """The slices of all shares, end to end; those of other shares' rows are zeros."""
+        """The concatenated slices of all shares; rows of other shares are zeros."""
         places, size = self.places, self.share.shape[0]
         with places.beside(self):
             values = tf.concat([each.values for each in terms], 0)
             pairs = zip(terms, places.bounds(size), strict=True)
             indices = [t.indices + tf.cast(start, t.indices.dtype) for t, (start, _) in pairs]
-            # A share may begin behind the last row.
+            # A share may begin after the last row.
             last = tf.cast(self.shape[0] - 1, indices[0].dtype)
             indices = tf.minimum(tf.concat(indices, 0), last)
             if places.workers is not None:
@@ -125,23 +125,23 @@ class ShardedVariable(ComposedVariable):
         shares = [tf.convert_to_tensor(copy) for copy in self.pieces]
         with not_recording():
             (whole,) = joined_rows([shares], [self], self.places)
-        # All workers read it, and come to the same gradient, of which each has its rows.
+        # All workers read it and compute the same gradient; each keeps its rows.
         record_operation(
             f"shares of {self.path}", [whole], shares, lambda upstream: self._cut(upstream)
         )
         return whole
 
     def _cut(self, whole) -> list[tf.Tensor]:
-        """What each place here has of a whole tensor."""
-        found, shape = [], shape_shared_out(self.shape)
+        """Cuts a whole tensor into the shares of the local places."""
+        shares, shape = [], shape_shared_out(self.shape)
         bounds = self.places.bounds(self.share.shape[0])
-        for copy, own in zip(self.pieces, bounds, strict=True):
+        for copy, bounds_of_share in zip(self.pieces, bounds, strict=True):
             with tf.device(copy.device):
-                found.append(cut_out(tf.convert_to_tensor(whole), shape, *own))
-        return found
+                shares.append(cut_out(tf.convert_to_tensor(whole), shape, *bounds_of_share))
+        return shares
 
     def _like_the_whole(self) -> tf.Tensor:
-        """What has the whole's shape, for a trace that is only looked at: nobody is asked."""
+        """A tensor of the whole shape, without communication, for a trace that never runs."""
         rows = tf.concat([tf.convert_to_tensor(copy) for copy in self.pieces], 0)
         rows = tf.concat([rows] * self.places.workers.num_workers, 0)
         return _of_shape(rows, self.shape)
@@ -151,39 +151,39 @@ class ShardedVariable(ComposedVariable):
         self.checksum = None
         if tf.executing_eagerly():
             self.checksum = zlib.crc32(np.asarray(value).reshape(-1).view("uint8"))
-        for copy, own in zip(self.pieces, self._cut(value), strict=True):
+        for copy, share in zip(self.pieces, self._cut(value), strict=True):
             with tf.device(copy.device):
-                copy.assign(apart(own))
+                copy.assign(apart(share))
 
 
 def shard_variable(variable: keras.Variable, share: keras.Variable, places: Any) -> None:
-    """Has each place keep a share of a variable; in place.
+    """Makes each place keep a share of a variable; changes it in place.
 
     Args:
-        variable: The whole; its own memory is given free.
-        share: Its shares, which hold its value.
+        variable: The whole variable; its memory is freed.
+        share: The variable of its shares, which hold its value.
         places: The places.
     """
     set_storage(variable, None)
     extend(variable, ShardedVariable, share=share, places=places)
 
 
-def joined(found: Sequence[keras.Variable], places: Any) -> list[tf.Tensor]:
-    """Joins what all replicas hold of shares, or of slots, to the shapes of the weights."""
-    copies = [[tf.convert_to_tensor(copy) for copy in places.copies(each)] for each in found]
-    return joined_rows(copies, [each._sharded for each in found], places)
+def joined(shares: Sequence[keras.Variable], places: Any) -> list[tf.Tensor]:
+    """Joins shares or slots of all replicas to the shapes of their weights."""
+    copies = [[tf.convert_to_tensor(copy) for copy in places.copies(each)] for each in shares]
+    return joined_rows(copies, [each._sharded for each in shares], places)
 
 
 def joined_rows(
     by_weight: Sequence[Sequence[tf.Tensor]], weights: Sequence[keras.Variable], places: Any
 ) -> list[tf.Tensor]:
-    """Joins rows, of each place here, with those of the other workers, to the shapes of weights."""
+    """Joins rows of the local places with those of other workers to the shapes of the weights."""
     if not weights:
         return []
     rows = []
-    for own, weight in zip(by_weight, weights, strict=True):
+    for rows_of_weight, weight in zip(by_weight, weights, strict=True):
         with places.beside(weight):
-            rows.append(tf.concat(own, 0)[None])
+            rows.append(tf.concat(rows_of_weight, 0)[None])
     workers = places.workers
     if workers is not None:
         rows = workers.all_gather(rows, [1] * workers.num_workers)
@@ -196,34 +196,34 @@ def joined_rows(
 
 
 def _of_shape(rows: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
-    """The rows of all shares as the weight is; without what stands behind its end."""
+    """Reshapes the rows of all shares to the weight's shape, without the padding."""
     size = shape_shared_out(shape)[0]
     return tf.reshape(rows if rows.shape[0] == size else rows[:size], shape)
 
 
 def shape_shared_out(shape: Sequence[int]) -> list[int]:
-    """In which shape a weight is cut along axis 0: a matrix as it is, all else flat."""
+    """The shape in which a weight is cut along axis 0: a matrix unchanged, others flattened."""
     shape = [int(size) for size in shape]
     return shape if len(shape) == 2 else [int(np.prod(shape))]
 
 
 def apart(rows: tf.Tensor) -> tf.Tensor:
-    """The same, in memory of their own: a variable that is assigned rows would keep the whole."""
+    """Copies rows to separate memory; assigning a slice would keep the whole tensor alive."""
     return tf.raw_ops.DeepCopy(x=rows)
 
 
 def cut_out(tensor: tf.Tensor, shape: list[int], start: int, end: int) -> tf.Tensor:
-    """A share of a tensor that is brought into a shape before; zeros behind its end."""
+    """Reshapes a tensor and cuts out a share, padded with zeros."""
     number = shape[0]
-    found = tf.reshape(tensor, shape)[min(start, number) : min(end, number)]
+    rows = tf.reshape(tensor, shape)[min(start, number) : min(end, number)]
     missing = (end - start) - max(min(end, number) - start, 0)
-    return tf.pad(found, [[0, missing]] + [[0, 0]] * len(shape[1:])) if missing else found
+    return tf.pad(rows, [[0, missing]] + [[0, 0]] * len(shape[1:])) if missing else rows
 
 
 def rows_of_share(
     gradient: tf.IndexedSlices, shape: list[int], start: int, end: int
 ) -> tf.IndexedSlices:
-    """The rows of a sparse gradient that a share has; others stand in its first row, as zeros."""
+    """The rows of a sparse gradient in a share; other rows become zeros at its first row."""
     if len(shape) < 2:  # Flat.
         raise ValueError(
             "Under `shard` what a batch reads single rows of is shared out by rows. A matrix is "
@@ -232,5 +232,5 @@ def rows_of_share(
     indices = gradient.indices
     inside = (indices >= start) & (indices < end)
     values = tf.where(inside[:, None], gradient.values, tf.zeros_like(gradient.values))
-    own = tf.where(inside, indices - start, tf.zeros_like(indices))
-    return tf.IndexedSlices(values, own, tf.constant([end - start, shape[1]], indices.dtype))
+    shifted = tf.where(inside, indices - start, tf.zeros_like(indices))
+    return tf.IndexedSlices(values, shifted, tf.constant([end - start, shape[1]], indices.dtype))

@@ -1,14 +1,13 @@
-"""A Keras variable whose value lies in parts, a part on each device.
+"""A Keras variable that is split into parts, one on each device.
 
-The variable stays what the layer, the model, the file and the user know: one `keras.Variable` of
-the whole shape. It has no memory of its own. What is read is joined from the parts, what is
-assigned is cut into them:
+For the layer, the model, files and users it remains one `keras.Variable` of the whole shape. It has
+no memory of its own: reading joins the parts, and assigning cuts the value into parts:
 
     kernel (4, 6)  =  [ part 0 (4, 3) | part 1 (4, 3) ]      axis 1
                           CPU:0           CPU:1
 
-What computes a step reads and updates the parts, which are plain `keras.Variable`s. A loop of the
-user's own may read and differentiate the whole (`composed.py`).
+A step reads and updates the parts, which are plain `keras.Variable`s. A user's own loop may read
+and differentiate the whole (`composed.py`).
 """
 
 import itertools
@@ -34,11 +33,11 @@ __all__ = [
 
 
 class SplitVariable(ComposedVariable):
-    """Extends a variable of Keras that lies in parts.
+    """Extends a Keras variable that is split into parts.
 
     Attributes:
         parts: The variables that hold the value, in order.
-        axis: Along which axis of the whole they follow one another.
+        axis: The axis of the whole along which it is split.
     """
 
     @property
@@ -50,7 +49,7 @@ class SplitVariable(ComposedVariable):
 
     @property
     def pieces(self) -> list[tf.Variable]:
-        """TensorFlow's variables of the parts."""
+        """The TensorFlow variables of the parts."""
         return [part.value for part in self.parts]
 
     def gradient_of(self, gradients):
@@ -58,10 +57,10 @@ class SplitVariable(ComposedVariable):
         return joined(gradients, self.parts, self.axis)
 
     def assign(self, value):
-        """Cuts a whole value into the parts.
+        """Assigns a whole value to the parts.
 
         Raises:
-            ValueError: If its shape is not that of the whole.
+            ValueError: If it does not have the shape of the whole.
         """
         value = tf.convert_to_tensor(value)
         if value.shape != self.shape:
@@ -76,10 +75,10 @@ class SplitVariable(ComposedVariable):
 
 
 def joined(gradients: Sequence, parts: Sequence[keras.Variable], axis: int):
-    """Joins gradients of the parts of a variable to that of the whole.
+    """Joins the gradients of a variable's parts to the gradient of the whole.
 
     Returns:
-        A tensor; `tf.IndexedSlices` if those of the parts are, and the axis is that of the rows.
+        A tensor; `tf.IndexedSlices` if all gradients are such and the axis is 0.
     """
     if axis == 0 and all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
         starts = itertools.accumulate((part.shape[0] for part in parts), initial=0)
@@ -98,25 +97,25 @@ def joined(gradients: Sequence, parts: Sequence[keras.Variable], axis: int):
 
 
 def cut(gradient, variable: "SplitVariable") -> list:
-    """Cuts the gradient of a whole variable into those of its parts."""
+    """Cuts the gradient of a whole variable into the gradients of its parts."""
     sizes = [part.shape[variable.axis] for part in variable.parts]
     if gradient is None:
         return [None] * len(sizes)
     if not isinstance(gradient, tf.IndexedSlices) or variable.axis != 0:
         return tf.split(tf.convert_to_tensor(gradient), sizes, variable.axis)
-    found = []
+    slices = []
     for start, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
         indices = gradient.indices - tf.cast(start, gradient.indices.dtype)
-        own = tf.where((indices >= 0) & (indices < tf.cast(size, indices.dtype)))[:, 0]
+        rows = tf.where((indices >= 0) & (indices < tf.cast(size, indices.dtype)))[:, 0]
         shape = tf.constant([size, *variable.shape[1:]], indices.dtype)
-        found.append(
-            tf.IndexedSlices(tf.gather(gradient.values, own), tf.gather(indices, own), shape)
+        slices.append(
+            tf.IndexedSlices(tf.gather(gradient.values, rows), tf.gather(indices, rows), shape)
         )
-    return found
+    return slices
 
 
 def cut_all(gradients: Sequence, variables: Sequence[keras.Variable]) -> list:
-    """Cuts gradients of whole variables into those of the parts, where a variable has some."""
+    """Cuts gradients of split variables into those of their parts."""
     return [
         part
         for gradient, variable in zip(gradients, variables, strict=True)
@@ -127,11 +126,11 @@ def cut_all(gradients: Sequence, variables: Sequence[keras.Variable]) -> list:
 def split_variable(
     variable: keras.Variable, parts: Sequence[keras.Variable], axis: int
 ) -> keras.Variable:
-    """Has a variable lie in parts, which take over its value; in place.
+    """Splits a variable in place: moves its value into the parts.
 
     Args:
-        variable: The whole; its own memory is given free.
-        parts: Variables whose shapes follow one another along the axis.
+        variable: The whole variable; its memory is freed.
+        parts: Variables whose shapes add up along the axis.
         axis: The axis.
     """
     if storage_of(variable) is not None:
@@ -139,7 +138,7 @@ def split_variable(
         for part, share in zip(parts, tf.split(variable.value, sizes, axis), strict=True):
             part.assign(share)
     for part in parts:
-        # An optimizer names slots, and finds what it leaves out, by the path.
+        # An optimizer names slots, and excludes variables from weight decay, by path.
         part._path = variable.path
         part._whole = variable
     set_storage(variable, None)
@@ -147,7 +146,7 @@ def split_variable(
 
 
 def share_in_parts(variables: Sequence[keras.Variable]) -> float:
-    """The share of the elements of variables that lie in parts."""
+    """The fraction of the variables' elements that are in split variables."""
     in_parts = (variable for variable in variables if isinstance(variable, SplitVariable))
     return _elements(in_parts) / max(_elements(variables), 1)
 
@@ -166,5 +165,5 @@ def parts_of(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
 
 
 def whole_of(variable: keras.Variable) -> keras.Variable:
-    """Returns the split variable that a part belongs to; another one itself."""
+    """Returns the split variable of a part, or any other variable itself."""
     return getattr(variable, "_whole", variable)

@@ -1,14 +1,14 @@
-"""Models built without storage: every variable has a shape, none has memory yet.
+"""Models built without storage: every variable has a shape, but no memory yet.
 
-Keras makes variables so inside its own tracing (`keras.StatelessScope`), and initializes them when
-it is left. Here each is initialized later, on a device of our choice, by the same initializer and
-so with the same values.
+Keras creates such variables inside its own tracing (`keras.StatelessScope`), and initializes them
+when the scope ends. Here each is initialized later, on a device of our choice, by the same
+initializer, so it gets the same value.
 
-A variable that waits has a value while Keras works out shapes, and nowhere else: whoever keeps what
-it reads then, in a `build` or in a function that is traced once, would keep an initial value.
+A waiting variable has a value only while Keras infers shapes: code that stores a value it read
+then, in a `build` or in a function that is traced once, would keep the initial value.
 
-Rests on internals of Keras: the list of variables that wait, how one is initialized, and the graph
-in which shapes are worked out.
+Relies on internals of Keras: the list of waiting variables, how one is initialized, and the graph
+in which Keras infers shapes.
 """
 
 import collections
@@ -39,20 +39,20 @@ _READ = re.compile(r"'\S+' is read before it has a value\.")
 
 
 class NeedsStorage(Exception):
-    """A function makes a variable from a value, as `compile` does, or reads one that waits."""
+    """Raised if a function creates a variable from a value, as `compile` does, or reads a value."""
 
 
 class _Waiting(list):
-    """The variables that wait; each tells if somebody else reads it than Keras, for its shape."""
+    """The waiting variables; reading one raises, except when Keras infers shapes."""
 
     is_open = True
 
     def __init__(self):
         super().__init__()
-        self.trainable: dict[int, bool] = {}  # Before the function froze any, by id.
+        self.trainable: dict[int, bool] = {}  # By id, before the function froze any.
 
     def append(self, variable: keras.Variable) -> None:
-        """Notes a variable that has just been made."""
+        """Adds a new variable."""
         initializer = initializer_of(variable)
 
         @functools.wraps(initializer)
@@ -74,12 +74,12 @@ class StoragelessModel:
         function: Builds a Keras model, and does not compile it.
 
     Raises:
-        NeedsStorage: If the function makes a variable that cannot wait. What it drew from Python's
-            random numbers, and the names it took, are put back, so that it may be called again in
-            the plain way.
+        NeedsStorage: If the function creates a variable that cannot wait. The state of Python's
+            random numbers, and of Keras's name counters, is restored, so it can be called again the
+            plain way.
 
     Attributes:
-        model: What the function returned.
+        model: The result of the function.
     """
 
     def __init__(self, function: Callable[[], Any]):
@@ -87,8 +87,8 @@ class StoragelessModel:
         waiting = _Waiting()
         set_global(DEFERRED_VARIABLES, waiting)
         self._scope = keras.StatelessScope(initialize_variables=False)
-        drawn = random.getstate()
-        numbers = dict(get_global(NAME_NUMBERS) or {})
+        random_state = random.getstate()
+        name_numbers = dict(get_global(NAME_NUMBERS) or {})
         try:
             with self._scope:
                 self.model = function()
@@ -97,32 +97,32 @@ class StoragelessModel:
         except (ValueError, NeedsStorage) as error:
             if isinstance(error, ValueError) and _CANNOT_WAIT not in str(error):
                 raise
-            random.setstate(drawn)
-            set_global(NAME_NUMBERS, collections.defaultdict(int, numbers))
-            read = _READ.search(str(error))  # In what Keras says of it.
+            random.setstate(random_state)
+            set_global(NAME_NUMBERS, collections.defaultdict(int, name_numbers))
+            read = _READ.search(str(error))  # Keras wraps the message.
             raise NeedsStorage(read[0] if read else str(error)) from error
         finally:
             waiting.is_open = False
             set_global(DEFERRED_VARIABLES, others)
 
     def waits_for(self, variable: keras.Variable) -> bool:
-        """Whether a variable was made by the function and has no memory yet."""
+        """Whether the function created a variable that has no memory yet."""
         return id(variable) in self._waiting
 
     def waiting(self) -> list[keras.Variable]:
-        """The variables that have no memory yet, in the order in which they were made."""
+        """The variables without memory, in the order of their creation."""
         return list(self._waiting.values())
 
     def initialize(self, variables: Iterable[keras.Variable], device: str | None = None) -> None:
-        """Gives variables memory and their values on a device; those that have it are left alone.
+        """Initializes variables on a device, except those that already have memory.
 
-        What the function assigned, by `load_weights` for example, is kept.
+        Keeps values that the function assigned, for example by `load_weights`.
         """
         for variable in variables:
             if self._waiting.pop(id(variable), None) is None:
                 continue
             with tf.device(device), _scope_of(variable):
-                # A tape would never see one that is made frozen, also once it is trained.
+                # If it were created frozen, a tape would not see it even after it is unfrozen.
                 is_trained = variable.trainable
                 variable.trainable = self._trainable[id(variable)]
                 initialize(variable)
@@ -132,7 +132,7 @@ class StoragelessModel:
                     variable.assign(assigned)
 
     def value_of(self, variable: keras.Variable) -> tf.Tensor:
-        """The value of a variable that is not to have memory here, and waits no longer."""
+        """Returns the value of a variable that is stored elsewhere, and stops waiting for it."""
         del self._waiting[id(variable)]
         assigned = self._scope.get_current_value(variable)
         if assigned is not None:
@@ -140,18 +140,18 @@ class StoragelessModel:
         return initializer_of(variable)(tuple(variable.shape), dtype=variable.dtype)
 
     def initialize_rest(self) -> None:
-        """Initializes what waits still: variables of metrics and optimizers."""
+        """Initializes the remaining variables, such as those of metrics and optimizers."""
         self.initialize(self.waiting())
 
 
 def move_variables(variables: Iterable[keras.Variable], device: str) -> None:
-    """Has variables that have their values hold them on another device."""
+    """Moves initialized variables to another device."""
     for variable in variables:
         with tf.device(device), _scope_of(variable):
             initialize(variable, variable.numpy())
 
 
 def _scope_of(variable):
-    """In which a variable has the name of one device, by which an optimizer may leave it out."""
+    """The scope of a variable's name on one device, by which an optimizer may exclude it."""
     scope = variable.path.rpartition("/")[0]
     return tf.name_scope(f"{scope}/" if scope else "")
