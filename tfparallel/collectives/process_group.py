@@ -35,11 +35,15 @@ from tfparallel.collectives.compression import Compression
 from tfparallel.collectives.packing import (
     buckets,
     by_dtype,
+    concatenated,
     in_vectors,
     movable,
+    reshaped,
     restored,
     sendable,
+    size_along,
     size_step,
+    split_in,
 )
 from tfparallel.collectives.traffic import ROWS, SUMS, Traffic
 from tfparallel.flight.marks import around
@@ -217,11 +221,11 @@ class ProcessGroup:
         for indices in in_vectors(tensors):
             rows = [tf.reshape(tensors[i], [self.num_workers, -1]) for i in indices]
             widths = [row.shape[1] for row in rows]
-            local_rows = self._scattered(tf.reshape(tf.concat(rows, 1), [-1]))
+            local_rows = self._scattered(tf.reshape(concatenated(rows, 1), [-1]))
             local_rows = tf.ensure_shape(local_rows, [sum(widths)])
-            for i, part in zip(indices, tf.split(local_rows, widths), strict=True):
+            for i, part in zip(indices, split_in(local_rows, widths, 0), strict=True):
                 number, *rest = tensors[i].shape
-                results[i] = tf.reshape(part, [number // self.num_workers, *rest])
+                results[i] = reshaped(part, [number // self.num_workers, *rest])
         return results
 
     def _scattered(self, flat: tf.Tensor) -> tf.Tensor:
@@ -251,15 +255,18 @@ class ProcessGroup:
         results: list = [None] * len(tensors)
         sent = [movable(tensor) for tensor in tensors]
         for indices in by_dtype(sent).values():
-            flats = [tf.reshape(sent[i], [tf.shape(sent[i])[0], -1]) for i in indices]
-            rows = self._gather_rows(tf.concat(flats, 1), counts, kind)
-            widths = [tf.shape(flat)[1] for flat in flats]
-            parts = tf.split(rows, widths, axis=1, num=len(widths))
-            for i, part in zip(indices, parts, strict=True):
+            flats = [tf.reshape(sent[i], [size_along(sent[i], 0), -1]) for i in indices]
+            rows = self._gather_rows(concatenated(flats, 1), counts, kind)
+            widths = [size_along(flat, 1) for flat in flats]
+            for i, part in zip(indices, split_in(rows, widths, 1), strict=True):
+                rest = tensors[i].shape[1:]
+                total = sum(counts) if all(isinstance(n, int) for n in counts) else None
+                if total is not None and rest.is_fully_defined():
+                    results[i] = restored(reshaped(part, [total, *rest]), tensors[i].dtype)
+                    continue
                 shape = tf.concat([[-1], tf.shape(tensors[i])[1:]], 0)
                 joined = restored(tf.reshape(part, shape), tensors[i].dtype)
-                total = sum(counts) if all(isinstance(n, int) for n in counts) else None
-                results[i] = tf.ensure_shape(joined, [total, *tensors[i].shape[1:]])
+                results[i] = tf.ensure_shape(joined, [total, *rest])
         return results
 
     def all_gather_uneven(self, tensors: Sequence[tf.Tensor], kind: str = ROWS) -> list[tf.Tensor]:
@@ -306,9 +313,12 @@ class ProcessGroup:
 
     def _gather_rows(self, rows, counts, kind):
         """Concatenates the workers' matrices of `counts[w]` rows each, all of the same width."""
-        width = tf.shape(rows)[1]
+        width = size_along(rows, 1)
         if all(isinstance(count, int) for count in counts):
             longest = max(counts)
+            if longest == min(counts):
+                gathered = self._collective("all_gather", tf.reshape(rows, [-1]), kind)
+                return tf.reshape(gathered, [sum(counts), width])
         else:
             longest = tf.reduce_max(tf.stack(counts))
         padding = longest - counts[self.worker_index]

@@ -20,6 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives.custom_gradient import is_differentiable
+from tfparallel.collectives.packing import reshaped, split_evenly
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.problems import PlacementError
 from tfparallel.seams.distribute import PerReplica, regroup
@@ -295,7 +296,8 @@ class Gathers:
         terms = []
         for term in strategy.experimental_local_results(upstream):
             with tf.device(term.device):
-                flat = tf.reshape(tf.cast(term, variable.share.value.dtype), [-1, *rest])
+                flat = tf.cast(term, variable.share.value.dtype)
+                flat = reshaped(flat, shape_shared_out(variable.shape))
                 missing = places.number * size - flat.shape[0]
                 pads = [[0, missing]] + [[0, 0]] * len(rest)
                 terms.append(tf.pad(flat, pads) if missing else flat)
@@ -312,7 +314,7 @@ class Gathers:
         with tf.device(terms[0].device):
             total = tf.add_n(terms) if terms[1:] else terms[0]
             (pieces,) = strategy.workers.reduce_scatter([total])
-            return [(each,) for each in tf.split(pieces, len(terms))]
+            return [(each,) for each in split_evenly(pieces, len(terms))]
 
     def _summed_rows(self, variable, values, indices, kinds) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """For a table that is read by rows: each local replica's part of all readings' sum."""

@@ -147,8 +147,7 @@ class WeightGradients:
         )
         for i, (variable, terms) in enumerate(zip(self._whole, by_weight, strict=True)):
             if is_pending[i]:
-                pending.add(variable, terms)
-                totals[i] = tf.zeros_like(variable.value)
+                totals[i] = pending.add(variable, terms)
         return totals, beside
 
     def begin_backward(self, arguments: Any) -> None:

@@ -9,7 +9,9 @@ import tensorflow as tf
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.update.places import Places
 
-__all__ = ["PendingSums"]
+__all__ = ["PendingSums", "is_left_out"]
+
+_LEFT_OUT = "_is_left_out"
 
 
 class PendingSums(dict[int, list[tf.Tensor]]):
@@ -28,15 +30,24 @@ class PendingSums(dict[int, list[tf.Tensor]]):
             return False
         return self.takes_sparse or all(isinstance(term, tf.Tensor) for term in terms)
 
-    def add(self, variable: keras.Variable, terms: Sequence[tf.Tensor | tf.IndexedSlices]) -> None:
-        """Adds terms to those of other calls of the model in the same step, like a tape."""
+    def add(
+        self, variable: keras.Variable, terms: Sequence[tf.Tensor | tf.IndexedSlices]
+    ) -> tf.Tensor:
+        """Adds terms to those of other calls of the model in the same step, like a tape.
+
+        Returns:
+            Zeros: the gradient that the step's tape sees instead.
+        """
         sums = self.get(id(variable))
         if sums is None:
             self[id(variable)] = list(terms)
-            return
-        for k, term in enumerate(terms):
-            with tf.device(term.device):
-                sums[k] = tf.convert_to_tensor(sums[k]) + tf.convert_to_tensor(term)
+        else:
+            for k, term in enumerate(terms):
+                with tf.device(term.device):
+                    sums[k] = tf.convert_to_tensor(sums[k]) + tf.convert_to_tensor(term)
+        zeros = tf.zeros_like(variable.value)
+        setattr(zeros, _LEFT_OUT, True)
+        return zeros
 
     def take(self, variable: keras.Variable, whole: tf.Tensor | None) -> list[tf.Tensor] | None:
         """Takes out the terms of a weight; None if there are none.
@@ -50,7 +61,7 @@ class PendingSums(dict[int, list[tf.Tensor]]):
         if terms is None:
             return None
         terms = [tf.convert_to_tensor(term) for term in terms]
-        if whole is not None:
+        if whole is not None and not is_left_out(whole):
             with tf.device(terms[0].device):
                 terms[0] += tf.convert_to_tensor(whole)
         return terms
@@ -115,3 +126,8 @@ class PendingSums(dict[int, list[tf.Tensor]]):
         whole = tf.convert_to_tensor(gradient)
         zeros = tf.zeros_like(whole)
         return [whole if is_first else zeros, *[zeros] * (len(places) - 1)]
+
+
+def is_left_out(gradient: Any) -> bool:
+    """Whether a gradient is nothing but the zeros that `PendingSums.add` returned."""
+    return getattr(gradient, _LEFT_OUT, False)

@@ -24,11 +24,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.collectives.packing import split_evenly
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.extend import extend
 from tfparallel.seams.optimizers import accumulators_of
 from tfparallel.update.clipping import norm_factors
-from tfparallel.update.pending import PendingSums
+from tfparallel.update.pending import PendingSums, is_left_out
 from tfparallel.update.places import Places
 from tfparallel.variables.sharded import (
     ShardedGradient,
@@ -173,13 +174,16 @@ def summed(
             size, shape = _size_of_share(part, places), shape_shared_out(part.shape)
             wholes[i] = [cut_out(term, shape, 0, places.number * size) for term in terms]
             rows = places.first * size, (places.first + len(places)) * size
-            rest[i] = cut_out(tf.convert_to_tensor(gradient), shape, *rows)
+            rest[i] = None
+            if not is_left_out(gradient):
+                rest[i] = cut_out(tf.convert_to_tensor(gradient), shape, *rows)
     pending.clear()
     if wholes:
         totals, _ = Reducer(places.all_reduce_ops, None).totals(list(wholes.values()), list)
         sums = places.workers.reduce_scatter(totals)
         for (i, gradient), total in zip(rest.items(), sums, strict=True):
-            results[i] = ShardedGradient(tf.split(total + gradient, len(places)))
+            rows = total if gradient is None else total + gradient
+            results[i] = ShardedGradient(split_evenly(rows, len(places)))
     return results
 
 

@@ -11,6 +11,7 @@ A matrix is sharded by rows; other weights are flattened.
 """
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.collectives.packing import concatenated, reshaped
 from tfparallel.compute_context import context
 from tfparallel.extend import extend
 from tfparallel.problems import PlacementError
@@ -183,22 +185,24 @@ def joined_rows(
     rows = []
     for rows_of_weight, weight in zip(by_weight, weights, strict=True):
         with places.beside(weight):
-            rows.append(tf.concat(rows_of_weight, 0)[None])
+            local_rows = concatenated(rows_of_weight, 0)
+            rows.append(tf.reshape(local_rows, [1, *local_rows.shape]))
     workers = places.workers
     if workers is not None:
         rows = workers.all_gather(rows, [1] * workers.num_workers)
     wholes = []
     for row, weight in zip(rows, weights, strict=True):
         with places.beside(weight):
-            flat = tf.reshape(row, [-1, *row.shape[2:]])
-            wholes.append(_of_shape(flat, weight.shape))
+            wholes.append(_of_shape(row, weight.shape))
     return wholes
 
 
 def _of_shape(rows: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
     """Reshapes the rows of all shares to the weight's shape, without the padding."""
-    size = shape_shared_out(shape)[0]
-    return tf.reshape(rows if rows.shape[0] == size else rows[:size], shape)
+    if rows.shape.num_elements() != math.prod(shape):
+        size, *rest = shape_shared_out(shape)
+        rows = tf.reshape(rows, [-1, *rest])[:size]
+    return reshaped(rows, shape)
 
 
 def shape_shared_out(shape: Sequence[int]) -> list[int]:
@@ -215,7 +219,9 @@ def apart(rows: tf.Tensor) -> tf.Tensor:
 def cut_out(tensor: tf.Tensor, shape: list[int], start: int, end: int) -> tf.Tensor:
     """Reshapes a tensor and cuts out a share, padded with zeros."""
     number = shape[0]
-    rows = tf.reshape(tensor, shape)[min(start, number) : min(end, number)]
+    rows = reshaped(tensor, shape)
+    if start > 0 or end < number:
+        rows = rows[min(start, number) : min(end, number)]
     missing = (end - start) - max(min(end, number) - start, 0)
     return tf.pad(rows, [[0, missing]] + [[0, 0]] * len(shape[1:])) if missing else rows
 
