@@ -316,7 +316,7 @@ class ProcessGroup:
         width = size_along(rows, 1)
         if all(isinstance(count, int) for count in counts):
             longest = max(counts)
-            if longest == min(counts):
+            if longest == min(counts) and rows.shape.is_fully_defined():  # Else it is rounded up.
                 gathered = self._collective("all_gather", tf.reshape(rows, [-1]), kind)
                 return tf.reshape(gathered, [sum(counts), width])
         else:
