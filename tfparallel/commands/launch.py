@@ -59,7 +59,7 @@ def run(values: flags.FlagValues, command: Sequence[str]) -> int:
 def _emitted(values: flags.FlagValues, command: Sequence[str], nodes: NodeRange) -> str:
     """The file that submits the job."""
     # As it was written: the host that submits may have other devices.
-    given = {
+    forwarded = {
         name: getattr(values[name].value, "text", values[name].value)
         for name in _HANDED_ON
         if values[name].present
@@ -68,7 +68,7 @@ def _emitted(values: flags.FlagValues, command: Sequence[str], nodes: NodeRange)
     job = JobFile(
         name=values.job_name or job_name_of(command),
         command=command,
-        launch_flags=[f"--{name}={value}" for name, value in given.items()],
+        launch_flags=[f"--{name}={value}" for name, value in forwarded.items()],
         nnodes=nodes.maximum,
         min_nnodes=nodes.minimum if nodes.is_elastic else None,
         grace_seconds=grace,
@@ -137,9 +137,9 @@ def _of_any_job(values: flags.FlagValues) -> list[str]:
     number = values.nproc_per_node
     text = getattr(number, "text", number)
     if number < 1 and not (values.emit and text != number):  # A word counts elsewhere.
-        here = ", and this host has no GPU" if text == "gpu" else ""
+        no_gpu = ", and this host has no GPU" if text == "gpu" else ""
         problems.append(
-            f"--nproc_per_node must be at least 1. Received: --nproc_per_node={text}{here}."
+            f"--nproc_per_node must be at least 1. Received: --nproc_per_node={text}{no_gpu}."
         )
     if values.standby and not values.max_restarts and ":" not in values.nnodes:
         problems.append(

@@ -57,10 +57,10 @@ def launched(values: flags.FlagValues, command: Sequence[str], nodes: NodeRange)
     if values.transport is not None:
         environment[ALL_REDUCE] = values.transport
     with contextlib.ExitStack() as stack:
-        own = None
+        temporary = None
         if not environment.get(FOLDER) and not values.log_dir:
-            own = stack.enter_context(OwnFolder("tfparallel_flight_"))
-        folder = environment.get(FOLDER) or os.path.abspath(values.log_dir or own.path)
+            temporary = stack.enter_context(OwnFolder("tfparallel_flight_"))
+        folder = environment.get(FOLDER) or os.path.abspath(values.log_dir or temporary.path)
         environment[FOLDER] = folder
         code = 1
         try:
@@ -75,8 +75,8 @@ def launched(values: flags.FlagValues, command: Sequence[str], nodes: NodeRange)
         finally:
             if code and any(glob.iglob(os.path.join(folder, f"*{SUFFIX}"))):
                 say(f"what each worker did last: tfparallel trace {folder}")
-                if own is not None:
-                    own.keep()
+                if temporary is not None:
+                    temporary.keep()
 
 
 def _run_with_restarts(values, command, nodes, environment, standbys):
