@@ -74,7 +74,7 @@ class EnvReader:
     ) -> int | None:
         """Returns the first variable that is set, as a whole number from `least` to `below` - 1.
 
-        Returns None and adds a problem if the value is invalid, or missing although required.
+        None if it is missing or invalid. Adds a problem if it is invalid, or missing but required.
         """
         text = self.text(*names)
         if text is None:

@@ -1,4 +1,4 @@
-"""From the rows of the table: the flags that absl reads, and what is told of a mistake."""
+"""Defines and parses absl flags from the rows of the table, and reports usage errors."""
 
 import difflib
 import importlib.util
@@ -22,7 +22,7 @@ __all__ = ["defined", "flag_problems", "nearest", "parsed", "resolved", "value_o
 
 
 class Counted(int):
-    """What a word came to on this host; another host may have more.
+    """The number that a word such as "gpu" means on this host; other hosts may differ.
 
     Attributes:
         text: The word.
@@ -32,7 +32,7 @@ class Counted(int):
 
 
 class _Workers(flags.ArgumentParser):
-    """Reads --nproc_per_node, as torchrun does."""
+    """Parses --nproc_per_node like torchrun."""
 
     syntactic_help = "a number, gpu, cpu or auto"
 
@@ -59,16 +59,16 @@ _DEFINE = {
     "repeated": flags.DEFINE_multi_string,
 }
 
-# What a task file says, and no flag.
+# Settings that belong in the task file rather than in flags.
 _IN_TASK = dict.fromkeys(("loss", "metrics", "optimizer"), "in `compile_model(model)`")
 _IN_TASK |= dict.fromkeys(("learning_rate", "lr"), "the optimizer's, in `compile_model(model)`")
 
-# A text means the same in every command.
+# A flag's text is parsed the same way in every command.
 _READERS = {row.name: row.read for rows in TABLE.values() for row in rows if row.read is not None}
 
 
 def defined(command: str) -> flags.FlagValues:
-    """Returns the flags of a command, not parsed yet."""
+    """Returns the flags of a command, unparsed."""
     values = flags.FlagValues()
     for name, flag in flags_of(command).items():
         if flag.choices is not None:
@@ -83,10 +83,10 @@ def defined(command: str) -> flags.FlagValues:
 
 
 def parsed(command: str, values: flags.FlagValues, arguments: Sequence[str]) -> list[str]:
-    """Fills the flags of a command; returns what is no flag.
+    """Parses the flags of a command; returns the positional arguments.
 
     Raises:
-        UsageError: If a flag is unknown, has a value of the wrong kind, or is given by two names.
+        UsageError: If a flag is unknown, has a value of the wrong type, or is given by two names.
     """
     spelled = [_spelled(values, text) for text in arguments]
     try:
@@ -106,20 +106,20 @@ def parsed(command: str, values: flags.FlagValues, arguments: Sequence[str]) -> 
         typed = {text.partition("=")[0] for text in spelled}
         names = [f"--{each}" for each in (name, *flag.also) if f"--{each}" in typed]
         if len(names) > 1:
-            told = [text for text in spelled if text.partition("=")[0] in names]
+            clashing = [text for text in spelled if text.partition("=")[0] in names]
             raise UsageError(
-                f"{names[1]} is another name for {names[0]}. Received: {' with '.join(told)}. "
+                f"{names[1]} is another name for {names[0]}. Received: {' with '.join(clashing)}. "
                 "Drop one of the two."
             )
     return positional
 
 
-def _in_words(command, told):
-    """What absl says of a value that cannot be, as a sentence."""
-    found = re.fullmatch(r"flag --(\w+)=(.*?): (.*)", told, re.DOTALL)
-    if found is None:
-        return told
-    name, value, problem = found.groups()
+def _in_words(command, message):
+    """Rewrites absl's message about an invalid value as a full error."""
+    match = re.fullmatch(r"flag --(\w+)=(.*?): (.*)", message, re.DOTALL)
+    if match is None:
+        return message
+    name, value, problem = match.groups()
     kinds = {
         "invalid literal for int": "a whole number",
         "could not convert": "a number",
@@ -138,12 +138,12 @@ def _in_words(command, told):
         elif alike := nearest(typed, row.choices):
             fix = f" Did you mean --{name}={alike}?"
     if required is None:
-        return told
+        return message
     return f"--{name} must be {required}. Received: --{name}={value}.{fix}"
 
 
 def nearest(typed: str, words: Iterable[str]) -> str | None:
-    """Returns the word that was probably meant, if there is one.
+    """Returns the closest match for a mistyped word, or None.
 
     Example:
         >>> nearest("micro_batches", ["num_micro_batches", "global_batch_size"])
@@ -157,12 +157,12 @@ def nearest(typed: str, words: Iterable[str]) -> str | None:
 
 
 def _is_any(typed: str, words: Iterable[str]) -> bool:
-    """Whether it is one of some words, wherever its underscores are."""
+    """Whether it is one of some words, ignoring underscores."""
     return typed.replace("_", "") in [word.replace("_", "") for word in words]
 
 
 def _unknown(command, typed):
-    """What is wrong with a flag that there is not, and what was meant."""
+    """Returns the error for an unknown flag, with a suggestion."""
     name = typed.lstrip("-").replace("-", "_")
     rows = flags_of(command)
     meant = [f"--{each.name}" for each in rows.values() if _is_any(name, each.elsewhere)]
@@ -182,27 +182,27 @@ def _unknown(command, typed):
 
 
 def _spelled(values, argument):
-    """A flag that is written with dashes, as torchrun's may be, with underscores."""
-    found = re.fullmatch(r"--(no-)?([a-z][a-z0-9-]*)(=.*)?", argument, re.DOTALL)
-    if found is None or "-" not in (found[1] or "") + found[2]:
+    """Replaces dashes in a flag's name, which torchrun allows, by underscores."""
+    match = re.fullmatch(r"--(no-)?([a-z][a-z0-9-]*)(=.*)?", argument, re.DOTALL)
+    if match is None or "-" not in (match[1] or "") + match[2]:
         return argument
-    name = found[2].replace("-", "_")
-    whole = (found[1] or "").replace("-", "_") + name
+    name = match[2].replace("-", "_")
+    whole = (match[1] or "").replace("-", "_") + name
     if whole in values:
-        return f"--{whole}{found[3] or ''}"
-    return f"--{'no' * bool(found[1])}{name}{found[3] or ''}" if name in values else argument
+        return f"--{whole}{match[3] or ''}"
+    return f"--{'no' * bool(match[1])}{name}{match[3] or ''}" if name in values else argument
 
 
 def flag_problems(command: str, values: flags.FlagValues) -> list[str]:
-    """Returns what the rows say is wrong with the values, each for itself and together."""
+    """Returns the problems of the values according to the rows, singly and combined."""
     rows = flags_of(command)
     problems = [problem for row in rows.values() for problem in _alone(row, values)]
     for row in rows.values():
         problems += _without(row, values)
     for excludes in EXCLUDES:
         if all(_holds(values, each) for each in excludes.these):
-            given = [_shown(values, each.partition("=")[0]) for each in excludes.these]
-            problems.append(f"{excludes.why} Received: {' with '.join(given)}. {excludes.fix}")
+            received = [_shown(values, each.partition("=")[0]) for each in excludes.these]
+            problems.append(f"{excludes.why} Received: {' with '.join(received)}. {excludes.fix}")
     return problems
 
 
@@ -238,7 +238,7 @@ def _alone(row: Flag, values) -> Iterator[str]:
 
 
 def _unwritable(row: Flag, path: str, received: str) -> Iterator[str]:
-    """Why a file could not be written at the end."""
+    """Yields the reasons why a file could not be written."""
     if not path.endswith(tuple(row.ending.split(" or "))):
         yield f"The path must end in {row.ending}. {received}"
     parent = os.path.dirname(os.path.abspath(path))
@@ -252,7 +252,7 @@ def _unwritable(row: Flag, path: str, received: str) -> Iterator[str]:
 
 
 def _without(row: Flag, values) -> Iterator[str]:
-    """What a flag needs, where that is not there."""
+    """Yields the error for a flag without the flag that it requires."""
     if row.only_with is None or not _is_given(values, row.name) or _holds(values, row.only_with):
         return
     name, _, words = row.only_with.partition("=")
@@ -266,7 +266,7 @@ def _without(row: Flag, values) -> Iterator[str]:
 
 
 def _holds(values, condition: str) -> bool:
-    """Whether a flag is given, or has one of the values that the condition names."""
+    """Whether a flag is set, or has one of the values in the condition."""
     name, _, words = condition.partition("=")
     if name not in values:
         return False
@@ -276,12 +276,12 @@ def _holds(values, condition: str) -> bool:
 
 
 def _is_given(values: flags.FlagValues, name: str) -> bool:
-    """Whether a flag says something else than it says where it is absent."""
+    """Whether a flag differs from its default."""
     return values[name].value != values[name].default
 
 
 def _shown(values, name: str) -> str:
-    """A flag as it may be typed."""
+    """Formats a flag as it is typed."""
     value = values[name].value
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no{name}"
@@ -291,12 +291,12 @@ def _shown(values, name: str) -> str:
 
 
 def value_of(values: flags.FlagValues, name: str) -> Any:
-    """Returns what a flag means: its text as it is read."""
+    """Returns the parsed value of a flag."""
     value, read = values[name].value, _READERS.get(name)
     return value if value is None or read is None else read(value)
 
 
 def resolved(values: flags.FlagValues) -> dict[str, Any]:
-    """Returns every flag with its value, those left at None aside."""
+    """Returns all flags that are not None, with their values."""
     every = {name: values[name].value for name in sorted(values) if name not in ("?", "json")}
     return {name: value for name, value in every.items() if value is not None}

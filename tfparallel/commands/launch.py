@@ -24,10 +24,10 @@ _NO_COMMAND = (
     "A command is required after `--`. Received: none. Example: tfparallel launch "
     "--nproc_per_node=2 -- python my_script.py"
 )
-_GRACE_OF_A_SCHEDULER = 60.0  # Its own are minutes, and a save may take one.
-# What the launcher of each host is given, too.
+_GRACE_OF_A_SCHEDULER = 60.0  # Schedulers allow minutes, and a save may take one.
+# Flags that are passed to the launcher of each host.
 _HANDED_ON = ("nproc_per_node", "max_restarts", "standby", "start_timeout", "log_dir", "transport")
-_MIN_TOKEN = 16  # Characters; a stranger must not guess it.
+_MIN_TOKEN = 16  # Characters; must be hard to guess.
 
 
 def run(values: flags.FlagValues, command: Sequence[str]) -> int:
@@ -50,15 +50,15 @@ def run(values: flags.FlagValues, command: Sequence[str]) -> int:
         say(f"stopped by {name}")
         return 128 + request.signum
     except BrokenPipeError:
-        raise  # Nobody reads the output any more; `run_command` ends quietly.
+        raise  # The output's reader has gone; `run_command` ends quietly.
     except (OSError, RuntimeError) as error:
         say(str(error))
         return 1
 
 
 def _emitted(values: flags.FlagValues, command: Sequence[str], nodes: NodeRange) -> str:
-    """The file that submits the job."""
-    # As it was written: the host that submits may have other devices.
+    """Returns the job file."""
+    # Keep words such as "gpu": the submitting host may have other devices.
     forwarded = {
         name: getattr(values[name].value, "text", values[name].value)
         for name in _HANDED_ON
@@ -81,7 +81,7 @@ def _emitted(values: flags.FlagValues, command: Sequence[str], nodes: NodeRange)
 
 
 def problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
-    """What is wrong with the flags, and with the command behind `--`."""
+    """Returns the problems of the flags, and of the command after `--`."""
     problems = _of_any_job(values)
     if values.emit is not None:
         if not command:
@@ -125,18 +125,18 @@ def problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
 
 
 def _readable(nnodes: str) -> NodeRange | None:
-    """What it says; None if it says nothing that can be, as its row has told."""
+    """Parses --nnodes; None if it is invalid, which the flag's row reports."""
     with contextlib.suppress(ValueError):
         return NodeRange.parse(nnodes)
     return None
 
 
 def _of_any_job(values: flags.FlagValues) -> list[str]:
-    """What is wrong whether the job is started or its file printed."""
+    """Returns the problems of flags that apply with and without --emit."""
     problems = []
     number = values.nproc_per_node
     text = getattr(number, "text", number)
-    if number < 1 and not (values.emit and text != number):  # A word counts elsewhere.
+    if number < 1 and not (values.emit and text != number):  # A word is resolved on each host.
         no_gpu = ", and this host has no GPU" if text == "gpu" else ""
         problems.append(
             f"--nproc_per_node must be at least 1. Received: --nproc_per_node={text}{no_gpu}."
@@ -231,9 +231,9 @@ def _collecting(problems: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Turns the signals that end a program into `StopRequest`; one that is ignored stays so.
+    """Turns termination signals into `StopRequest`; ignored signals stay ignored.
 
-    After the first of them only Ctrl-C has an effect: the workers have time to save their state.
+    After the first signal only Ctrl-C has an effect: the workers need time to save their state.
     """
     is_stopping = False
 
@@ -246,7 +246,7 @@ def _signals_raise() -> Iterator[None]:
     names = [signal.SIGINT, signal.SIGHUP, *SIGNALS]
     before = {name: signal.getsignal(name) for name in names}
     for name, handler in before.items():
-        # `nohup`, or `&` in a script.
+        # Ignored under `nohup`, or with `&` in a script.
         if handler is not signal.SIG_IGN:
             signal.signal(name, stop)
     try:
