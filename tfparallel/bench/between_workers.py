@@ -77,18 +77,18 @@ class PreparedStep:
     def run(self) -> tf.Tensor:
         """Runs the collective once; returns its complete result."""
         self._before()
-        return _concrete(self._run())
+        return _wait(self._run())
 
     def run_null(self) -> None:
         """Does the same as `run` without the exchange."""
-        _concrete(self._run_null())
+        _wait(self._run_null())
 
     def arrays(self, outcome: tf.Tensor) -> list[np.ndarray]:
         """Returns this worker's result."""
         return [outcome.numpy()]
 
 
-def _concrete(result: tf.Tensor) -> tf.Tensor:
+def _wait(result: tf.Tensor) -> tf.Tensor:
     if "GPU" in result.device:
         result[-1].numpy()  # On a CPU the call returns with the result.
     return result

@@ -74,16 +74,16 @@ class _PreparedReduce:
                 of_all[rank].assign(part)
 
     def run(self):
-        return self._concrete(self._run)
+        return self._run_and_wait(self._run)
 
     def run_null(self) -> None:
-        self._concrete(self._run_null)
+        self._run_and_wait(self._run_null)
 
     def arrays(self, outcome) -> list[np.ndarray]:
         by_rank = zip(*outcome, strict=True)
         return [np.concatenate([part.numpy() for part in of_rank]) for of_rank in by_rank]
 
-    def _concrete(self, step):
+    def _run_and_wait(self, step):
         results, lasts = step()
         lasts.numpy()  # One element of each result: waits until all results are complete.
         return results

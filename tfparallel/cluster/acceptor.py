@@ -85,7 +85,7 @@ class Acceptor:
 
     def wait(self, seconds: float) -> list[Visitor]:
         """Waits up to `seconds`; returns the admitted launchers, which the caller must close."""
-        come, has_caller = [], False
+        admitted, has_caller = [], False
         for key, _ in self._selector.select(seconds):
             visitor = key.fileobj
             if visitor is self._listener:
@@ -93,16 +93,16 @@ class Acceptor:
                 continue
             try:
                 while visitor.hello is None and (line := visitor.read()) is not None:
-                    self._hear(visitor, line)
+                    self._process(visitor, line)
             except (OSError, ValueError):  # Ended, malformed, or not of the job.
                 self._hang_up(visitor)
                 continue
             if visitor.hello is not None:
                 self._selector.unregister(visitor)
-                come.append(visitor)
+                admitted.append(visitor)
         if has_caller:  # Last, since it may hang up on other callers.
             self._accept()
-        return come
+        return admitted
 
     def turn_away(self, address: str, reason: str) -> None:
         """Records a caller that cannot take part."""
@@ -114,7 +114,7 @@ class Acceptor:
         """Returns a sentence on the callers turned away, for an error; "" if there are none."""
         return "".join(f" Turned away: {entry.rstrip('.')}." for entry in self.turned_away)
 
-    def _hear(self, visitor, line):
+    def _process(self, visitor, line):
         """Processes a line of a caller not yet admitted; raises if it is not of the job."""
         if visitor.session is not None:
             hello = visitor.session.opened(line)
@@ -153,9 +153,9 @@ class Acceptor:
         callers = [key.fileobj for key in self._selector.get_map().values()]
         callers.remove(self._listener)
         callers.sort(key=lambda visitor: visitor.since)
-        late = time.monotonic() - _PATIENCE_SECONDS
+        cutoff = time.monotonic() - _PATIENCE_SECONDS
         for index, visitor in enumerate(callers):
-            if index < len(callers) - _MAX_STRANGERS or visitor.since < late:
+            if index < len(callers) - _MAX_STRANGERS or visitor.since < cutoff:
                 self._hang_up(visitor)
 
     def close(self) -> None:
@@ -174,10 +174,10 @@ def open_acceptor(
     except OSError as error:
         is_taken = error.errno == errno.EADDRINUSE
         other = who_listens((host, port), job, _LOOK_SECONDS) if is_taken else None
-        who = "" if other is None else f": by a launcher of the job {other!r}"
+        by = "" if other is None else f": by a launcher of the job {other!r}"
         raise RuntimeError(
             "Node 0 cannot listen at the rendezvous endpoint, which must be an address of this "
-            f"host with a free port. Received: {join_address(host, port)} ({error.strerror}{who}). "
+            f"host with a free port. Received: {join_address(host, port)} ({error.strerror}{by}). "
             "Choose another port, or start node 0 on that host; if the address is a gateway's that "
             f"leads here, add --local_addr={host}."
         ) from error
@@ -185,11 +185,11 @@ def open_acceptor(
 
 def allow_connections(number: int) -> None:
     """Raises the limit on open files, if permitted, to allow one connection per node."""
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     required = number + _SPARE_DESCRIPTORS
     if limit != resource.RLIM_INFINITY and limit < required:
-        required = required if most == resource.RLIM_INFINITY else min(required, most)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (required, most))
+        required = required if hard_limit == resource.RLIM_INFINITY else min(required, hard_limit)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (required, hard_limit))
 
 
 def _is_hello(message):

@@ -50,7 +50,7 @@ def local_place(addresses: Sequence[str], index: int) -> tuple[int, int]:
 
 def address_problems(named: Iterable[tuple[str, object]]) -> list[str]:
     """Returns the problems of (name, address) pairs: malformed and duplicate addresses."""
-    problems, taken = [], {}
+    problems, owners = [], {}
     for name, address in named:
         if not isinstance(address, str):
             problems.append(f"{name} must be a text 'host:port', not {shown(address)}")
@@ -61,12 +61,12 @@ def address_problems(named: Iterable[tuple[str, object]]) -> list[str]:
             problems.append(f"{name}, {shown(address)}, is no address: {error}")
             continue
         place = (_canonical(host), port)
-        if place in taken:
+        if place in owners:
             problems.append(
-                f"{name} and {taken[place]} have the same address, {shown(address)}; "
+                f"{name} and {owners[place]} have the same address, {shown(address)}; "
                 "each worker needs its own host or port"
             )
-        taken.setdefault(place, name)
+        owners.setdefault(place, name)
     return problems
 
 

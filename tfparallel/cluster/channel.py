@@ -96,8 +96,8 @@ class Channel:
         while (line := self._lines.next(max_bytes)) is None:
             try:
                 # Data after the line stays in the kernel, which then wakes the next selector.
-                seen = self._socket.recv(_CHUNK_BYTES, socket.MSG_PEEK)
-                chunk = self._socket.recv(seen.find(b"\n") + 1 or len(seen)) if seen else b""
+                peeked = self._socket.recv(_CHUNK_BYTES, socket.MSG_PEEK)
+                chunk = self._socket.recv(peeked.find(b"\n") + 1 or len(peeked)) if peeked else b""
             except BlockingIOError:
                 return None
             except OSError as error:
@@ -173,8 +173,8 @@ class Call(Channel):
 def who_listens(address: tuple[str, int], job: str, timeout_seconds: float) -> str | None:
     """Returns the job whose acceptor listens at an address; None if there is none."""
     with contextlib.suppress(OSError):
-        there = socket.create_connection(address, timeout_seconds)
-        with Call(there, Secret(""), job) as call:
+        connected = socket.create_connection(address, timeout_seconds)
+        with Call(connected, Secret(""), job) as call:
             try:
                 call.greet(time.monotonic() + timeout_seconds)
             except wire.RefusedError as error:

@@ -62,7 +62,7 @@ class ControlChannel:
         self._coming_again: set[int] = set()
         self._unfinished = set(range(num_nodes)) - {node}
         self._lines = [
-            _Line(peer, connection, self._hear, self._lost)
+            _Line(peer, connection, self._receive, self._lost)
             for peer, connection in (connections or {}).items()
         ]
         self._newcomers = () if newcomers is None else (newcomers,)
@@ -74,7 +74,7 @@ class ControlChannel:
         if error is not None:
             interrupted = signal.SIGINT if isinstance(error, KeyboardInterrupt) else None
             signum = getattr(error, "signum", interrupted)
-            self._tell({"stopped": self.node, "signum": signum})
+            self._send({"stopped": self.node, "signum": signum})
         self.close()
 
     @property
@@ -94,7 +94,7 @@ class ControlChannel:
 
     def tell_success(self) -> None:
         """Announces that all workers of this host have succeeded."""
-        self._tell({"succeeded": self.node})
+        self._send({"succeeded": self.node})
 
     def tell_failure(
         self, worker: int, returncode: int, time_seconds: float, lost: int | None = None
@@ -102,7 +102,7 @@ class ControlChannel:
         """Announces that a worker of this host has failed. Arguments as in `WorkerExit`."""
         failed = {"worker": worker, "returncode": returncode, "time_seconds": time_seconds}
         failed |= {} if lost is None else {"lost": lost}
-        self._tell({"failed": self.node, **failed, "leaves": self.leaves_on_failure})
+        self._send({"failed": self.node, **failed, "leaves": self.leaves_on_failure})
 
     def look(self) -> float | None:
         """Checks whether a waiting host may join; returns in how many seconds to look again."""
@@ -112,25 +112,25 @@ class ControlChannel:
     def tell_newcomer(self) -> None:
         """Announces that a host wants to join."""
         self.has_newcomer = True
-        self._tell({"newcomer": True})
+        self._send({"newcomer": True})
 
     def tell_coming_again(self) -> None:
         """Announces that this launcher will reconnect for the next round."""
-        self._tell({"coming_again": self.node})
+        self._send({"coming_again": self.node})
 
     def close(self) -> None:
         """Closes the connections; idempotent."""
         for line in self._lines:
             line.channel.close()
 
-    def _tell(self, message, source=None):
+    def _send(self, message, source=None):
         for line in self._lines:
             if line is not source:  # A failed send ends the line; `listen` detects it.
                 line.channel.send(message)
 
-    def _hear(self, message, source):
+    def _receive(self, message, source):
         """Processes a message and forwards it; only node 0 has other lines."""
-        self._tell(message, source)
+        self._send(message, source)
         match message:
             case {"succeeded": int(node)}:
                 self._unfinished.discard(node)
@@ -165,7 +165,7 @@ class ControlChannel:
         is_missed = line.peer in self._unfinished or (self.node != 0 and not self.all_succeeded)
         if is_missed and not self.is_bad:
             silent = {"silent": True} if line.channel.is_silent else {}
-            self._hear({"stopped": line.peer, "signum": None} | silent, line)
+            self._receive({"stopped": line.peer, "signum": None} | silent, line)
 
 
 class _Line:

@@ -116,7 +116,7 @@ class ElasticMeetings:
                 rendezvous = self._join(hello, deadline, self._endpoints)
                 if rendezvous is None and not self._open():
                     if time.monotonic() > deadline:
-                        raise RuntimeError(self._nobody_there())
+                        raise RuntimeError(self._no_listener())
                     time.sleep(_RETRY_SECONDS)
             else:
                 rendezvous = self._gather(hello, deadline)
@@ -136,7 +136,7 @@ class ElasticMeetings:
     def end(self) -> None:
         """Notifies the launchers waiting at this acceptor that the job has succeeded."""
         if self._acceptor is not None:
-            self._let_in(0)
+            self._admit(0)
         for other in self._waiting:
             other.caller.send({"ended": True})
             other.caller.close()
@@ -234,7 +234,7 @@ class ElasticMeetings:
                 raise _refused(present, self._too_few(present))
             if now - last_look > _KNOCK_SECONDS:
                 last_look = now
-                if self._place and self._somebody_is_earlier():
+                if self._place and self._has_earlier_listener():
                     self._close_acceptor()  # The waiting launchers reconnect there.
                     return None
                 others = [each for each in self._endpoints if each != self._endpoints[self._place]]
@@ -243,7 +243,7 @@ class ElasticMeetings:
                     rendezvous = self._join(hello, deadline, others, patience=_RETRY_SECONDS)
                     if rendezvous is not None or self._acceptor is None:
                         return rendezvous
-            if self._let_in(min(_RETRY_SECONDS, max(0.0, deadline - now))):
+            if self._admit(min(_RETRY_SECONDS, max(0.0, deadline - now))):
                 quiet_since = time.monotonic()
         taking_part = present[: self._max_nodes]
         workers = [join_address(e.address, port) for e in taking_part for port in e.hello["ports"]]
@@ -272,7 +272,7 @@ class ElasticMeetings:
             newcomers.news = news
         return Rendezvous.agreed(answer, self._secret, news, answer["attempt"])
 
-    def _let_in(self, seconds, is_running=False) -> bool:
+    def _admit(self, seconds, is_running=False) -> bool:
         """Admits launchers to the waiting list; returns whether there were any."""
         has_come = False
         self._drop_gone()
@@ -296,7 +296,7 @@ class ElasticMeetings:
             gone.caller.close()
             self._waiting.remove(gone)
 
-    def _somebody_is_earlier(self):
+    def _has_earlier_listener(self):
         for address in self._endpoints[: self._place]:
             with contextlib.suppress(OSError):
                 socket.create_connection(address, _RETRY_SECONDS).close()
@@ -310,15 +310,15 @@ class ElasticMeetings:
 
     def _too_few(self, present):
         number = len(present)
-        least = f"--nnodes={self._min_nodes}:{self._max_nodes} requires {self._min_nodes}"
+        requirement = f"--nnodes={self._min_nodes}:{self._max_nodes} requires {self._min_nodes}"
         if number >= self._min_nodes:
-            least = (
+            requirement = (
                 f"{num_needed(present)} of the {may_run(present)} hosts of the last round are "
                 "required, since the others may still be running behind a broken link"
             )
         return (
             f"The job has {number} host{'s' * (number > 1)} after {self._timeout_seconds:g} s at "
-            f"{self._places()}; {least}.{self._acceptor.who_was_turned_away()} Start "
+            f"{self._places()}; {requirement}.{self._acceptor.who_was_turned_away()} Start "
             "`tfparallel launch` on more hosts, or raise --start_timeout."
         )
 
@@ -329,7 +329,7 @@ class ElasticMeetings:
             "or too few yet, or have this one wait since others that joined have failed."
         )
 
-    def _nobody_there(self):
+    def _no_listener(self):
         return (
             f"A launcher must listen at {self._places()}, and none came within "
             f"{self._timeout_seconds:g} s; this one cannot. Received: {self._why_closed}"
@@ -342,11 +342,11 @@ class ElasticMeetings:
         return ", ".join(join_address(*endpoint) for endpoint in self._endpoints)
 
     def _disagreement(self, hello):
-        there = hello["nnodes"]
-        there = ":".join(map(str, there)) if isinstance(there, list) else there
+        nnodes = hello["nnodes"]
+        nnodes = ":".join(map(str, nnodes)) if isinstance(nnodes, list) else nnodes
         return (
             f"All hosts must agree on --nnodes. Received: {self._min_nodes}:{self._max_nodes} on "
-            f"the host that listens, {there} here."
+            f"the host that listens, {nnodes} here."
         )
 
 
@@ -369,7 +369,7 @@ class _Newcomers:
 
     def listen(self):
         """Admits new launchers; `look` decides whether a round begins for them."""
-        self._meetings._let_in(0, is_running=True)
+        self._meetings._admit(0, is_running=True)
         return True
 
     def look(self) -> float | None:

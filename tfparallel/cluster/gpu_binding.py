@@ -35,7 +35,7 @@ def visible_gpus(
     if num_local_workers == 1 or _bound_by_slurm(environ):
         return {}
     visible = environ.get(_VISIBLE)
-    gpus = _listed(visible) if visible is not None else _counted(environ)
+    gpus = _visible_names(visible) if visible is not None else _all_indices(environ)
     if not gpus:
         return {}
     if visible is not None and len(gpus) == 1:  # This worker's own, or one for all.
@@ -69,13 +69,13 @@ def _bound_by_slurm(environ):
     )
 
 
-def _listed(visible):
+def _visible_names(visible):
     names = (name.strip() for name in visible.split(","))
     # CUDA stops at the first unknown name.
     return list(itertools.takewhile(lambda name: name not in _NO_GPU, names))
 
 
-def _counted(environ):
+def _all_indices(environ):
     on_node = environ.get(_ON_NODE, "")
     is_number = re.fullmatch("[0-9]{1,4}", on_node)
     number = int(on_node) if is_number else len(glob.glob("/dev/nvidia[0-9]*"))

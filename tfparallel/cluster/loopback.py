@@ -127,7 +127,7 @@ def _drop_all(guard):
 
 def _bind_to_loopback(port):
     """Binds this process's listening sockets on a port to the loopback; returns the problems."""
-    is_found = False
+    is_bound = False
     try:
         for name in os.listdir("/proc/self/fd"):
             with contextlib.ExitStack() as stack:
@@ -145,10 +145,10 @@ def _bind_to_loopback(port):
                     continue
                 listener.setsockopt(socket.SOL_SOCKET, _BIND_TO_DEVICE, _LOOPBACK.encode())
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 0)
-                is_found = True
+                is_bound = True
     except OSError as error:
         return [f"{OPEN}; its socket cannot be bound to the loopback ({error.strerror})"]
-    return [] if is_found else [f"{OPEN}; its socket was not found"]
+    return [] if is_bound else [f"{OPEN}; its socket was not found"]
 
 
 def _is_loopback(host):

@@ -164,7 +164,7 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return _run_here(coroutine)
+        return _run_in_this_thread(coroutine)
     return _run_in_another_thread(coroutine)  # A thread has one running loop at most.
 
 
@@ -176,7 +176,7 @@ def _run_in_another_thread(coroutine):
         return await coroutine
 
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as other_thread:
-        result = other_thread.submit(_run_here, announced())
+        result = other_thread.submit(_run_in_this_thread, announced())
         try:
             return result.result()
         except KeyboardInterrupt:  # Raised in the main thread: cancel the task in the other one.
@@ -186,7 +186,7 @@ def _run_in_another_thread(coroutine):
             raise
 
 
-def _run_here(coroutine):
+def _run_in_this_thread(coroutine):
     # A separate loop leaves the caller's untouched. The first Ctrl-C cancels the coroutine.
     with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
         return runner.run(coroutine)

@@ -71,7 +71,7 @@ class Reader(threading.Thread):
             for source, (text, since) in list(self._partial.items()):
                 if since <= overdue:
                     del self._partial[source]
-                    self._hand_on(source, text)
+                    self._pass_on(source, text)
         self._selector.close()
 
     def _read(self, pipe, source):
@@ -87,9 +87,9 @@ class Reader(threading.Thread):
         if cut < len(text):
             self._partial[source] = (text[cut:], time.monotonic() if cut else since)
         if cut:
-            self._hand_on(source, text[:cut])
+            self._pass_on(source, text[:cut])
 
-    def _hand_on(self, source, text):
+    def _pass_on(self, source, text):
         worker, stream = source
         self._tails[worker] = (self._tails[worker] + text)[-_TAIL_BYTES:]
         if self.error is not None:
@@ -205,7 +205,7 @@ class WorkerLog:
 
     def __init__(self, path: str | os.PathLike, tell: Callable[[OSError], None]):
         self._tell = tell
-        self._has_told, self._num_lost = False, 0
+        self._has_reported, self._num_lost = False, 0
         self._file = None
         try:
             self._file = open(path, "ab", buffering=0)
@@ -243,6 +243,6 @@ class WorkerLog:
 
     def _lose(self, num_bytes, error):
         self._num_lost += num_bytes
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_reported:
+            self._has_reported = True
             self._tell(error)

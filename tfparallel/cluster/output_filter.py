@@ -79,10 +79,10 @@ class OutputFilter:
                 position = match.end()
         logged.append(text[position:])
         shown.append(self._of_lines(worker, text[position:]))
-        if whole := b"".join(logged):
-            self._keep(worker, whole)
-        if screened := b"".join(shown):
-            self._show(worker, "stderr", screened)
+        if log_text := b"".join(logged):
+            self._keep(worker, log_text)
+        if screen_text := b"".join(shown):
+            self._show(worker, "stderr", screen_text)
 
     def _of_lines(self, worker: int, text: bytes) -> bytes:
         """Returns the shown part of lines without a fatal error."""
@@ -91,17 +91,17 @@ class OutputFilter:
         # Most output can skip the filter by line.
         if worker in self._drops_source or b"Warning: " in text or may_hold_chatter(text):
             lines = _LINE.findall(text)
-            return b"".join(line for line in lines if not self._is_held_back(worker, line))
+            return b"".join(line for line in lines if not self._is_hidden(worker, line))
         return text
 
     def _of_error(self, worker: int, error: WorkerError) -> list[bytes]:
-        is_known = any(error.place == other.place for other in self.errors.values())
+        is_repeated = any(error.place == other.place for other in self.errors.values())
         self.errors[worker] = error
         if not self._is_quiet:
             return [error.whole.encode()]
-        return [] if is_known else [f"{line}\n".encode() for line in error.lines]
+        return [] if is_repeated else [f"{line}\n".encode() for line in error.lines]
 
-    def _is_held_back(self, worker: int, line: bytes) -> bool:
+    def _is_hidden(self, worker: int, line: bytes) -> bool:
         if worker in self._drops_source:
             self._drops_source.discard(worker)
             if line.startswith(b"  "):

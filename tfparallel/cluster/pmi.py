@@ -116,12 +116,12 @@ class Server(threading.Thread):
     def _hang_up_on_strangers(self):
         """Drops excess and overdue callers; returns in how many seconds to look again, or None."""
         strangers = [peer for peer in self._peers.values() if peer.worker is None]
-        late = time.monotonic() - _STRANGER_SECONDS
+        cutoff = time.monotonic() - _STRANGER_SECONDS
         for index, peer in enumerate(strangers):  # In order of arrival.
-            if index < len(strangers) - _MAX_STRANGERS or peer.since < late:
+            if index < len(strangers) - _MAX_STRANGERS or peer.since < cutoff:
                 self._part_from(peer)
             else:
-                return max(0.0, peer.since - late)
+                return max(0.0, peer.since - cutoff)
         return None
 
     def _listen_to(self, peer):
@@ -139,9 +139,9 @@ class Server(threading.Thread):
             self._part_from(peer)
 
     def _admit(self, peer, line):
-        said = json.loads(line)
-        worker, role = said["worker"], said["role"]
-        if not self._secret.is_proof(said["proof"], peer.nonce, worker, role):
+        hello = json.loads(line)
+        worker, role = hello["worker"], hello["role"]
+        if not self._secret.is_proof(hello["proof"], peer.nonce, worker, role):
             raise ConnectionResetError
         if type(worker) is not int or not 0 <= worker < len(self._hosts):
             raise ConnectionResetError
@@ -162,15 +162,15 @@ class Server(threading.Thread):
                     _say(other, f"lost {peer.worker}")
 
     def _answer(self, peer, line):
-        said = dict(part.split("=", 1) for part in line.split(" ") if "=" in part)
-        command = said["cmd"]
+        request = dict(part.split("=", 1) for part in line.split(" ") if "=" in part)
+        command = request["cmd"]
         if command == "put":
             peer.num_keys += 1
             if peer.num_keys > _MAX_KEYS:
                 raise ConnectionResetError
-            self._values[said["key"]] = said["value"]
+            self._values[request["key"]] = request["value"]
         if command == "get":
-            value = self._values.get(said["key"])
+            value = self._values.get(request["key"])
             result = "rc=-1 msg=key_not_found" if value is None else f"rc=0 msg=found value={value}"
             _say(peer, f"cmd=get_result {result}")
         elif command == "barrier_in":

@@ -122,12 +122,12 @@ def hold_until_gone(address: str) -> None:
     TensorFlow closes a silent connection, so this reconnects. A busy host may answer slowly, but a
     process that has ended refuses at once.
     """
-    misses, seen = 0, time.monotonic()
-    while misses < _REFUSALS and time.monotonic() - seen < _SILENCE_SECONDS:
+    misses, last_answer = 0, time.monotonic()
+    while misses < _REFUSALS and time.monotonic() - last_answer < _SILENCE_SECONDS:
         try:
             with socket.create_connection(split_address(address), _CONNECT_SECONDS) as connection:
                 _listen(connection)
-            misses, seen = 0, time.monotonic()
+            misses, last_answer = 0, time.monotonic()
         except ConnectionRefusedError:
             misses += 1
             time.sleep(_REFUSED_SECONDS)

@@ -143,7 +143,7 @@ def _host(endpoint, hello, secret, job, deadline, timeout_seconds):
                     visitor.send(answer)
                 return answer, {}
             for visitor in acceptor.wait(remaining):
-                _take_in(visitor, hello, present, acceptor)
+                _admit(visitor, hello, present, acceptor)
         callers = [present[node] for node in range(1, nnodes)]
         nodes = [(host, hello["ports"])]
         for each in callers:
@@ -165,7 +165,7 @@ def _host(endpoint, hello, secret, job, deadline, timeout_seconds):
         return answer, connections
 
 
-def _take_in(visitor, hello, present, acceptor):
+def _admit(visitor, hello, present, acceptor):
     """Admits a launcher, or sends it the reason why it cannot join."""
     node = visitor.hello["node_rank"]
     if node in present and present[node].has_hung_up:
@@ -180,11 +180,11 @@ def _take_in(visitor, hello, present, acceptor):
 
 def _missing(endpoint, hello, present, acceptor, timeout_seconds):
     """The error of node 0 at the deadline."""
-    came = {0, *present}
-    missing = sorted(set(range(hello["nnodes"])) - came)
+    joined = {0, *present}
+    missing = sorted(set(range(hello["nnodes"])) - joined)
     return (
         f"{_nodes(missing)} did not come to {endpoint} within {timeout_seconds:g} s; "
-        f"all {hello['nnodes']} nodes are required. Received: {_nodes(sorted(came))}."
+        f"all {hello['nnodes']} nodes are required. Received: {_nodes(sorted(joined))}."
         f"{acceptor.who_was_turned_away()} Start `tfparallel launch` there with the same --nnodes, "
         "--rdzv_endpoint, --job_name and TFPARALLEL_JOB_TOKEN."
     )

@@ -53,9 +53,9 @@ class Participant:
         """Parses a hello, which is untrusted; `ValueError` if it is malformed."""
         kinds = dict(index=int, workers=list, facts=dict, host=str, pid=int, seconds=float)
         fields = {name: hello.get(name) for name in kinds}
-        whole = all(type(fields[name]) is kind for name, kind in kinds.items())
+        is_complete = all(type(fields[name]) is kind for name, kind in kinds.items())
         # The host name is printed later.
-        if not (whole and fields["index"] >= 0 and fields["host"].isprintable()):
+        if not (is_complete and fields["index"] >= 0 and fields["host"].isprintable()):
             raise ValueError("a hello that is not whole")
         return cls(**fields, connection=connection)
 
@@ -148,7 +148,7 @@ class RendezvousPeer:
         if len(self._strangers) >= _MAX_STRANGERS + len(self.workers):
             next(iter(self._strangers)).cancel()
         connection = messages.Connection(caller)
-        task = self.spawn(self._pick_up(connection))
+        task = self.spawn(self._answer_caller(connection))
         self._strangers[task] = None
         task.add_done_callback(lambda done: self._strangers.pop(done, None))
         # Also if the task is cancelled before it begins.
@@ -158,7 +158,7 @@ class RendezvousPeer:
         await asyncio.sleep(RETRY_SECONDS)
         asyncio.get_running_loop().add_reader(own_port, self._accept, own_port)
 
-    async def _pick_up(self, connection):
+    async def _answer_caller(self, connection):
         """Answers a caller of this job, and hangs up on any other."""
         with contextlib.suppress(OSError, ValueError):
             async with asyncio.timeout(GREETING_SECONDS):

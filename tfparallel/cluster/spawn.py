@@ -212,10 +212,10 @@ def _write_call(folder, function, args, kwargs, settings):
         file.write(call)
 
 
-def _pickled(thing):
-    """Returns bytes from which `pickle.loads` restores `thing` in another process."""
+def _pickled(value):
+    """Returns bytes from which `pickle.loads` restores `value` in another process."""
     file = io.BytesIO()
-    _Pickler(file).dump(thing)
+    _Pickler(file).dump(value)
     return file.getvalue()
 
 
@@ -240,8 +240,8 @@ class _Pickler(cloudpickle.Pickler):
 
 def _sources_of_cells():
     """The source of notebook cells, which tf.function reads to convert `if` and `for`."""
-    whole = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4}
-    return {name: entry for name, entry in whole.items() if not os.path.exists(name)}
+    loaded = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4}
+    return {name: entry for name, entry in loaded.items() if not os.path.exists(name)}
 
 
 def _python_module(module, *arguments):

@@ -140,10 +140,10 @@ class Job:
         with self:
             self._wait_until(self._is_decided, timeout_seconds)
             timed_out = not self._is_decided()
-            reported = self._tell_failures()
+            reported = self._report_failures()
             if reported or self._news.failures:
                 self._wait_until(self._all_ended, _SETTLE_SECONDS)
-                self._tell_failures(reported)
+                self._report_failures(reported)
             culprit = self._culprit()
             if self._has_lost_a_worker(culprit):
                 self._grace_seconds = min(self._grace_seconds, _LOST_SECONDS)
@@ -167,7 +167,7 @@ class Job:
             return True
         if self._news.has_newcomer and not self._all_ended():
             return True
-        self._tell_lost()
+        self._report_lost()
         if not self._all_ended() and not self._is_over():
             return False
         if not self._has_reported_success:
@@ -175,7 +175,7 @@ class Job:
             self._news.tell_success()
         return self._news.all_succeeded
 
-    def _tell_failures(self, reported=()):
+    def _report_failures(self, reported=()):
         """Reports failed workers to the other hosts, except those already `reported`."""
         failures = self._failures()
         for worker in failures:
@@ -188,7 +188,7 @@ class Job:
     def _culprit(self):
         """The worker that failed first: a local process, or the exit of a remote worker."""
         local = [(worker.returncode, worker.ended_at, worker) for worker in self._failures()]
-        remote = [(exit_.returncode, seen, exit_) for exit_, seen in self._news.failures]
+        remote = [(exit_.returncode, seen_at, exit_) for exit_, seen_at in self._news.failures]
         by_cause = sorted(local + remote, key=lambda failure: root_cause_first(*failure[:2]))
         return by_cause[0][2] if by_cause else None
 
@@ -226,7 +226,7 @@ class Job:
     def _all_ended(self):
         return all(worker.returncode is not None for worker in self._workers)
 
-    def _tell_lost(self):
+    def _report_lost(self):
         for worker in self._workers:
             if worker.is_lost and worker not in self._reported_lost:
                 self._reported_lost.append(worker)

@@ -177,7 +177,7 @@ def _json_object(text, problems):
     if not text.strip():
         return {}
     try:
-        config = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, problems))
+        config = json.loads(text, object_pairs_hook=lambda pairs: _check_unique(pairs, problems))
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         problems.append(f"it is no JSON: {reason}")
@@ -188,7 +188,7 @@ def _json_object(text, problems):
     return config
 
 
-def _unique(pairs, problems):
+def _check_unique(pairs, problems):
     for key, count in collections.Counter(key for key, _ in pairs).items():
         if count > 1:
             problems.append(f"the key {shown(key)} is given {count} times")

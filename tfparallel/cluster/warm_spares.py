@@ -101,15 +101,15 @@ class WarmSpares:
     def prepare(self, programs: Sequence[Program]) -> None:
         """Starts a spare for each program that has none, after `delay_seconds`."""
         with self._lock:
-            taken, self._num_taken = self._num_taken, 0
+            num_taken, self._num_taken = self._num_taken, 0
             if self._timer is not None:
                 self._timer.cancel()
             if self._prepares:
                 self._timer = threading.Timer(self._delay_seconds, self.prepare_now, [programs])
                 self._timer.daemon = True
                 self._timer.start()
-        if taken:
-            self._tell(f"{taken} of {len(programs)} workers here had a process ready")
+        if num_taken:
+            self._tell(f"{num_taken} of {len(programs)} workers here had a process ready")
 
     def prepare_now(self, programs: Sequence[Program]) -> None:
         """Starts the spares at once, and waits until they are ready or out of time.
@@ -135,12 +135,12 @@ class WarmSpares:
         while (loading := self._loading(started)) and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
         with self._lock:
-            late = [
+            overdue = [
                 self._waiting.pop(position)
                 for position, each in loading.items()
                 if self._waiting.get(position) is each
             ]
-        _end(late)
+        _end(overdue)
 
     def stop_preparing(self) -> None:
         """Starts no more spares: the job will not restart."""

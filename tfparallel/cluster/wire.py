@@ -91,25 +91,25 @@ class Secret:
     def __init__(self, token: str):
         self._key = token.encode(errors="surrogatepass")
 
-    def proof(self, *said: Any) -> str:
+    def proof(self, *parts: Any) -> str:
         """Returns the proof (HMAC) of nonces and other JSON values."""
-        text = json.dumps(said, sort_keys=True).encode()
+        text = json.dumps(parts, sort_keys=True).encode()
         return hmac.digest(self._key, text, hashlib.sha256).hex()
 
-    def is_proof(self, candidate: Any, *said: Any) -> bool:
+    def is_proof(self, candidate: Any, *parts: Any) -> bool:
         """Whether `candidate`, which is untrusted, is that proof."""
         if not isinstance(candidate, str):
             return False
         try:
-            expected = self.proof(*said).encode()
+            expected = self.proof(*parts).encode()
         except RecursionError:  # The input is nested too deeply to be encoded.
             return False
         # Bytes: `compare_digest` rejects non-ASCII text.
         return hmac.compare_digest(candidate.encode(errors="surrogatepass"), expected)
 
-    def derived(self, *said: Any) -> str:
+    def derived(self, *parts: Any) -> str:
         """Returns a secret that all members can derive, and that does not reveal this one."""
-        return self.proof("derived", *said)[: 2 * _NONCE_BYTES]
+        return self.proof("derived", *parts)[: 2 * _NONCE_BYTES]
 
 
 def new_nonce() -> str:
@@ -136,7 +136,7 @@ class Session:
 
     def opened(self, line: bytes) -> dict[str, Any] | None:
         """Returns the message of a line; None if the proof is wrong or the message malformed."""
-        proof, number, message = _taken_apart(line)
+        proof, number, message = _split_line(line)
         digest = hashlib.sha256(message).hexdigest()
         if number < self._next_heard or not self._secret.is_proof(
             proof, self._peer_role, *self._handshake, number, digest
@@ -146,7 +146,7 @@ class Session:
         return parsed(message)
 
 
-def _taken_apart(line: bytes) -> tuple[str, int, bytes]:
+def _split_line(line: bytes) -> tuple[str, int, bytes]:
     """Splits a line into its proof, its number (-1 if it has none), and the message."""
     number, _, message = line[_PROOF_BYTES + 1 :].partition(b" ")
     is_number = number.isdigit() and len(number) <= _MAX_DIGITS
@@ -175,7 +175,7 @@ def parsed(line: bytes) -> dict[str, Any] | None:
 
 def unproved(line: bytes) -> dict[str, Any]:
     """Returns the message of a line with a wrong proof, for an error; empty if malformed."""
-    return parsed(_taken_apart(line)[2]) or {}
+    return parsed(_split_line(line)[2]) or {}
 
 
 def greeting(job: str) -> dict[str, Any]:
@@ -183,19 +183,19 @@ def greeting(job: str) -> dict[str, Any]:
     return {"job": job, "nonce": new_nonce(), "version": _VERSION}
 
 
-def is_greeting(said: dict[str, Any] | None) -> bool:
+def is_greeting(message: dict[str, Any] | None) -> bool:
     """Whether a message has a valid job name and nonce."""
-    return said is not None and is_word(said.get("job")) and is_word(said.get("nonce"))
+    return message is not None and is_word(message.get("job")) and is_word(message.get("nonce"))
 
 
-def is_of_this_version(said: dict[str, Any]) -> bool:
+def is_of_this_version(message: dict[str, Any]) -> bool:
     """Whether a greeting has this protocol version."""
-    return said.get("version") == _VERSION
+    return message.get("version") == _VERSION
 
 
-def refusal(said: dict[str, Any] | None, job: str) -> RefusedError:
+def refusal(answer: dict[str, Any] | None, job: str) -> RefusedError:
     """Returns the error for a listener that does not belong to the caller's job."""
-    other = said.get("refused") if said is not None else None
+    other = answer.get("refused") if answer is not None else None
     if not is_word(other):
         return RefusedError("what listens there is no launcher")
     if other == job:

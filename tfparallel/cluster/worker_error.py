@@ -121,7 +121,7 @@ def tell_launcher() -> None:
         if issubclass(kind, KeyboardInterrupt) or sys.stderr is None:
             sys.__excepthook__(kind, error, trace)
             return
-        _tell(WorkerError.of(error.with_traceback(trace)))
+        _write_line(WorkerError.of(error.with_traceback(trace)))
 
     sys.excepthook = tell
 
@@ -140,12 +140,12 @@ def say_why(text: str) -> None:
     A launcher shows the same reason of several workers once.
     """
     if _has_launcher:
-        _tell(WorkerError(text.splitlines(), text, f"{text}\n"))
+        _write_line(WorkerError(text.splitlines(), text, f"{text}\n"))
     else:
         print(text, file=sys.stderr)
 
 
-def _tell(error: WorkerError) -> None:
+def _write_line(error: WorkerError) -> None:
     sys.stderr.flush()
     line = error.to_line()
     while line:  # A signal may interrupt a write to a full pipe.

@@ -61,14 +61,14 @@ class WorkerProcess:
         self.gone = False
         self._buffer = b""
         self._first: int | None = None
-        self.control, theirs = socket.socketpair()
+        self.control, reaper_end = socket.socketpair()
         cores = ",".join(map(str, program.cores))
         try:
             # -I -S: it needs no packages of the user, and starts in a third of the time.
             self.reaper = subprocess.Popen(
                 [sys.executable, "-I", "-S", _GUARDIAN, cores, *program.command],
                 env=dict(program.environment),
-                stdin=theirs,
+                stdin=reaper_end,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
@@ -79,7 +79,7 @@ class WorkerProcess:
             self.control.close()
             raise
         finally:
-            theirs.close()
+            reaper_end.close()
         self.control.setblocking(False)
 
     @property

@@ -276,8 +276,8 @@ class _Chief(rendezvous_peer.RendezvousPeer):
     def _check_agreement(self):
         if lines := self._differences():
             absent = self._absent()
-            late = f"; {differences.name_workers(absent)} had not come yet" if absent else ""
-            raise self.error(f"the workers disagree: {'; '.join(lines)}{late}", _SAME_CLUSTER)
+            missing = f"; {differences.name_workers(absent)} had not come yet" if absent else ""
+            raise self.error(f"the workers disagree: {'; '.join(lines)}{missing}", _SAME_CLUSTER)
 
     async def _try_all_connections(self):
         """Connects back to every worker, and makes each connect to the next in the ring."""
@@ -322,7 +322,7 @@ class _Chief(rendezvous_peer.RendezvousPeer):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_VERDICT_SECONDS):
                 staying, connected = list(self._connected), list(self._connected.values())
-                await asyncio.gather(*(self._order(one, verdict) for one in connected))
+                await asyncio.gather(*(self._order(peer, verdict) for peer in connected))
                 # They hang up after reading it; hanging up first could cut it off.
                 if staying:
                     await asyncio.wait(staying)
@@ -337,7 +337,7 @@ class _Chief(rendezvous_peer.RendezvousPeer):
 
     def _differences(self):
         """The differences between the participants, the list of workers first."""
-        came = self._participants.items()
-        lists = {index: {"workers": participant.workers} for index, participant in came}
-        facts = {index: participant.facts for index, participant in came}
+        participants = self._participants.items()
+        lists = {index: {"workers": participant.workers} for index, participant in participants}
+        facts = {index: participant.facts for index, participant in participants}
         return differences.differences(lists) + differences.differences(facts, self.may_differ)

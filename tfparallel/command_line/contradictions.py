@@ -33,7 +33,7 @@ def in_parallel(values: flags.FlagValues, positional: Sequence[str]) -> list[str
             "--parallel=hybrid needs a mesh: how many devices there are along each axis. Received: "
             "no --mesh. Add --mesh=data=2,pipeline=2, for example."
         )
-    problems += _of_options(
+    problems += _option_problems(
         values, _sync_problems, _shard_problems, _micro_batch_problems, _schedule_problems
     )
     count = len(values.devices) if values.devices is not None else values.num_devices
@@ -114,7 +114,7 @@ def _schedule_problems(options: TrainOptions) -> list[str]:
     return []
 
 
-def _of_options(values, *checks) -> list[str]:
+def _option_problems(values, *checks) -> list[str]:
     """Runs checks on the parsed options; skips them if parsing fails, which the rows report."""
     try:
         options = TrainOptions.of(values)
@@ -158,7 +158,7 @@ def check(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
 
 def plan(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
     """Returns the problems of the flags of `plan`."""
-    problems = _of_options(values, _micro_batch_problems, _schedule_problems)
+    problems = _option_problems(values, _micro_batch_problems, _schedule_problems)
     if values.parallel == "pipeline" and values.num_devices == 1:
         problems.append(
             "A pipeline has a device for each stage, two or more. Received: --parallel=pipeline "
@@ -171,8 +171,8 @@ def bench(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
     """Returns the problems of `bench all_reduce` and the other collectives."""
     problems = []
     if not positional or positional[0] not in COLLECTIVES:
-        alike = nearest(positional[0].replace("-", "_"), COLLECTIVES) if positional else None
-        fix = f"Did you mean {alike}?" if alike else "Example: tfparallel bench all_reduce"
+        match = nearest(positional[0].replace("-", "_"), COLLECTIVES) if positional else None
+        fix = f"Did you mean {match}?" if match else "Example: tfparallel bench all_reduce"
         problems.append(
             f"The name of a collective is required: {', '.join(COLLECTIVES)}; or `train TASK.py`, "
             f"or `pipeline TASK.py`. Received: {list(positional)}. {fix}"

@@ -88,7 +88,7 @@ def parsed(command: str, values: flags.FlagValues, arguments: Sequence[str]) -> 
     Raises:
         UsageError: If a flag is unknown, has a value of the wrong type, or is given by two names.
     """
-    spelled = [_spelled(values, text) for text in arguments]
+    spelled = [_with_underscores(values, text) for text in arguments]
     try:
         positional = values([command, *spelled])[1:]
     except flags.UnrecognizedFlagError as error:
@@ -96,7 +96,7 @@ def parsed(command: str, values: flags.FlagValues, arguments: Sequence[str]) -> 
         typed = typed if typed in arguments else f"-{typed}"
         raise UsageError(_unknown(command, typed)) from error
     except flags.IllegalFlagValueError as error:
-        raise UsageError(_in_words(command, str(error))) from error
+        raise UsageError(_value_error(command, str(error))) from error
     except flags.Error as error:
         name = str(error).removeprefix("Missing value for flag ")
         if name != str(error):
@@ -114,7 +114,7 @@ def parsed(command: str, values: flags.FlagValues, arguments: Sequence[str]) -> 
     return positional
 
 
-def _in_words(command, message):
+def _value_error(command, message):
     """Rewrites absl's message about an invalid value as a full error."""
     match = re.fullmatch(r"flag --(\w+)=(.*?): (.*)", message, re.DOTALL)
     if match is None:
@@ -165,23 +165,23 @@ def _unknown(command, typed):
     """Returns the error for an unknown flag, with a suggestion."""
     name = typed.lstrip("-").replace("-", "_")
     rows = flags_of(command)
-    meant = [f"--{each.name}" for each in rows.values() if _is_any(name, each.elsewhere)]
+    equivalents = [f"--{each.name}" for each in rows.values() if _is_any(name, each.elsewhere)]
     others = [other for other in COMMANDS if " " not in other and name in flags_of(other)]
-    if meant:
-        fix = f"Here it is {' or '.join(meant)}."
+    if equivalents:
+        fix = f"Here it is {' or '.join(equivalents)}."
     elif name in _IN_TASK and COMMANDS[command].is_on_task:
         fix = f"The task file says it: {_IN_TASK[name]}."
-    elif alike := nearest(name, [word for row in rows.values() for word in (row.name, *row.also)]):
-        fix = f"Did you mean --{alike}?"
+    elif match := nearest(name, [word for row in rows.values() for word in (row.name, *row.also)]):
+        fix = f"Did you mean --{match}?"
     else:
         fix = f"It is a flag of `{'`, `'.join(others)}`. " if others else ""
         fix += f"`tfparallel {command} --help` shows the flags."
-    if COMMANDS[command].runs_program and not meant:
+    if COMMANDS[command].runs_program and not equivalents:
         fix += f" A program's own flags come after the program: `-- PROGRAM {typed}`."
     return f"{typed} is no flag of `{command}`. {fix}"
 
 
-def _spelled(values, argument):
+def _with_underscores(values, argument):
     """Replaces dashes in a flag's name, which torchrun allows, by underscores."""
     match = re.fullmatch(r"--(no-)?([a-z][a-z0-9-]*)(=.*)?", argument, re.DOTALL)
     if match is None or "-" not in (match[1] or "") + match[2]:
@@ -196,21 +196,21 @@ def _spelled(values, argument):
 def flag_problems(command: str, values: flags.FlagValues) -> list[str]:
     """Returns the problems of the values according to the rows, singly and combined."""
     rows = flags_of(command)
-    problems = [problem for row in rows.values() for problem in _alone(row, values)]
+    problems = [problem for row in rows.values() for problem in _value_problems(row, values)]
     for row in rows.values():
-        problems += _without(row, values)
+        problems += _requirement_problems(row, values)
     for excludes in EXCLUDES:
-        if all(_holds(values, each) for each in excludes.these):
-            received = [_shown(values, each.partition("=")[0]) for each in excludes.these]
+        if all(_is_met(values, each) for each in excludes.these):
+            received = [_as_typed(values, each.partition("=")[0]) for each in excludes.these]
             problems.append(f"{excludes.why} Received: {' with '.join(received)}. {excludes.fix}")
     return problems
 
 
-def _alone(row: Flag, values) -> Iterator[str]:
+def _value_problems(row: Flag, values) -> Iterator[str]:
     value = values[row.name].value
     if value is None:
         return
-    received = f"Received: {_shown(values, row.name)}."
+    received = f"Received: {_as_typed(values, row.name)}."
     if row.least is not None or row.above is not None:
         lowest = row.least if row.least is not None else math.nextafter(row.above, math.inf)
         highest = row.most if row.most is not None else math.inf
@@ -227,7 +227,7 @@ def _alone(row: Flag, values) -> Iterator[str]:
         except ValueError as error:
             yield f"--{row.name}: {error}"
     if row.ending is not None:
-        yield from _unwritable(row, value, received)
+        yield from _path_problems(row, value, received)
     if row.needs_package is not None:
         package, name = row.needs_package
         if importlib.util.find_spec(package) is None:
@@ -237,7 +237,7 @@ def _alone(row: Flag, values) -> Iterator[str]:
             )
 
 
-def _unwritable(row: Flag, path: str, received: str) -> Iterator[str]:
+def _path_problems(row: Flag, path: str, received: str) -> Iterator[str]:
     """Yields the reasons why a file could not be written."""
     if not path.endswith(tuple(row.ending.split(" or "))):
         yield f"The path must end in {row.ending}. {received}"
@@ -251,36 +251,36 @@ def _unwritable(row: Flag, path: str, received: str) -> Iterator[str]:
         yield f"The folder cannot be written to. {received}"
 
 
-def _without(row: Flag, values) -> Iterator[str]:
+def _requirement_problems(row: Flag, values) -> Iterator[str]:
     """Yields the error for a flag without the flag that it requires."""
-    if row.only_with is None or not _is_given(values, row.name) or _holds(values, row.only_with):
+    if row.only_with is None or not _is_set(values, row.name) or _is_met(values, row.only_with):
         return
     name, _, words = row.only_with.partition("=")
     first, *others = f"--{row.only_with}".split("|")
     needed = f"{', '.join([first, *others[:-1]])} or {others[-1]}" if others else first
-    beside = f" with {_shown(values, name)}" if values[name].value is not None else " alone"
+    beside = f" with {_as_typed(values, name)}" if values[name].value is not None else " alone"
     yield (
-        f"--{row.name} is for {needed}. Received: {_shown(values, row.name)}{beside}. Drop "
+        f"--{row.name} is for {needed}. Received: {_as_typed(values, row.name)}{beside}. Drop "
         f"--{row.name}, or {'take' if words else 'add'} {first}."
     )
 
 
-def _holds(values, condition: str) -> bool:
+def _is_met(values, condition: str) -> bool:
     """Whether a flag is set, or has one of the values in the condition."""
     name, _, words = condition.partition("=")
     if name not in values:
         return False
     if not words:
-        return _is_given(values, name)
+        return _is_set(values, name)
     return str(values[name].value).partition(":")[0] in words.split("|")
 
 
-def _is_given(values: flags.FlagValues, name: str) -> bool:
+def _is_set(values: flags.FlagValues, name: str) -> bool:
     """Whether a flag differs from its default."""
     return values[name].value != values[name].default
 
 
-def _shown(values, name: str) -> str:
+def _as_typed(values, name: str) -> str:
     """Formats a flag as it is typed."""
     value = values[name].value
     if isinstance(value, bool):
@@ -298,5 +298,5 @@ def value_of(values: flags.FlagValues, name: str) -> Any:
 
 def resolved(values: flags.FlagValues) -> dict[str, Any]:
     """Returns all flags that are not None, with their values."""
-    every = {name: values[name].value for name in sorted(values) if name not in ("?", "json")}
-    return {name: value for name, value in every.items() if value is not None}
+    all_values = {name: values[name].value for name in sorted(values) if name not in ("?", "json")}
+    return {name: value for name, value in all_values.items() if value is not None}

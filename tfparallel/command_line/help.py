@@ -33,11 +33,11 @@ def help_text(command: str) -> str:
         if topic_rows:
             lines += ["", f"{topic}:"]
         for row in topic_rows:
-            lines += _described(row, width)
+            lines += _flag_lines(row, width)
     return "\n".join(lines)
 
 
-def _described(row: Flag, width) -> Iterator[str]:
+def _flag_lines(row: Flag, width) -> Iterator[str]:
     head = "  " + ", ".join([_head(row), *(f"--{name}" for name in row.also)])
     meanings = row.choices if isinstance(row.choices, dict) else {}
     # `is not False`: a default of 0 is shown, although 0 == False.

@@ -136,8 +136,8 @@ def _run_as_workers(
             f"This process is one of {cluster.num_workers} workers already ({cluster.source}). "
             f"Received: --{flag}={number}. Drop the flag."
         )
-    again = (*TFPARALLEL, *name.split(), *arguments)
-    return run("launch", [f"--nproc_per_node={number}", "--", *again])
+    command = (*TFPARALLEL, *name.split(), *arguments)
+    return run("launch", [f"--nproc_per_node={number}", "--", *command])
 
 
 def run_job(what: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -152,7 +152,7 @@ def run_job(what: str, command: Sequence[str], environment: Mapping[str, str]) -
         StartError: If it fails, or has not ended after 15 minutes.
     """
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             env={**os.environ, **environment},
             stdout=subprocess.PIPE,
@@ -165,5 +165,7 @@ def run_job(what: str, command: Sequence[str], environment: Mapping[str, str]) -
             f"{what} has not ended within {_DEADLINE_SECONDS:.0f} s. Ask for fewer --steps, or a "
             "smaller batch."
         ) from error
-    if done.returncode:
-        raise StartError(f"{what} failed with exit code {done.returncode}:\n{done.stdout[-3000:]}")
+    if process.returncode:
+        raise StartError(
+            f"{what} failed with exit code {process.returncode}:\n{process.stdout[-3000:]}"
+        )

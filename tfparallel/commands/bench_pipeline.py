@@ -83,7 +83,7 @@ def _cells(row) -> tuple[str, ...]:
         f"{row['over_one_after_the_other']:.2f}", f"{row['ideal_over_one_after_the_other']:.2f}",
         f"{row['bubble']:.0%}/{row['simulated_bubble']:.0%}", _ms(row["simulated_step_seconds"]),
         f"{row['simulated_step_seconds'] / row['step_seconds']:.2f}",
-        _mib(_of_tensors(row)), _mib(row["peak_memory_bytes"]),
+        _mib(_tensor_bytes(row)), _mib(row["peak_memory_bytes"]),
     )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def _line(cells) -> str:
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS, strict=True)).rstrip()
 
 
-def _of_tensors(row) -> list[int | None]:
+def _tensor_bytes(row) -> list[int | None]:
     """Returns the bytes of tensors by process: on its GPUs if it has any, else on the host."""
     on_host, on_gpus = row["peak_tensor_bytes"], row["peak_gpu_bytes"]
     return [

@@ -66,7 +66,7 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
     step = tf.function(model.train_step, autograph=False)
     result["step_seconds"] = _median_seconds(lambda: step(batch), values.steps)
     if parallelism.name == "pipeline":
-        result |= _of_pipeline(model, batch, result["step_seconds"])
+        result |= _pipeline_results(model, batch, result["step_seconds"])
     else:
         result["peak_memory_bytes"] = [peak_memory_bytes()]
         result |= {name: [peak] for name, peak in _peaks_of_this_process().items()}
@@ -82,7 +82,7 @@ def _peaks_of_this_process() -> dict[str, Any]:
     }
 
 
-def _of_pipeline(model, batch, step_seconds) -> dict[str, Any]:
+def _pipeline_results(model, batch, step_seconds) -> dict[str, Any]:
     # Before the measurements below allocate memory.
     local_peaks = _peaks_of_this_process()
     peaks = [entry.get("peak_memory_bytes", 0) for entry in held_by_device(model)]

@@ -96,10 +96,10 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
     return 0
 
 
-def _run(path, values, num_workers, global_batch_size, most) -> Scaling:
+def _run(path, values, num_workers, global_batch_size, max_workers) -> Scaling:
     progress = f"{counted(num_workers, 'worker')}, {global_batch_size} rows a step …"
     print(progress, file=sys.stderr, flush=True)
-    threads = str(max(1, len(available_cores()) // most))
+    threads = str(max(1, len(available_cores()) // max_workers))
     with tempfile.TemporaryDirectory(prefix="tfparallel_bench_") as folder:
         report = os.path.join(folder, "report.json")
         train = [*TFPARALLEL, "train", path, "--parallel=data", "--num_devices=1", "--epochs=1"]

@@ -101,7 +101,7 @@ def _check(path: str, values: flags.FlagValues) -> int:
             "Only one device takes part, so nothing is divided: add --num_devices=2 "
             "--device_type=cpu."
         )
-    ran = parallelism.all_reduce_report(built[-1])
+    all_reduce = parallelism.all_reduce_report(built[-1])
     joined = getattr(built[-1], "why_joined", None) or False
     parallelism.say(str(report))
     if values.plot is not None and parallelism.is_chief:
@@ -119,7 +119,7 @@ def _check(path: str, values: flags.FlagValues) -> int:
             "versions": versions(),
             **report.to_json(),
             **({"layout": built[-1].layout.to_json()} if parallelism.name != "none" else {}),
-            **({"all_reduce": ran} if ran is not None else {}),
+            **({"all_reduce": all_reduce} if all_reduce is not None else {}),
             **({"joined_outputs": joined} if has_pieces else {}),
             "peak_memory_bytes": peak_memory_bytes(),
             **({"peak_gpu_bytes": peaks} if peaks else {}),

@@ -79,8 +79,8 @@ def _answers(values) -> dict[str, str]:
     flag_values = {name: getattr(values, name) for name in _DEFAULTS}
     if values.kind is None and values.data is not None:
         # The file's ending may identify the kind.
-        fitting = [n for n, kind in KINDS.items() if values.data.endswith(tuple(kind.endings))]
-        flag_values["kind"] = fitting[0] if len(fitting) == 1 else None
+        kinds = [n for n, kind in KINDS.items() if values.data.endswith(tuple(kind.endings))]
+        flag_values["kind"] = kinds[0] if len(kinds) == 1 else None
     if flag_values["kind"] is None and not sys.stdin.isatty():
         raise UsageError(
             "--kind is required when there is no terminal. Received: no --kind. Add "

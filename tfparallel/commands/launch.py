@@ -37,7 +37,7 @@ def run(values: flags.FlagValues, command: Sequence[str]) -> int:
         The exit code: the culprit's, or 128 + n after signal n.
     """
     if values.emit is not None:
-        print(_emitted(values, command, NodeRange.parse(values.nnodes)), end="")
+        print(_job_file(values, command, NodeRange.parse(values.nnodes)), end="")
         return 0
     try:
         with _signals_raise():
@@ -56,7 +56,7 @@ def run(values: flags.FlagValues, command: Sequence[str]) -> int:
         return 1
 
 
-def _emitted(values: flags.FlagValues, command: Sequence[str], nodes: NodeRange) -> str:
+def _job_file(values: flags.FlagValues, command: Sequence[str], nodes: NodeRange) -> str:
     """Returns the job file."""
     # Keep words such as "gpu": the submitting host may have other devices.
     forwarded = {
@@ -82,13 +82,13 @@ def _emitted(values: flags.FlagValues, command: Sequence[str], nodes: NodeRange)
 
 def problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
     """Returns the problems of the flags, and of the command after `--`."""
-    problems = _of_any_job(values)
+    problems = _common_problems(values)
     if values.emit is not None:
         if not command:
             problems.append(_NO_COMMAND)
         else:
-            with _collecting(problems):
-                _emitted(values, command, _readable(values.nnodes) or NodeRange(1, 1, False))
+            with _collect_problems(problems):
+                _job_file(values, command, _node_range(values.nnodes) or NodeRange(1, 1, False))
         return problems
     if values.standby and command and not imports_tfparallel(command):
         problems.append(
@@ -96,15 +96,15 @@ def problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
             "`python SCRIPT` with `import tfparallel` at the top level of the script. Received: "
             f"{' '.join(command)}. Drop --standby, or write such a command."
         )
-    if (nodes := _readable(values.nnodes)) is not None:
-        with _collecting(problems):
+    if (nodes := _node_range(values.nnodes)) is not None:
+        with _collect_problems(problems):
             problems += _node_problems(values, nodes, node_rank_of(values.node_rank, nodes))
         problems += _identity_problems(values, nodes)
     if values.bind_cores and values.nproc_per_node >= 1:
         if not hasattr(os, "sched_setaffinity"):
             problems.append("--bind_cores needs Linux. Received: another system. Drop the flag.")
         else:
-            with _collecting(problems):
+            with _collect_problems(problems):
                 core_shares(available_cores(), values.nproc_per_node)
     if values.log_dir is not None:
         try:
@@ -124,14 +124,14 @@ def problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
     return problems
 
 
-def _readable(nnodes: str) -> NodeRange | None:
+def _node_range(nnodes: str) -> NodeRange | None:
     """Parses --nnodes; None if it is invalid, which the flag's row reports."""
     with contextlib.suppress(ValueError):
         return NodeRange.parse(nnodes)
     return None
 
 
-def _of_any_job(values: flags.FlagValues) -> list[str]:
+def _common_problems(values: flags.FlagValues) -> list[str]:
     """Returns the problems of flags that apply with and without --emit."""
     problems = []
     number = values.nproc_per_node
@@ -178,7 +178,7 @@ def _node_problems(values, nodes, rank):
     if values.rdzv_endpoint is not None:
         endpoints = values.rdzv_endpoint.split(",") if nodes.is_elastic else [values.rdzv_endpoint]
         for endpoint in endpoints:
-            with _collecting(problems):
+            with _collect_problems(problems):
                 split_address(endpoint)
     if values.local_addr is not None:
         if nodes.are_one:
@@ -186,7 +186,7 @@ def _node_problems(values, nodes, rank):
                 "--local_addr is for a job on several hosts and needs --nnodes. Received: "
                 f"--local_addr={values.local_addr} alone."
             )
-        with _collecting(problems):
+        with _collect_problems(problems):
             split_address(join_address(values.local_addr, 1))
     return problems
 
@@ -222,7 +222,7 @@ def _command_problems(command):
 
 
 @contextlib.contextmanager
-def _collecting(problems: list[str]) -> Iterator[None]:
+def _collect_problems(problems: list[str]) -> Iterator[None]:
     try:
         yield
     except ValueError as error:

@@ -161,7 +161,7 @@ def _run_elastic(values, command, nodes, environment, standbys):
                 if not (outcome.culprit or outcome.departure or outcome.has_newcomer):
                     meetings.end()
                     return 0
-                _hold_back(outcome, meetings, news)
+                _delay_newcomers(outcome, meetings, news)
                 code = _report_change(outcome, news)
                 if code is None:
                     code = patience.end(outcome.culprit, meeting)
@@ -173,7 +173,7 @@ def _run_elastic(values, command, nodes, environment, standbys):
                 news.tell_coming_again()
 
 
-def _hold_back(outcome, meetings, news):
+def _delay_newcomers(outcome, meetings, news):
     """Makes joining hosts wait, if the round failed at a host that had just joined."""
     node, departure = None, outcome.departure
     if outcome.culprit is not None:
@@ -303,7 +303,7 @@ def _run(
     with contextlib.ExitStack() as stack:
         output_filter = OutputFilter(
             screen.write,
-            _keeping(values, programs, attempt, stack),
+            _log_writer(values, programs, attempt, stack),
             has_gpu=has_nvidia_gpu(),
             is_quiet=wants_quiet(),
         )
@@ -327,7 +327,7 @@ def _run(
     return with_errors(outcome, output_filter.errors, values.log_dir)
 
 
-def _keeping(
+def _log_writer(
     values: flags.FlagValues,
     programs: Sequence[Program],
     attempt: int,

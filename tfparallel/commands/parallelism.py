@@ -219,7 +219,7 @@ def start_parallelism(options: TrainOptions, facts: Mapping[str, Any]) -> Parall
             num_devices = num_devices or 2
             device_lib.split_gpu(num_devices)
         if options.devices is not None:
-            devices = _named(options.devices)
+            devices = _named_devices(options.devices)
         else:
             devices = device_lib.choose_devices(
                 num_devices=num_devices, device_type=options.device_type
@@ -285,7 +285,7 @@ def hide_gpus_if_unused(options: TrainOptions) -> None:
         device_lib.hide_gpus()
 
 
-def _named(names) -> list[str]:
+def _named_devices(names) -> list[str]:
     try:
         return device_lib.choose_devices(devices=names)
     except ValueError as error:
@@ -311,7 +311,7 @@ def _all_reduce(options, devices) -> dict[str, Any]:
     return {"all_reduce": options.all_reduce, "calibrate": options.calibrate}
 
 
-def _typed(mesh: Mesh) -> str:
+def _as_typed(mesh: Mesh) -> str:
     return str(mesh).replace(" ", "")
 
 
@@ -325,13 +325,13 @@ def _num_devices(options, num_workers: int) -> int | None:
     if mesh.data % num_workers:
         raise UsageError(
             f"Each of {num_workers} workers has as many replicas as the others. Received: --mesh="
-            f"{_typed(mesh)}. Take data={num_workers}, or a multiple of it."
+            f"{_as_typed(mesh)}. Take data={num_workers}, or a multiple of it."
         )
     number = mesh.size // num_workers
     if options.num_devices not in (None, number):
         of_each = " on each worker" if num_workers > 1 else ""
         raise UsageError(
-            f"A mesh of {mesh} has {number} devices{of_each}. Received: --mesh={_typed(mesh)} "
+            f"A mesh of {mesh} has {number} devices{of_each}. Received: --mesh={_as_typed(mesh)} "
             f"with --num_devices={options.num_devices}. Drop --num_devices, or take another mesh."
         )
     return number

@@ -101,7 +101,7 @@ def _all_meshes(path: str, options: TrainOptions, plan: Plan) -> _View:
             f"  {_command(path, options, first)}",
             f"why: {plan.why}",
         ]
-    return [*head, "", *_table(plan), "", *_rests_on(plan)], {}
+    return [*head, "", *_table(plan), "", *_basis(plan)], {}
 
 
 def _table(plan: Plan) -> list[str]:
@@ -129,7 +129,7 @@ def _table(plan: Plan) -> list[str]:
     return aligned(rows)
 
 
-def _rests_on(plan: Plan) -> list[str]:
+def _basis(plan: Plan) -> list[str]:
     rows = " and ".join(map(str, plan.measured_rows))
     lines = [
         f"measured in {plan.seconds:.0f} s, layer by layer, at {rows} rows; the steps are "
@@ -236,7 +236,7 @@ def _one_pipeline(path: str, options: TrainOptions, plan: Plan) -> _View:
         for index, stage in enumerate(stages)
     ]  # fmt: skip
     serial = step - prediction.passes_seconds + sum(timeline.busy)
-    most = schedule.most_in_flight()
+    most_in_flight = schedule.most_in_flight()
     lines = [
         f"{_title(path, candidate)}; the command:",
         f"  {_command(path, options, candidate)}",
@@ -254,7 +254,7 @@ def _one_pipeline(path: str, options: TrainOptions, plan: Plan) -> _View:
             f"device {device}: holds {number} at most of the micro-batches' activations, "
             f"{size_text(size_bytes)} in all"
             for device, (number, size_bytes) in enumerate(
-                zip(most, prediction.held_bytes, strict=True)
+                zip(most_in_flight, prediction.held_bytes, strict=True)
             )
         ),
     ]
@@ -265,7 +265,7 @@ def _one_pipeline(path: str, options: TrainOptions, plan: Plan) -> _View:
         "num_micro_batches": schedule.num_micro_batches,
         "stages": stages,
         "held_bytes": list(prediction.held_bytes),
-        "most_in_flight": most,
+        "most_in_flight": most_in_flight,
         "step_seconds": step,
         "one_after_the_other_seconds": serial,
         "bubble": timeline.bubble,

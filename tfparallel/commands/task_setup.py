@@ -209,9 +209,9 @@ def nothing_fits(plan: Plan) -> str:
     """Returns the error for a plan of which no mesh fits: by how much, and what to do."""
     limit = size_text(plan.choices.device_memory)
     of_devices = f"{counted(plan.num_devices, 'device')} of {limit}"
-    least = min((c for c in plan.ranked if c.held_bytes is not None), key=lambda c: c.held_bytes)
+    closest = min((c for c in plan.ranked if c.held_bytes is not None), key=lambda c: c.held_bytes)
     return (
-        f"nothing fits {of_devices}: {least.name} comes closest, {least.why_not}. "
+        f"nothing fits {of_devices}: {closest.name} comes closest, {closest.why_not}. "
         f"{what_fits(plan)}"
     )
 

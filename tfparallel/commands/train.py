@@ -161,7 +161,7 @@ def _train(path, values, options: TrainOptions) -> tuple[dict[str, Any], bool]:
     if parallelism.workers is not None:  # Before the workers exchange their records.
         traffic = parallelism.workers.traffic
         sent, num_sums = traffic.read(), traffic.num_sums
-    records = _records_of_all(parallelism.workers, bool(values.report or values.trace))
+    records = _gather_records(parallelism.workers, bool(values.report or values.trace))
     if values.trace and parallelism.is_chief:
         if records:
             with open(values.trace, "w", encoding="utf-8") as file:
@@ -200,14 +200,14 @@ def _train(path, values, options: TrainOptions) -> tuple[dict[str, Any], bool]:
     return non_empty, parallelism.is_chief
 
 
-def _callbacks(task: Task, are_wanted: bool | None) -> list[keras.callbacks.Callback]:
+def _callbacks(task: Task, is_enabled: bool | None) -> list[keras.callbacks.Callback]:
     """Returns the callbacks of the task file."""
-    if are_wanted and not task.has_callbacks:
+    if is_enabled and not task.has_callbacks:
         raise UsageError(
             "--callbacks needs a function callbacks() in the task file, which returns a list of "
             f"Keras callbacks. Received: --callbacks with {task.path}, which has none."
         )
-    return [] if are_wanted is False else task.callbacks()
+    return [] if is_enabled is False else task.callbacks()
 
 
 def _facts(path: str, values: flags.FlagValues) -> dict[str, Any]:
@@ -265,9 +265,9 @@ def _build(model: keras.Model, dataset: tf.data.Dataset) -> None:
 
 
 @contextlib.contextmanager
-def _folder_for_records(are_wanted: bool) -> Iterator[None]:
+def _folder_for_records(is_enabled: bool) -> Iterator[None]:
     """Creates a folder for flight records, unless the launcher has."""
-    if not are_wanted or os.environ.get(FOLDER):
+    if not is_enabled or os.environ.get(FOLDER):
         yield
         return
     with tempfile.TemporaryDirectory(prefix="tfparallel_flight_") as folder:
@@ -278,7 +278,7 @@ def _folder_for_records(are_wanted: bool) -> Iterator[None]:
             del os.environ[FOLDER]
 
 
-def _records_of_all(workers: ProcessGroup | None, is_wanted: bool) -> list[WorkerRecord]:
+def _gather_records(workers: ProcessGroup | None, wants_records: bool) -> list[WorkerRecord]:
     """Gathers the flight records of all workers, if any worker wants them and all have one.
 
     A collective: all workers must call it.
@@ -288,7 +288,7 @@ def _records_of_all(workers: ProcessGroup | None, is_wanted: bool) -> list[Worke
         return [value] if workers is None else workers.exchange(value, "the records of steps")
 
     try:
-        records = exchange(_own_record()) if any(exchange(is_wanted)) else []
+        records = exchange(_local_record()) if any(exchange(wants_records)) else []
     except (tf.errors.OpError, WorkerLostError):  # A worker has ended; the training is complete.
         return []
     if not all(records):
@@ -301,7 +301,7 @@ def _records_of_all(workers: ProcessGroup | None, is_wanted: bool) -> list[Worke
     ]
 
 
-def _own_record() -> dict[str, Any] | None:
+def _local_record() -> dict[str, Any] | None:
     if Marks.current is None:
         return None
     record = read_record(Marks.current.record.path)

@@ -81,8 +81,8 @@ def read_data_file(kind: str, path: str, task_path: str, target: str | None) -> 
     Raises:
         DataFileError: If its content does not suit the kind.
     """
-    seen = os.path.relpath(path, os.path.dirname(os.path.abspath(task_path)))
-    named = f"DATA = pathlib.Path(__file__).parent / {seen!r}\n"
+    relative_path = os.path.relpath(path, os.path.dirname(os.path.abspath(task_path)))
+    named = f"DATA = pathlib.Path(__file__).parent / {relative_path!r}\n"
     try:
         if kind == "text":
             return _text(path, named)
@@ -136,7 +136,7 @@ def _npz(kind, path, named) -> DataFile:
         )
     imports = "import pathlib\n"
     if kind == "series":
-        constants = named + _looking_back(x.shape[1] if x.ndim == 2 else 1, len(x))
+        constants = named + _series_constants(x.shape[1] if x.ndim == 2 else 1, len(x))
         load = 'with np.load(DATA) as arrays:\n    values = arrays["x"]\n'
         return DataFile(f"{len(x):,} steps", imports, constants, load, False)
     y = arrays["y"]
@@ -263,8 +263,8 @@ def _csv(kind, path, named, target) -> DataFile:
         if chosen not in of_numbers:
             raise DataFileError(f"The column must hold numbers. Received: --target={chosen}.")
         columns = [chosen, *(name for name in inputs if name in of_numbers)]
-        constants = f"{named}COLUMNS = {_listed(columns)}  # The first is predicted.\n"
-        constants += _looking_back(len(columns), len(rows))
+        constants = f"{named}COLUMNS = {_list_literal(columns)}  # The first is predicted.\n"
+        constants += _series_constants(len(columns), len(rows))
         read += "values = np.array([[float(row[name]) for name in COLUMNS] for row in rows])\n"
         summary = f"{len(rows):,} steps of {chosen}"
         return DataFile(summary, "import csv\nimport pathlib\n", constants, read, False)
@@ -298,9 +298,9 @@ def _table(rows, target, is_number, numbers, words) -> DataFile | None:
     num_inputs = len(numbers) + sum(len(texts) + 1 for texts in vocabularies)
     constants = f"TARGET = {_quoted(target)}\n"
     if numbers:
-        constants += f"NUMBERS = {_listed(numbers)}\n"
+        constants += f"NUMBERS = {_list_literal(numbers)}\n"
     if words:
-        constants += f"WORDS = {_listed(words)}  # Of a few different texts.\n"
+        constants += f"WORDS = {_list_literal(words)}  # Of a few different texts.\n"
     about = "  # One for each number and each word, and one for unknown words."
     constants += f"NUM_INPUTS = {num_inputs}{about if words else ''}\n"
     load, scale = _SHUFFLE, None
@@ -312,7 +312,7 @@ def _table(rows, target, is_number, numbers, words) -> DataFile | None:
             load += f'    columns[f"{noun}_{{i}}"] = {values}\n'
             load += f'    features[f"{noun}_{{i}}"] = FeatureSpace.{feature}()\n'
     if has_classes:
-        constants += f"CLASSES = {_listed(classes)}\nNUM_CLASSES = len(CLASSES)\n"
+        constants += f"CLASSES = {_list_literal(classes)}\nNUM_CLASSES = len(CLASSES)\n"
         load += "y = np.array([CLASSES.index(row[TARGET]) for row in rows])\n"
         what = f"{len(classes)} classes of {target}"
     else:
@@ -330,7 +330,7 @@ def _scale_of(y) -> tuple[float, float]:
     return float(f"{mean:.4g}"), float(f"{deviation:.4g}") or 1.0
 
 
-def _looking_back(num_series: int, num_steps: int) -> str:
+def _series_constants(num_series: int, num_steps: int) -> str:
     length = min(48, num_steps // 10)
     if length < 2:
         raise DataFileError(f"A series of at least 20 steps is required. Received: {num_steps}.")
@@ -358,7 +358,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _listed(names: Sequence[str]) -> str:
+def _list_literal(names: Sequence[str]) -> str:
     line = f"[{', '.join(map(_quoted, names))}]"
     if len(line) <= 80:
         return line

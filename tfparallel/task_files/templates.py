@@ -211,11 +211,11 @@ def task_file(kind: str, data: DataFile | None, commands: Sequence[str]) -> str:
         imports="\n".join(imports),
         epochs=template.epochs,
         constants=constants,
-        layers=_indented(template.layers.format(num_outputs=num_outputs, scaling=scaling), 3),
-        objective=_indented(_CLASSES if classes else _NUMBERS, 2),
-        load=_indented(load.strip("\n") + "\n" + rest.strip("\n"), 1),
+        layers=_indent(template.layers.format(num_outputs=num_outputs, scaling=scaling), 3),
+        objective=_indent(_CLASSES if classes else _NUMBERS, 2),
+        load=_indent(load.strip("\n") + "\n" + rest.strip("\n"), 1),
     )
 
 
-def _indented(text: str, depth: int) -> str:
+def _indent(text: str, depth: int) -> str:
     return textwrap.indent(text.strip("\n"), "    " * depth)
