@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | `all_reduce` | S | Σ_k x_k |
 | `reduce_scatter` | S | part r, of n, of Σ_k x_k |
-| `all_gather` | S/n | x₀, x₁, … one behind the other |
+| `all_gather` | S/n | x₀, x₁, … concatenated |
 | `broadcast` | S | x₀ |
 | `all_to_all` | S | part r of x₀, part r of x₁, … |
 

@@ -62,7 +62,7 @@ def _count(number, noun):
 def _bound_by_slurm(environ):
     bind = environ.get("SLURM_GPU_BIND", "")
     if bind:
-        # Such as "single:1" or "verbose,closest"; "none" lets every task see all.
+        # Such as "single:1" or "verbose,closest"; with "none" every task sees all GPUs.
         return "none" not in re.split("[,:]", bind.lower())
     return bool(environ.get("SLURM_GPUS_PER_TASK")) or "gpu" in environ.get(
         "SLURM_TRES_PER_TASK", ""

@@ -2,7 +2,7 @@
 
 ```python
 programs = [Program(worker=0, command=["python", "train.py"], environment={...}), ...]
-outcome = run(programs, on_output=lambda worker, stream, text: ...)
+outcome = Job(programs, on_output=lambda worker, stream, text: ...).wait()
 if outcome.culprit is not None:
     print(outcome.culprit.describe())
 ```

@@ -65,7 +65,7 @@ class WorkerError:
 
     @property
     def has_traceback(self) -> bool:
-        """Whether `whole` says more than the lines."""
+        """Whether `whole` has more than the lines."""
         return self.whole.splitlines() != list(self.lines)
 
     def to_line(self) -> bytes:
