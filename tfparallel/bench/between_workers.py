@@ -118,13 +118,13 @@ class TensorFlowCollectives:
         if collective == "broadcast":
             self.implementation = f"TensorFlow CollectiveReduceV2 ({by}), zeros but on worker 0"
         num_workers = self._group.num_workers
-        num_inputs = input_count(collective, count, num_workers)
+        num_elements = input_count(collective, count, num_workers)
         steps = {
             "all_reduce": lambda x: self._group.all_reduce([x])[0],
-            "all_gather": lambda x: self._group.all_gather([x], [num_inputs] * num_workers)[0],
+            "all_gather": lambda x: self._group.all_gather([x], [num_elements] * num_workers)[0],
             "broadcast": lambda x: self._group.broadcast([x])[0],
         }
-        return PreparedStep(steps[collective], num_inputs, dtype)
+        return PreparedStep(steps[collective], num_elements, dtype)
 
 
 class MpiContender:
@@ -139,20 +139,20 @@ class MpiContender:
     def prepare(self, collective: str, count: int, dtype: str) -> PreparedStep:
         """Traces a collective."""
         group = self._group
-        num_inputs = input_count(collective, count, group.num_workers)
+        num_elements = input_count(collective, count, group.num_workers)
         if collective == "all_reduce":
             use = functools.partial(group.communicator.use, self.name)
-            return PreparedStep(lambda x: group.all_reduce([x])[0], num_inputs, dtype, before=use)
+            return PreparedStep(lambda x: group.all_reduce([x])[0], num_elements, dtype, before=use)
         self.implementation = group.communicator.implementation(collective)
         is_half = tf.as_dtype(dtype).size == 2
         if collective == "reduce_scatter" and is_half:  # MPI's library cannot add it.
             self.implementation += ", in float32"
             return PreparedStep(
                 lambda x: tf.cast(group.run_on_arrays(collective, tf.cast(x, tf.float32)), x.dtype),
-                num_inputs,
+                num_elements,
                 dtype,
             )
-        return PreparedStep(lambda x: group.run_on_arrays(collective, x), num_inputs, dtype)
+        return PreparedStep(lambda x: group.run_on_arrays(collective, x), num_elements, dtype)
 
 
 def worker_contenders(group: ProcessGroup) -> tuple[list, dict[str, str]]:

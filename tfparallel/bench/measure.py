@@ -105,9 +105,9 @@ def _timed(world, call, clock) -> float:
 def _num_wrong(world: World, one: Prepared, collective: str, count: int, dtype: str) -> int:
     """Runs on whole and random numbers; returns the number of wrong elements on all processes."""
     num_ranks, ranks = world.num_ranks, world.ranks
-    num_inputs, wrong = input_count(collective, count, num_ranks), 0
+    num_elements, wrong = input_count(collective, count, num_ranks), 0
     for numbers in (whole_numbers, random_numbers):
-        one.load([numbers(num_inputs, dtype, rank, num_ranks) for rank in ranks])
+        one.load([numbers(num_elements, dtype, rank, num_ranks) for rank in ranks])
         world.barrier()
         outputs = one.arrays(one.run())
         wrong += num_wrong(outputs, ranks, num_ranks, dtype, collective, numbers)
