@@ -364,7 +364,7 @@ def test_more_than_64_launchers_may_wait_where_the_job_can_have_more(endpoint):
             call = Call(launcher, Secret("right"), "blobs")
             asked = pool.submit(call.ask, hello, time.monotonic() + 10)
             deadline = time.monotonic() + 10
-            while not meetings._let_in(0.1):
+            while not meetings._admit(0.1):
                 assert time.monotonic() < deadline, f"launcher {number} was not let in"
             asked.result(10)
         assert len(meetings._waiting) == 70

@@ -101,6 +101,6 @@ def test_bench_measures_stages_in_processes(tmp_path):
     # No process has a GPU; where one has, its tensors there are what the table shows.
     assert row["peak_gpu_bytes"] == [{}, {}] and found["plain"]["peak_gpu_bytes"] == [{}]
     on_gpu = row | {"peak_gpu_bytes": [{"GPU:0": 3 << 20, "GPU:1": 4 << 20}, {}]}
-    assert bench_pipeline._of_tensors(on_gpu) == [7 << 20, row["peak_tensor_bytes"][1]]
+    assert bench_pipeline._tensor_bytes(on_gpu) == [7 << 20, row["peak_tensor_bytes"][1]]
     assert 0 < row["bubble"] < 1 and row["bubble_of_equal_stages"] == pytest.approx(1 / 3)
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")

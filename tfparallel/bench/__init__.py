@@ -1,1 +1,1 @@
-"""Measuring collectives: who takes part, what is timed, what is checked, how it is shown."""
+"""Benchmarks of collectives: participants, timing, verification and presentation."""

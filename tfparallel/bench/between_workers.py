@@ -1,7 +1,7 @@
-"""The world and the contenders of a job: one rank a process.
+"""The world and the contenders of a multi-worker job: one rank per process.
 
-Other transports than TensorFlow's own join here: a class with `name`, `implementation`,
-`collectives` and `prepare` (see `tfparallel.bench.contender`), and a line in `worker_contenders`.
+To add a transport, write a class with `name`, `implementation`, `collectives` and `prepare` (see
+`tfparallel.bench.contender`), and add a line to `worker_contenders`.
 """
 
 import functools
@@ -20,7 +20,7 @@ from tfparallel.collectives.transport_selection import names_of
 
 
 class Workers:
-    """The workers of a job, a rank each."""
+    """The workers of a job, one rank each."""
 
     def __init__(self, group: ProcessGroup):
         self._group = group
@@ -28,29 +28,29 @@ class Workers:
         self.ranks = range(group.worker_index, group.worker_index + 1)
         self.place = f"{group.num_workers} processes"
         self.names = names_of(group)
-        # Workers leave TensorFlow's ring up to 2 ms apart, which would count as the collective's.
+        # Workers leave TensorFlow's ring up to 2 ms apart, which would count as collective time.
         closest = _by_mpi(group)[0] or group
         self._meet = tf.function(
-            lambda here: closest.all_reduce([here])[0], autograph=False, reduce_retracing=False
+            lambda value: closest.all_reduce([value])[0], autograph=False, reduce_retracing=False
         )
 
     def barrier(self) -> None:
-        """Sums a number that nobody needs, which takes until the last has sent its own."""
+        """Waits for all workers, with an all-reduce of one element."""
         self._meet(tf.ones([1])).numpy()
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Returns every worker's values."""
-        own = tf.constant([list(values)], tf.float64)
-        return self._group.all_gather([own], [1] * self.num_ranks)[0].numpy().tolist()
+        tensor = tf.constant([list(values)], tf.float64)
+        return self._group.all_gather([tensor], [1] * self.num_ranks)[0].numpy().tolist()
 
 
 class PreparedStep:
     """One collective of one size and type; see `tfparallel.bench.contender.Prepared`.
 
     Args:
-        collective: Does it, in a `tf.function`.
-        count: The elements of this worker's input.
-        dtype: Their type.
+        collective: The collective, called in a `tf.function`.
+        count: The number of elements of this worker's input.
+        dtype: Their dtype.
         before: Called before each run.
     """
 
@@ -63,7 +63,7 @@ class PreparedStep:
     ):
         self._before = before
         self._input = tf.Variable(tf.zeros([count], dtype), trainable=False)
-        # Read from a variable: a constant would be exchanged once, when the step is traced.
+        # Read from a variable: a constant would be exchanged only once, at trace time.
         steps = (
             lambda: collective(self._input.read_value()),
             lambda: tf.identity(self._input.read_value()),
@@ -71,34 +71,34 @@ class PreparedStep:
         self._run, self._run_null = [tf.function(s).get_concrete_function() for s in steps]
 
     def load(self, inputs: Sequence[np.ndarray]) -> None:
-        """Takes this worker's input."""
+        """Sets this worker's input."""
         self._input.assign(inputs[0])
 
     def run(self) -> tf.Tensor:
-        """Does the collective once; returns its outcome when it is there in full."""
+        """Runs the collective once; returns its complete result."""
         self._before()
-        return _concrete(self._run())
+        return _wait(self._run())
 
     def run_null(self) -> None:
-        """Does all that `run` does, without the exchange."""
-        _concrete(self._run_null())
+        """Does the same as `run` without the exchange."""
+        _wait(self._run_null())
 
     def arrays(self, outcome: tf.Tensor) -> list[np.ndarray]:
-        """Returns this worker's outcome."""
+        """Returns this worker's result."""
         return [outcome.numpy()]
 
 
-def _concrete(result: tf.Tensor) -> tf.Tensor:
+def _wait(result: tf.Tensor) -> tf.Tensor:
     if "GPU" in result.device:
         result[-1].numpy()  # On a CPU the call returns with the result.
     return result
 
 
 class TensorFlowCollectives:
-    """TensorFlow's own collectives between workers, as a training step uses them.
+    """TensorFlow's collectives between workers, as in a training step.
 
     Args:
-        group: The workers, joined by TensorFlow.
+        group: The workers, connected by TensorFlow.
         name: "ring", over gRPC with TensorFlow's settings; "ring_tuned"; or "nccl".
     """
 
@@ -118,17 +118,17 @@ class TensorFlowCollectives:
         if collective == "broadcast":
             self.implementation = f"TensorFlow CollectiveReduceV2 ({by}), zeros but on worker 0"
         num_workers = self._group.num_workers
-        own = input_count(collective, count, num_workers)
+        num_elements = input_count(collective, count, num_workers)
         steps = {
             "all_reduce": lambda x: self._group.all_reduce([x])[0],
-            "all_gather": lambda x: self._group.all_gather([x], [own] * num_workers)[0],
+            "all_gather": lambda x: self._group.all_gather([x], [num_elements] * num_workers)[0],
             "broadcast": lambda x: self._group.broadcast([x])[0],
         }
-        return PreparedStep(steps[collective], own, dtype)
+        return PreparedStep(steps[collective], num_elements, dtype)
 
 
 class MpiContender:
-    """One of MPI's algorithms for sums, as a training step uses it; "mpi" does all collectives."""
+    """An MPI all-reduce algorithm, as in a training step; "mpi" supports all collectives."""
 
     def __init__(self, group: MpiProcessGroup, name: str):
         self._group, self.name = group, name
@@ -139,45 +139,45 @@ class MpiContender:
     def prepare(self, collective: str, count: int, dtype: str) -> PreparedStep:
         """Traces a collective."""
         group = self._group
-        own = input_count(collective, count, group.num_workers)
+        num_elements = input_count(collective, count, group.num_workers)
         if collective == "all_reduce":
             use = functools.partial(group.communicator.use, self.name)
-            return PreparedStep(lambda x: group.all_reduce([x])[0], own, dtype, before=use)
+            return PreparedStep(lambda x: group.all_reduce([x])[0], num_elements, dtype, before=use)
         self.implementation = group.communicator.implementation(collective)
         is_half = tf.as_dtype(dtype).size == 2
-        if collective == "reduce_scatter" and is_half:  # Which MPI's library does not add.
+        if collective == "reduce_scatter" and is_half:  # MPI's library cannot add it.
             self.implementation += ", in float32"
             return PreparedStep(
                 lambda x: tf.cast(group.run_on_arrays(collective, tf.cast(x, tf.float32)), x.dtype),
-                own,
+                num_elements,
                 dtype,
             )
-        return PreparedStep(lambda x: group.run_on_arrays(collective, x), own, dtype)
+        return PreparedStep(lambda x: group.run_on_arrays(collective, x), num_elements, dtype)
 
 
 def worker_contenders(group: ProcessGroup) -> tuple[list, dict[str, str]]:
-    """Returns all that can run between these workers, and why the other algorithms cannot."""
+    """Returns the contenders that can run between these workers, and why the others cannot."""
     tensorflow, refused = group.by_tensorflow, {}
-    found: list = [TensorFlowCollectives(tensorflow, name) for name in ("ring", "ring_tuned")]
+    contenders: list = [TensorFlowCollectives(tensorflow, name) for name in ("ring", "ring_tuned")]
     if reason := transport.nccl_refusal(tensorflow):
         refused["nccl"] = reason
     else:
-        found.append(TensorFlowCollectives(tensorflow, "nccl"))
+        contenders.append(TensorFlowCollectives(tensorflow, "nccl"))
     by_mpi, problem = _by_mpi(group)
     for name in ALGORITHMS:
         if by_mpi is None:
             refused[name] = problem
             continue
         try:
-            found.append(MpiContender(by_mpi, name))
+            contenders.append(MpiContender(by_mpi, name))
         except ValueError as error:
             refused[name] = str(error)
-    return found, refused
+    return contenders, refused
 
 
 @functools.lru_cache(maxsize=1)  # Workers join through MPI once.
 def _by_mpi(group):
-    """The workers, joined by MPI; or None, and why."""
+    """Returns the workers connected by MPI, or None and the reason."""
     try:
         is_joined = group is not group.by_tensorflow
         return (group if is_joined else transport.joined(group, "mpi")), ""

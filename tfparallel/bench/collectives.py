@@ -1,26 +1,26 @@
-"""What goes into each collective, x₀ … xₙ₋₁, what must come out, and what counts as its size.
+"""The inputs x₀ … xₙ₋₁ of each collective, its expected outputs, and its size.
 
 | collective | input of a rank | output of rank r |
 | --- | --- | --- |
 | `all_reduce` | S | Σ_k x_k |
 | `reduce_scatter` | S | part r, of n, of Σ_k x_k |
-| `all_gather` | S/n | x₀, x₁, … one behind the other |
+| `all_gather` | S/n | x₀, x₁, … concatenated |
 | `broadcast` | S | x₀ |
 | `all_to_all` | S | part r of x₀, part r of x₁, … |
 
 S is nccl-tests' size, the larger of input and output. Where it is divided by n, a count of elements
 is rounded down to a multiple of n.
 
-Sums of whole numbers are exact while they stay below 2ᵖ, where p is the precision of the type
-(8 bits for bfloat16, 11 for float16). Element i of rank r is (31·i + 7·r) mod (⌊2ᵖ/n⌋ + 1), so
-that n of them stay below, and a block that ends up in a wrong place shows.
+Sums of whole numbers are exact below 2ᵖ, where p is the precision of the type (8 bits for bfloat16,
+11 for float16). Element i of rank r is (31·i + 7·r) mod (⌊2ᵖ/n⌋ + 1): the sum of n of them stays
+below 2ᵖ, and a misplaced block is detected.
 
-Sums of random numbers depend on their order. However n terms are added,
+Sums of random numbers depend on their order. For any order of n terms,
 
     |y − Σ_r x_r| ≤ (n−1)·u/(1 − (n−1)·u) · Σ_r |x_r|,    u = 2⁻ᵖ
 
 (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd edition, 2002, §4.2). The tolerance
-is that of 2n terms: an all-reduce may scale, or round once more on the way.
+is that of 2n terms: an all-reduce may scale, or round once more in between.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,24 +38,24 @@ _NUMPY = {
     "float64": np.float64,
 }
 _PRECISION_BITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
-# A modulus far below 2ᵖ serves as well, and keeps the sums readable.
+# A modulus far below 2ᵖ works as well, and keeps the sums readable.
 _LARGEST = 1000
 
 
 def whole_count(collective: str, count: int, num_ranks: int) -> int:
-    """Returns a count of elements that the collective can divide, at most `count` if it can be."""
+    """Returns an element count that the collective can divide, at most `count` if possible."""
     if collective not in _DIVIDED:
         return count
     return max(count // num_ranks, 1) * num_ranks
 
 
 def input_count(collective: str, count: int, num_ranks: int) -> int:
-    """Returns the elements of a rank's input at a size of `count` elements."""
+    """Returns the element count of a rank's input at a size of `count` elements."""
     return count // num_ranks if collective == "all_gather" else count
 
 
 def input_size(collective: str, output_size: int, num_ranks: int) -> int:
-    """Returns the elements of a rank's input whose output has `output_size` elements."""
+    """Returns the element count of a rank's input whose output has `output_size` elements."""
     if collective == "all_gather":
         return output_size // num_ranks
     return output_size * num_ranks if collective == "reduce_scatter" else output_size
@@ -67,7 +67,7 @@ def expected(collective: str, terms: Sequence[np.ndarray], rank: int) -> np.ndar
     Args:
         collective: One of `sizes.COLLECTIVES`.
         terms: The inputs of all ranks.
-        rank: Whose output.
+        rank: The rank.
     """
     if collective == "broadcast":
         return terms[0].astype(np.float64)
@@ -83,7 +83,7 @@ def expected(collective: str, terms: Sequence[np.ndarray], rank: int) -> np.ndar
 
 
 def bus_factor(collective: str, num_ranks: int) -> float:
-    """Returns f(n): what a rank must send, in sizes S."""
+    """Returns f(n): the bytes that a rank must send, in units of S."""
     share = (num_ranks - 1) / num_ranks
     return {
         "all_reduce": 2 * share,
@@ -116,17 +116,17 @@ def num_wrong(
     collective: str,
     numbers: Callable[[int, str, int, int], np.ndarray],
 ) -> int:
-    """Returns how many elements of a collective's results are further off than rounding goes.
+    """Returns how many elements of a collective's results exceed the rounding tolerance.
 
-    Sums of whole numbers, and what is moved and not summed, may not differ at all.
+    Sums of whole numbers, and results that are not sums, must be exact.
 
     Args:
         results: The outputs of some ranks.
-        ranks: Which ranks.
+        ranks: These ranks.
         num_ranks: n.
         dtype: One of `sizes.ITEM_BYTES`.
         collective: One of `sizes.COLLECTIVES`.
-        numbers: What was put in: `whole_numbers` or `random_numbers`.
+        numbers: The generator of the inputs: `whole_numbers` or `random_numbers`.
     """
     count = input_size(collective, results[0].size, num_ranks)
     terms = [numbers(count, dtype, rank, num_ranks) for rank in range(num_ranks)]
@@ -137,12 +137,12 @@ def num_wrong(
     for result, rank in zip(results, ranks, strict=True):
         allowed = factor * expected(collective, magnitudes, rank) if rounds else 0.0
         error = np.abs(result.astype(np.float64) - expected(collective, terms, rank))
-        wrong += int(np.sum(~(error <= allowed)))  # Written so that NaN is wrong.
+        wrong += int(np.sum(~(error <= allowed)))  # Counts NaN as wrong.
     return wrong
 
 
 def num_different(results: Sequence[np.ndarray]) -> int:
-    """Returns how many elements differ, in any bit, from those of the first rank."""
+    """Returns how many elements differ in any bit from the first rank's."""
     first = results[0].view(np.uint8).reshape(results[0].size, -1)
     return sum(
         int(np.sum(np.any(first != other.view(np.uint8).reshape(first.shape), axis=1)))

@@ -1,13 +1,13 @@
-"""What the harness asks of an algorithm, and of those that take part.
+"""The interfaces between the benchmark and its algorithms and ranks.
 
-    world ──► ranks of all processes                  contender ──► a way to do a collective
-      barrier()   all are here                          prepare(collective, count, dtype)
+    world ──► ranks of all processes                  contender ──► one implementation
+      barrier()   all have arrived                      prepare(collective, count, dtype)
       gather(x)   every process's x                        │
                                                            ▼
                                                         prepared ──► load, run, run_null, arrays
 
-One process may hold all ranks (its devices) or one (a worker of a job): a contender is handed the
-inputs of its own process's ranks, and hands back their results.
+One process may have all ranks (its devices) or one (a worker of a job): a contender gets the inputs
+of its process's ranks, and returns their results.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ class World(Protocol):
 
     Attributes:
         num_ranks: n, over all processes.
-        ranks: Those that this process holds.
-        place: What the ranks are, for people: "4 devices of one process".
-        names: A name for each rank, by which a profile is found again.
+        ranks: The ranks of this process.
+        place: A description of the ranks: "4 devices of one process".
+        names: A name for each rank, the key of a profile.
     """
 
     num_ranks: int
@@ -32,35 +32,35 @@ class World(Protocol):
     names: list[str]
 
     def barrier(self) -> None:
-        """Returns once every process has come here."""
+        """Returns once every process has called it."""
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Returns every process's values, in the order of the processes."""
+        """Returns every process's values, in process order."""
 
 
 class Prepared(Protocol):
-    """One collective of one size and type, ready to be called again and again."""
+    """One collective of one size and type, ready to run repeatedly."""
 
     def load(self, inputs: Sequence[np.ndarray]) -> None:
-        """Takes the inputs, vectors, of this process's ranks."""
+        """Sets the inputs, one vector for each rank of this process."""
 
     def run(self) -> Any:
-        """Does the collective once; returns its outcome when every rank's is there in full."""
+        """Runs the collective once; returns its outcome when every rank's result is complete."""
 
     def run_null(self) -> None:
-        """Does all that `run` does, without the exchange."""
+        """Does the same as `run` without the exchange."""
 
     def arrays(self, outcome: Any) -> list[np.ndarray]:
-        """Returns the outcome of `run` as arrays, one for each of this process's ranks."""
+        """Returns the outcome of `run` as arrays, one for each rank of this process."""
 
 
 class Contender(Protocol):
-    """An algorithm, as one implementation offers it.
+    """One implementation of an algorithm.
 
     Attributes:
-        name: What `--algorithms` says.
-        implementation: What truly runs, such as "tf.distribute.HierarchicalCopyAllReduce".
-        collectives: What it can do, of `sizes.COLLECTIVES`.
+        name: Its name in `--algorithms`.
+        implementation: The code that runs, such as "tf.distribute.HierarchicalCopyAllReduce".
+        collectives: The supported ones of `sizes.COLLECTIVES`.
     """
 
     name: str
@@ -68,11 +68,11 @@ class Contender(Protocol):
     collectives: tuple[str, ...]
 
     def prepare(self, collective: str, count: int, dtype: str) -> Prepared:
-        """Sets up one of `collectives`, not timed; `count` is its size in elements of `dtype`."""
+        """Sets up a collective, untimed; `count` is its size in elements of `dtype`."""
 
 
 class OneProcess:
-    """The world of one process that holds all ranks, as devices."""
+    """The world of one process, whose devices are all ranks."""
 
     def __init__(self, num_ranks: int, devices: Sequence[str] = ()):
         self.num_ranks = num_ranks
@@ -81,8 +81,8 @@ class OneProcess:
         self.place = f"{num_ranks} devices of one process"
 
     def barrier(self) -> None:
-        """There is nobody to wait for."""
+        """Does nothing: there is no other process."""
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Returns this process's values alone."""
+        """Returns this process's values."""
         return [list(values)]

@@ -1,13 +1,13 @@
-"""What a sweep is held against: the cost model, fitted to it, and the limit of the memory.
+"""References for a sweep: the cost model fitted to it, and the limit of memory bandwidth.
 
-Bytes that must be read and written for an all-reduce of S bytes among n ranks of one host:
+The limit is the bytes that an all-reduce of S bytes among n ranks of one host must read and write:
 
     in one process, results may share memory      read n·S, write S                    (n+1)·S
-    in processes, each must hold its own           add: read n·S, write S (each rank its part)
+    in processes, each needs its own copy          add: read n·S, write S (each rank its part)
                                                    pass on: read and write (n−1)·S     (3n−1)·S
 
-over the bytes a second that all cores together read and write, adding float32 vectors larger than
-the caches. What stays in the caches can be faster.
+over the bytes per second that all cores together read and write when they add float32 vectors
+larger than the caches. Data in the caches can be faster.
 """
 
 import concurrent.futures
@@ -21,7 +21,7 @@ from tfparallel.bench.table import Row
 from tfparallel.collectives.algorithms import ALGORITHMS
 from tfparallel.collectives.cost_model import CostModel, Measurement, fit
 
-_FEWEST = 4  # Numbers that are fitted.
+_FEWEST = 4  # The number of fitted parameters.
 _BETWEEN_WORKERS = {
     "ring": ("gRPC", "ring"),
     "ring_tuned": ("gRPC, tuned", "ring"),
@@ -30,17 +30,17 @@ _BETWEEN_WORKERS = {
     "mpi_recursive_doubling": ("MPI", "recursive_doubling"),
     "mpi_reduce_scatter_all_gather": ("MPI", "halving_doubling"),
 }
-_ELEMENTS = 2**23  # 32 MiB each, three of them a thread.
-_ROUNDS = 15  # The best counts: what else runs takes its share of the others.
+_ELEMENTS = 2**23  # 32 MiB each, three per thread.
+_ROUNDS = 15  # The best one counts: other programs slow the rest down.
 
 
 def fitted(rows: Sequence[Row], shared: bool, num_cores: int | None = None) -> dict[str, CostModel]:
-    """Returns a model for each transport of a sweep that has enough times to fit one.
+    """Returns a model for each transport of a sweep with enough times to fit one.
 
     Args:
         rows: The sweep.
         shared: Whether the ranks are devices of one process.
-        num_cores: Of the host that all ranks are on; None if they are on several.
+        num_cores: The cores of the ranks' host; None if they are on several hosts.
     """
     measured: dict[str, list[Measurement]] = {}
     for row in rows:
@@ -59,10 +59,10 @@ def fitted(rows: Sequence[Row], shared: bool, num_cores: int | None = None) -> d
 
 
 def modelled_as(name: str, shared: bool) -> tuple[str, str] | None:
-    """Returns the transport and the schedule behind a contender's name; None for an unknown one.
+    """Returns a contender's transport and schedule; None for an unknown name.
 
-    What a library calls its algorithms says what they send, not how: each transport has numbers
-    of its own.
+    A library's name for an algorithm determines the schedule, but not the transport: each transport
+    has its own parameters.
     """
     if shared:
         return ("memory", name) if name in ALGORITHMS else None
@@ -93,16 +93,16 @@ def as_json(model: CostModel) -> dict:
 
 
 def fastest(rows: Sequence[Row]) -> list[tuple[int, str]]:
-    """Returns, as measured, from which size on which algorithm was the fastest."""
+    """Returns the fastest measured algorithms, each with the size from which on it wins."""
     best: dict[int, Row] = {}
     for row in rows:
         if row.size_bytes not in best or row.median_seconds < best[row.size_bytes].median_seconds:
             best[row.size_bytes] = row
-    found: list[tuple[int, str]] = []
+    winners: list[tuple[int, str]] = []
     for size, row in sorted(best.items()):
-        if not found or found[-1][1] != row.algorithm:
-            found.append((size, row.algorithm))
-    return found
+        if not winners or winners[-1][1] != row.algorithm:
+            winners.append((size, row.algorithm))
+    return winners
 
 
 def least_bytes(num_ranks: int, size_bytes: float, shared: bool) -> float:
@@ -111,13 +111,13 @@ def least_bytes(num_ranks: int, size_bytes: float, shared: bool) -> float:
 
 
 def memory_bandwidth() -> float:
-    """Measures the bytes a second that all cores together read and write, in half a second."""
+    """Measures the memory bandwidth of all cores together, in bytes per second; half a second."""
     num_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     count = _ELEMENTS // num_threads
     arrays = [np.ones((3, count), np.float32) for _ in range(num_threads)]
 
     def add(array):
-        np.add(array[0], array[1], out=array[2])  # Without Python's lock.
+        np.add(array[0], array[1], out=array[2])  # Releases the GIL.
 
     best = float("inf")
     with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:

@@ -11,7 +11,7 @@ from tfparallel.collectives.algorithm_selection import variables_on_each
 
 
 class DeviceContender:
-    """An algorithm that `cross_device.make` knows, between the devices of this process."""
+    """An algorithm of `cross_device.make` between the devices of this process."""
 
     collectives = ("all_reduce",)
 
@@ -23,23 +23,22 @@ class DeviceContender:
 
     def prepare(self, collective: str, count: int, dtype: str) -> "_PreparedReduce":
         """Traces an all-reduce of `count` elements."""
-        del collective  # There is one.
+        del collective  # Always "all_reduce".
         return _PreparedReduce(self._ops, self._inputs(count, dtype))
 
 
 def device_contenders(
     devices: Sequence[str], names: Sequence[str], parts: Sequence[int] | None = None
 ) -> list[DeviceContender]:
-    """Returns the contenders of these names, over the same inputs.
+    """Returns the contenders of these names, which share their inputs.
 
     Args:
         devices: Names of the devices.
         names: The algorithms.
-        parts: The elements of each of the tensors that a vector is handed over in; by default it
-            is one.
+        parts: The element counts of the tensors that make up a vector; by default it is one tensor.
     """
 
-    @functools.lru_cache(maxsize=1)  # One set for all contenders of a size: large ones add up.
+    @functools.lru_cache(maxsize=1)  # Shared by all contenders of a size: inputs may be large.
     def inputs(count, dtype):
         return variables_on_each(devices, [(part, dtype) for part in parts or [count]])
 
@@ -49,7 +48,7 @@ def device_contenders(
 class _PreparedReduce:
     def __init__(self, ops, inputs):
         self._inputs = inputs
-        # Concrete at once: many functions that are traced once look like one that retraces.
+        # Trace now: TensorFlow warns of retracing if many functions are traced in a loop.
         self._run, self._run_null = [
             tf.function(lambda ops=ops: self._step(ops), autograph=False).get_concrete_function()
             for ops in (ops, None)
@@ -60,7 +59,7 @@ class _PreparedReduce:
         for of_all in self._inputs:
             values.append([])
             for variable in of_all:
-                # Read from a variable: a constant would be summed once, when the step is traced.
+                # Read from a variable: a constant would be summed only once, at trace time.
                 with tf.device(variable.device):
                     values[-1].append(variable.read_value())
         results = values if ops is None else cross_device.all_reduce(ops, values)
@@ -75,16 +74,16 @@ class _PreparedReduce:
                 of_all[rank].assign(part)
 
     def run(self):
-        return self._concrete(self._run)
+        return self._run_and_wait(self._run)
 
     def run_null(self) -> None:
-        self._concrete(self._run_null)
+        self._run_and_wait(self._run_null)
 
     def arrays(self, outcome) -> list[np.ndarray]:
         by_rank = zip(*outcome, strict=True)
         return [np.concatenate([part.numpy() for part in of_rank]) for of_rank in by_rank]
 
-    def _concrete(self, step):
+    def _run_and_wait(self, step):
         results, lasts = step()
-        lasts.numpy()  # An element of each device's result: it is there, and so are the others.
+        lasts.numpy()  # One element of each result: waits until all results are complete.
         return results

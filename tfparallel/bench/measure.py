@@ -1,4 +1,4 @@
-"""The sweep: every contender at every size, interleaved, checked before it is timed.
+"""The sweep: measures every contender at every size, interleaved, after verifying its result.
 
     for each size:
         check       whole numbers: every element exact, every rank the same bits;
@@ -7,7 +7,7 @@
         for each iteration, for each contender:   barrier; start the clock; run; stop it
         time of an iteration = the slowest process's
 
-Contenders take turns within an iteration, so that what disturbs the machine disturbs them alike.
+Contenders take turns within an iteration: disturbances of the machine affect them equally.
 """
 
 import statistics
@@ -45,14 +45,14 @@ def measure(
     """Measures a collective.
 
     Args:
-        world: Who takes part.
-        contenders: What is measured, the same and in the same order on all processes.
-        counts: Elements of each size; one that the ranks cannot divide is rounded down.
+        world: The ranks.
+        contenders: The contenders, in the same order on all processes.
+        counts: The element count of each size, rounded down to what the ranks can divide.
         collective: One of `sizes.COLLECTIVES`.
         dtype: One of `sizes.ITEM_BYTES`.
         iters: Timed calls of each contender.
-        warmup_iters: Calls before, at least `MIN_WARMUP`.
-        clock: Seconds that go by.
+        warmup_iters: Untimed calls before these, at least `MIN_WARMUP`.
+        clock: Returns the time in seconds.
 
     Yields:
         A row for each size and contender, size by size; equal on all processes.
@@ -69,7 +69,7 @@ def measure(
         seconds: list[list[float]] = [[] for _ in prepared]
         nulls: list[list[float]] = [[] for _ in prepared]
         for iteration in range(iters):
-            # Each begins as often as any other.
+            # Rotate, to let each contender start equally often.
             turn = [(iteration + k) % len(prepared) for k in range(len(prepared))]
             for k in turn:
                 seconds[k].append(_timed(world, prepared[k].run, clock))
@@ -98,23 +98,23 @@ def _timed(world, call, clock) -> float:
     start = clock()
     outcome = call()
     elapsed = clock() - start
-    del outcome  # Not within the time: freeing large arrays is no part of a collective.
+    del outcome  # After the timing: freeing large arrays is not part of the collective.
     return elapsed
 
 
 def _num_wrong(world: World, one: Prepared, collective: str, count: int, dtype: str) -> int:
-    """Runs on whole and on random numbers; the sum over all processes of what is wrong."""
+    """Runs on whole and random numbers; returns the number of wrong elements on all processes."""
     num_ranks, ranks = world.num_ranks, world.ranks
-    own, wrong = input_count(collective, count, num_ranks), 0
+    num_elements, wrong = input_count(collective, count, num_ranks), 0
     for numbers in (whole_numbers, random_numbers):
-        one.load([numbers(own, dtype, rank, num_ranks) for rank in ranks])
+        one.load([numbers(num_elements, dtype, rank, num_ranks) for rank in ranks])
         world.barrier()
         outputs = one.arrays(one.run())
         wrong += num_wrong(outputs, ranks, num_ranks, dtype, collective, numbers)
     if collective not in SAME_ON_ALL:
         return int(sum(number for (number,) in world.gather([float(wrong)])))
-    # Between ranks of one process element by element, between processes as a whole.
+    # Compare ranks within a process by element, and processes by checksum.
     wrong += num_different(outputs)
-    found = world.gather([float(wrong), float(zlib.crc32(outputs[0].tobytes()))])
-    differing = sum(count for _, bits in found if bits != found[0][1])
-    return int(sum(number for number, _ in found)) + differing
+    gathered = world.gather([float(wrong), float(zlib.crc32(outputs[0].tobytes()))])
+    differing = sum(count for _, bits in gathered if bits != gathered[0][1])
+    return int(sum(number for number, _ in gathered)) + differing

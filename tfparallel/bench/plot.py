@@ -1,4 +1,4 @@
-"""Pictures: of a sweep over sizes, of a training on more workers, and of a schedule."""
+"""Plots of a sweep over sizes, of scaling over workers, and of a schedule."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from tfparallel.collectives.algorithms.schedule import MessageSchedule
 from tfparallel.collectives.cost_model import CostModel
 from tfparallel.texts import size_text
 
-# Ours in colours that differ in the dark, too (Okabe and Ito, 2008); others in greys.
+# Our algorithms in colours for the colour-blind (Okabe and Ito, 2008); others in greys.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#882255", "#999933")
 _GREYS = ("#222222", "#777777", "#aaaaaa", "#cccccc")
 _MARKERS = "osD^vP*X"
@@ -39,17 +39,17 @@ def draw_sweep(
     bandwidth: float | None = None,
     shared: bool = True,
 ) -> None:
-    """Draws time and bus bandwidth over size, a line an algorithm.
+    """Draws time and bus bandwidth over size, one line per algorithm.
 
-    Measured points are joined by solid lines, in bands from the 10th to the 90th percentile; the
-    cost model is dashed; what does not fit into the caches cannot be below the memory's limit.
+    Solid lines join the measured medians, in bands from the 10th to the 90th percentile; the cost
+    model is dashed. Data larger than the caches cannot be faster than the memory's limit.
 
     Args:
-        path: Where the PNG goes.
+        path: The path of the PNG.
         rows: The measurement, of one collective and one number of ranks.
-        title: What was measured.
-        models: By transport, as `bench.cost_fit.fitted` returns; draws what they predict.
-        bandwidth: Bytes a second of the memory; draws the limit, too.
+        title: The title.
+        models: Cost models by transport, from `bench.cost_fit.fitted`; draws their predictions.
+        bandwidth: The memory bandwidth in bytes per second; draws its limit.
         shared: Whether the ranks share memory, for the limit.
     """
     figure = Figure(figsize=(12.5, 6), dpi=120, layout="constrained")
@@ -60,10 +60,10 @@ def draw_sweep(
     factor = bus_factor(collective, num_ranks)
     styles = _styles(names)
     for name in names:
-        own = sorted((row for row in rows if row.algorithm == name), key=lambda r: r.size_bytes)
-        sizes = np.array([row.size_bytes for row in own], float)
-        times = np.array([row.median_seconds for row in own])
-        low, high = ([row.quantile_seconds(q) for row in own] for q in (0.1, 0.9))
+        points = sorted((row for row in rows if row.algorithm == name), key=lambda r: r.size_bytes)
+        sizes = np.array([row.size_bytes for row in points], float)
+        times = np.array([row.median_seconds for row in points])
+        low, high = ([row.quantile_seconds(q) for row in points] for q in (0.1, 0.9))
         time_axes.plot(sizes, times * 1e6, label=name, **styles[name])
         bus_axes.plot(sizes, sizes / times / 1e9 * factor, **styles[name])
         time_axes.fill_between(
@@ -97,13 +97,13 @@ def draw_sweep(
 
 
 def draw_scaling(path: str, strong: Sequence[Any], weak: Sequence[Any], title: str) -> None:
-    """Draws where a step's time goes on several numbers of workers, and how it scales.
+    """Draws the breakdown of the step time and the scaling over the number of workers.
 
     Args:
-        path: Where the PNG goes.
-        strong: Runs with the same batch, by the number of workers.
-        weak: Runs with the same rows a worker.
-        title: What was found.
+        path: The path of the PNG.
+        strong: Runs with the same global batch, by the number of workers.
+        weak: Runs with the same rows per worker.
+        title: The title.
     """
     figure = Figure(figsize=(12, 5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
@@ -142,9 +142,9 @@ def draw_scaling(path: str, strong: Sequence[Any], weak: Sequence[Any], title: s
 
 
 def draw_schedule(axes: Any, schedule: MessageSchedule, title: str) -> None:
-    """Draws a schedule of few ranks: solid arrows add, dashed ones copy.
+    """Draws a schedule of few ranks: solid arrows add, dashed arrows copy.
 
-    Ranks stand in columns, a row is a step. `axes` are Matplotlib's.
+    A column is a rank, a row is a step. `axes` are Matplotlib's.
     """
     steps = list(schedule.steps())
     palette = colormaps["viridis"]
@@ -155,7 +155,7 @@ def draw_schedule(axes: Any, schedule: MessageSchedule, title: str) -> None:
             axes.axhline(number - 0.1, color="#999999", linewidth=0.8, linestyle=":")
         for source, target, start, stop in step.messages():
             middle = (start + stop - 1) / 2 / max(schedule.num_blocks - 1, 1)
-            # Two that exchange would lie on each other.
+            # Bend the arrows of an exchange apart.
             bend = 0.12 if source < target else -0.12
             axes.annotate(
                 "",
@@ -204,7 +204,7 @@ def _styles(names):
 def _draw_limit(time_axes, bus_axes, rows, bandwidth, shared, factor):
     sizes = np.array(sorted({row.size_bytes for row in rows}), float)
     times = least_bytes(rows[0].num_ranks, sizes, shared) / bandwidth
-    # Where it is far below what was measured, it says nothing.
+    # Cut off the limit where it is far below the measurements.
     floor = min(row.quantile_seconds(0.1) for row in rows) * 1e6 / 4
     below = {"color": "#bbbbbb", "alpha": 0.35, "linewidth": 0}
     time_axes.fill_between(sizes, times * 1e6, 1e-9, **below)

@@ -1,4 +1,4 @@
-"""What a benchmark may be asked for: a collective, a type, sizes. Needs no NumPy."""
+"""The collectives, types and sizes of a benchmark. Imports no NumPy."""
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -6,10 +6,10 @@ MIN_WARMUP = 4  # TensorFlow traces, allocates and plans in the first calls.
 
 
 def sweep(min_bytes: int, max_bytes: int, step_factor: int, itemsize: int) -> list[int]:
-    """Returns the counts of elements from one size to another, each `step_factor` times the last.
+    """Returns the element counts from one size to another, each `step_factor` times the last.
 
     Raises:
-        ValueError: If there is no size between the two, or the factor does not grow.
+        ValueError: If the range is empty, or the factor is less than 2.
     """
     problems = []
     if step_factor < 2:

@@ -1,9 +1,9 @@
-"""The rows of a measurement, and their table, with nccl-tests' names and units.
+"""The rows of a measurement and their table, with nccl-tests' names and units.
 
     algbw = S / t,    busbw = algbw · f(n)
 
-f(n) is 2(n−1)/n for an all-reduce: what each rank must send and receive of S bytes, so that busbw
-can be held against the speed of a wire, whatever n is.
+f(n) is 2(n−1)/n for an all-reduce: the multiple of S bytes that each rank must send and receive.
+busbw can thus be compared with the speed of a wire, for any n.
 """
 
 import dataclasses
@@ -19,18 +19,18 @@ _SHORT = {"float16": "half", "bfloat16": "bfloat16", "float32": "float", "float6
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What one algorithm did at one size.
+    """The result of one algorithm at one size.
 
     Attributes:
         algorithm: Its name.
-        implementation: What truly ran.
+        implementation: The code that ran.
         collective: Such as "all_reduce".
         num_ranks: n.
         count: Elements of each rank.
         size_bytes: S.
         dtype: Such as "float32".
-        times_seconds: One for each iteration, the slowest rank's.
-        null_seconds: Median of the same call without the exchange; times include it.
+        times_seconds: The slowest rank's time of each iteration.
+        null_seconds: The median of the same call without the exchange; times include it.
         num_wrong: Wrong elements over all ranks and both kinds of input.
     """
 
@@ -46,7 +46,7 @@ class Row:
     num_wrong: int
 
     def quantile_seconds(self, fraction: float) -> float:
-        """Returns a quantile of the times, between two of them by a straight line."""
+        """Returns a quantile of the times, linearly interpolated."""
         return float(np.quantile(self.times_seconds, fraction))
 
     @property
@@ -56,26 +56,26 @@ class Row:
 
     @property
     def alg_bw(self) -> float:
-        """Bytes a second over 10⁹."""
+        """The algorithm bandwidth in GB/s."""
         return self.size_bytes / self.median_seconds / 1e9
 
     @property
     def bus_bw(self) -> float:
-        """`alg_bw` times f(n)."""
+        """The bus bandwidth in GB/s: `alg_bw` times f(n)."""
         return self.alg_bw * bus_factor(self.collective, self.num_ranks)
 
     @property
     def type_name(self) -> str:
-        """The type as nccl-tests calls it."""
+        """nccl-tests' name of the type."""
         return _SHORT[self.dtype]
 
     @property
     def redop(self) -> str:
-        """What is done to the elements, as nccl-tests calls it."""
+        """nccl-tests' name of the reduction."""
         return "sum" if self.collective in REDUCING else "none"
 
     def as_json(self) -> dict[str, Any]:
-        """Returns nccl-tests' keys, times in microseconds, and then our own."""
+        """Returns nccl-tests' keys, with times in microseconds, followed by our own."""
         return {
             "algorithm": self.algorithm,
             "size": self.size_bytes,
@@ -101,7 +101,7 @@ def _micro(seconds: float) -> str:
     return f"{seconds * 1e6:.1f}"
 
 
-# Name, unit, width, and what stands in a cell.
+# Name, unit, width, and value of a cell.
 _COLUMNS = (
     ("size", "(B)", 11, lambda row: row.size_bytes),
     ("count", "(elements)", 11, lambda row: row.count),
@@ -128,7 +128,7 @@ def header(settings: Mapping[str, object]) -> list[str]:
 
 
 def line(row: Row) -> str:
-    """Returns one row."""
+    """Returns the line of one row."""
     cells = [f"{cell(row):>{width}}" for _, _, width, cell in _COLUMNS]
     return f" {' '.join(cells)}  {row.implementation}"
 

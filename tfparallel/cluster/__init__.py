@@ -1,1 +1,1 @@
-"""Who takes part in a job, and the processes that do; imports no TensorFlow."""
+"""Cluster membership and worker processes; imports no TensorFlow."""

@@ -1,8 +1,7 @@
-"""Where the launchers of other hosts come in: a listener, and those who have said who they are.
+"""Accepts the connections of other hosts' launchers, and authenticates them.
 
-Who comes in has proved that it belongs to the job (wire.py). Whatever else connects is
-disconnected, and has no effect: a caller that says nothing holds nobody up, and makes room for
-others after half a minute.
+An admitted launcher has proved that it belongs to the job (wire.py). All other callers are
+disconnected without effect: a silent one blocks nothing, and is dropped after half a minute.
 """
 
 import contextlib
@@ -21,20 +20,20 @@ from tfparallel.cluster.wire import Secret
 
 __all__ = ["Acceptor", "Visitor", "allow_connections", "open_acceptor"]
 
-_PATIENCE_SECONDS = 30.0  # With one that has called and says nothing,
-_MAX_STRANGERS = 64  # and with so many.
+_PATIENCE_SECONDS = 30.0  # For a caller to identify itself,
+_MAX_STRANGERS = 64  # and how many of these are kept.
 _MAX_TOLD = 3
 _LOOK_SECONDS = 0.5
-_SPARE_DESCRIPTORS = 512  # For files and the pipes of workers, beside one for each node.
-_NUMBERS = ("node_rank", "attempt", "last_node", "may_run")  # Of nodes and rounds, or None.
+_SPARE_DESCRIPTORS = 512  # For files and the pipes of workers, beyond one per node.
+_NUMBERS = ("node_rank", "attempt", "last_node", "may_run")  # Integers, or None.
 _REQUIRED = {"node_rank", "nnodes", "attempt", "local_address", "ports", "master_port"}
 
 
 class Visitor(Channel):
-    """Who has called, from `address`, at the time `since`.
+    """A caller from `address`, connected at the time `since`.
 
     Attributes:
-        hello: What it said, once it has proved that it is a launcher of the job.
+        hello: Its hello, once it has proved that it is a launcher of the job.
     """
 
     def __init__(self, connected: socket.socket, address: str):
@@ -44,19 +43,19 @@ class Visitor(Channel):
 
 
 class Acceptor:
-    """A listener; a context manager, which closes it and hangs up on all who are not let in.
+    """A listener; a context manager, which closes it and hangs up on callers not admitted.
 
     Args:
-        host: The address or name to listen on, of this host.
+        host: The address or name of this host to listen on.
         port: The port.
-        secret: What all who belong to the job know.
-        job: Its name.
-        may_be_gateway: Whether `host` may be the address of a gateway in front of this host. Then
-            the acceptor listens on all addresses of this host.
+        secret: The job's secret.
+        job: The job's name.
+        may_be_gateway: Whether `host` may be the address of a gateway in front of this host. If it
+            is, the acceptor listens on all addresses of this host.
 
     Attributes:
-        host: As given.
-        turned_away: Some of those who came and do not belong to the job, for a person to read.
+        host: The argument `host`.
+        turned_away: Descriptions of some rejected callers, for an error.
 
     Raises:
         OSError: If it cannot listen there.
@@ -65,8 +64,8 @@ class Acceptor:
     def __init__(
         self, host: str, port: int, secret: Secret, job: str, *, may_be_gateway: bool = False
     ):
-        own = (may_be_gateway and everywhere(host)) or host
-        family, _, _, _, address = socket.getaddrinfo(own, port, type=socket.SOCK_STREAM)[0]
+        listen_host = (may_be_gateway and everywhere(host)) or host
+        family, _, _, _, address = socket.getaddrinfo(listen_host, port, type=socket.SOCK_STREAM)[0]
         self.host = host
         self.turned_away: list[str] = []
         self._secret, self._job = secret, job
@@ -81,12 +80,12 @@ class Acceptor:
         self.close()
 
     def fileno(self) -> int:
-        """What another selector may wait for: readable when somebody has called or spoken."""
+        """A descriptor for another selector: readable on a new connection or message."""
         return self._selector.fileno()
 
     def wait(self, seconds: float) -> list[Visitor]:
-        """Waits at most so long for launchers to come in, on whom the caller is to hang up."""
-        come, has_caller = [], False
+        """Waits up to `seconds`; returns the admitted launchers, which the caller must close."""
+        admitted, has_caller = [], False
         for key, _ in self._selector.select(seconds):
             visitor = key.fileobj
             if visitor is self._listener:
@@ -94,29 +93,29 @@ class Acceptor:
                 continue
             try:
                 while visitor.hello is None and (line := visitor.read()) is not None:
-                    self._hear(visitor, line)
-            except (OSError, ValueError):  # It has ended, is no message, or not of the job.
+                    self._process(visitor, line)
+            except (OSError, ValueError):  # Ended, malformed, or not of the job.
                 self._hang_up(visitor)
                 continue
             if visitor.hello is not None:
                 self._selector.unregister(visitor)
-                come.append(visitor)
-        if has_caller:  # Last, since it may hang up on others.
+                admitted.append(visitor)
+        if has_caller:  # Last, since it may hang up on other callers.
             self._accept()
-        return come
+        return admitted
 
     def turn_away(self, address: str, reason: str) -> None:
-        """Takes note of one who came and cannot take part."""
-        told = f"{address}, {reason}"
-        if told not in self.turned_away and len(self.turned_away) < _MAX_TOLD:
-            self.turned_away.append(told)
+        """Records a caller that cannot take part."""
+        entry = f"{address}, {reason}"
+        if entry not in self.turned_away and len(self.turned_away) < _MAX_TOLD:
+            self.turned_away.append(entry)
 
     def who_was_turned_away(self) -> str:
-        """Returns what an error says of those who were turned away; "" if nobody was."""
-        return "".join(f" Turned away: {told.rstrip('.')}." for told in self.turned_away)
+        """Returns a sentence on the callers turned away, for an error; "" if there are none."""
+        return "".join(f" Turned away: {entry.rstrip('.')}." for entry in self.turned_away)
 
-    def _hear(self, visitor, line):
-        """Takes in a line of one who has not come in yet; an error if it is not of the job."""
+    def _process(self, visitor, line):
+        """Processes a line of a caller not yet admitted; raises if it is not of the job."""
         if visitor.session is not None:
             hello = visitor.session.opened(line)
             if hello is None:
@@ -125,16 +124,16 @@ class Acceptor:
                 raise ValueError("It does not say what a launcher says.")
             visitor.hello = hello
             return
-        said = wire.parsed(line)
-        if not wire.is_greeting(said):
+        greeting = wire.parsed(line)
+        if not wire.is_greeting(greeting):
             raise ValueError("It names no job.")
-        if said["job"] != self._job:
-            self._refuse(visitor, f"of the job {said['job']!r}")
-        if not wire.is_of_this_version(said):
+        if greeting["job"] != self._job:
+            self._refuse(visitor, f"of the job {greeting['job']!r}")
+        if not wire.is_of_this_version(greeting):
             self._refuse(visitor, "with another version of tfparallel")
-        own = wire.greeting(self._job)
-        visitor.send(own)
-        nonces = said["nonce"], own["nonce"]
+        reply = wire.greeting(self._job)
+        visitor.send(reply)
+        nonces = greeting["nonce"], reply["nonce"]
         visitor.session = wire.Session(self._secret, self._job, nonces, is_caller=False)
 
     def _refuse(self, visitor, reason):
@@ -154,13 +153,13 @@ class Acceptor:
         callers = [key.fileobj for key in self._selector.get_map().values()]
         callers.remove(self._listener)
         callers.sort(key=lambda visitor: visitor.since)
-        late = time.monotonic() - _PATIENCE_SECONDS
+        cutoff = time.monotonic() - _PATIENCE_SECONDS
         for index, visitor in enumerate(callers):
-            if index < len(callers) - _MAX_STRANGERS or visitor.since < late:
+            if index < len(callers) - _MAX_STRANGERS or visitor.since < cutoff:
                 self._hang_up(visitor)
 
     def close(self) -> None:
-        """Listens no more; a second time does nothing."""
+        """Stops listening; idempotent."""
         for key in list((self._selector.get_map() or {}).values()):
             key.fileobj.close()
         self._selector.close()
@@ -169,28 +168,28 @@ class Acceptor:
 def open_acceptor(
     host: str, port: int, secret: Secret, job: str, *, may_be_gateway: bool = False
 ) -> Acceptor:
-    """Returns an `Acceptor`; a RuntimeError, if it cannot listen, says what to do."""
+    """Returns an `Acceptor`; raises a RuntimeError with a fix if it cannot listen."""
     try:
         return Acceptor(host, port, secret, job, may_be_gateway=may_be_gateway)
     except OSError as error:
         is_taken = error.errno == errno.EADDRINUSE
         other = who_listens((host, port), job, _LOOK_SECONDS) if is_taken else None
-        who = "" if other is None else f": by a launcher of the job {other!r}"
+        by = "" if other is None else f": by a launcher of the job {other!r}"
         raise RuntimeError(
             "Node 0 cannot listen at the rendezvous endpoint, which must be an address of this "
-            f"host with a free port. Received: {join_address(host, port)} ({error.strerror}{who}). "
+            f"host with a free port. Received: {join_address(host, port)} ({error.strerror}{by}). "
             "Choose another port, or start node 0 on that host; if the address is a gateway's that "
             f"leads here, add --local_addr={host}."
         ) from error
 
 
 def allow_connections(number: int) -> None:
-    """Raises the limit of open files, where the system lets it, to a connection for each node."""
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = number + _SPARE_DESCRIPTORS
-    if limit != resource.RLIM_INFINITY and limit < wanted:
-        wanted = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    """Raises the limit on open files, if permitted, to allow one connection per node."""
+    limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    required = number + _SPARE_DESCRIPTORS
+    if limit != resource.RLIM_INFINITY and limit < required:
+        required = required if hard_limit == resource.RLIM_INFINITY else min(required, hard_limit)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (required, hard_limit))
 
 
 def _is_hello(message):

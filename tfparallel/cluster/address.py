@@ -1,4 +1,4 @@
-"""Addresses of workers, `"host:port"`, checked before anything waits for one."""
+"""Parses and checks worker addresses, `"host:port"`."""
 
 import ipaddress
 import re
@@ -8,7 +8,7 @@ from tfparallel.cluster.config_error import shown
 
 __all__ = ["address_problems", "join_address", "local_place", "split_address"]
 
-# Underscores are against the standard, and common in cluster and container names.
+# Underscores violate the standard, but are common in cluster and container names.
 _LABEL = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]*[A-Za-z0-9_])?")
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
 _DOTTED_NUMBERS = re.compile(r"[0-9.]+")
@@ -18,7 +18,7 @@ _MAX_LABEL = 63
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Takes `"host:port"` apart; an IPv6 host stands in brackets, `"[::1]:2222"`.
+    """Splits `"host:port"`; an IPv6 host is bracketed, `"[::1]:2222"`.
 
     Raises:
         ValueError: If the address is malformed.
@@ -33,24 +33,24 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int) -> str:
-    """Puts a host and a port together; an IPv6 host is given its brackets."""
+    """Joins a host and a port; brackets an IPv6 host."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def local_place(addresses: Sequence[str], index: int) -> tuple[int, int]:
-    """Finds a worker among those on its host, as far as hosts have one name each.
+    """Finds a worker among those on its host, assuming one name per host.
 
     Returns:
-        Its local rank, and how many workers its host has.
+        Its local rank, and the number of workers on its host.
     """
     hosts = [_canonical(split_address(address)[0]) for address in addresses]
-    here = [other for other, host in enumerate(hosts) if host == hosts[index]]
-    return here.index(index), len(here)
+    same_host = [other for other, host in enumerate(hosts) if host == hosts[index]]
+    return same_host.index(index), len(same_host)
 
 
 def address_problems(named: Iterable[tuple[str, object]]) -> list[str]:
-    """Says what is wrong with addresses, each given behind its name, and which are the same."""
-    problems, taken = [], {}
+    """Returns the problems of (name, address) pairs: malformed and duplicate addresses."""
+    problems, owners = [], {}
     for name, address in named:
         if not isinstance(address, str):
             problems.append(f"{name} must be a text 'host:port', not {shown(address)}")
@@ -61,17 +61,17 @@ def address_problems(named: Iterable[tuple[str, object]]) -> list[str]:
             problems.append(f"{name}, {shown(address)}, is no address: {error}")
             continue
         place = (_canonical(host), port)
-        if place in taken:
+        if place in owners:
             problems.append(
-                f"{name} and {taken[place]} have the same address, {shown(address)}; "
+                f"{name} and {owners[place]} have the same address, {shown(address)}; "
                 "each worker needs its own host or port"
             )
-        taken.setdefault(place, name)
+        owners.setdefault(place, name)
     return problems
 
 
 def _split(address):
-    """As `split_address`, with an error that says only where the address is wrong."""
+    """Like `split_address`, with a short error that only names the problem."""
     if not isinstance(address, str):
         raise ValueError("it is no text")
     host, colon, port = address.rpartition(":")
@@ -96,7 +96,7 @@ def _split(address):
 
 
 def _canonical(host):
-    """Gives a host one spelling, so that two names of the loopback are one."""
+    """Normalizes a host's spelling; all names of the loopback become one."""
     host = host.lower().removesuffix(".")
     if host in ("localhost", "localhost.localdomain"):
         return "127.0.0.1"
@@ -105,7 +105,7 @@ def _canonical(host):
 
 def _is_host(host):
     if _DOTTED_NUMBERS.fullmatch(host):
-        # All digits and dots: what is no IPv4 address is a mistyped one, no name.
+        # All digits and dots: a mistyped IPv4 address rather than a name.
         return _is_of(ipaddress.IPv4Address, host)
     if len(host) > _MAX_HOST:
         return False

@@ -1,24 +1,23 @@
-"""How long to wait before what has failed soon is tried again, twice as long each time.
+"""Exponential back-off before retrying after early failures.
 
     joins, fails soon   10 s   joins, fails soon   20 s   joins, fails soon   40 s   …  10 minutes
 
-Each host that joins has all workers save their state and start again, and so has each that fails.
-One that fails again and again would leave the others no time to train.
+Whenever a host joins or fails, all workers save their state and restart. A host that keeps failing
+would leave the others no time to train.
 
     fails   at once   fails soon   1 s   fails soon   2 s   fails soon   4 s   …  1 minute
 
-Workers that fail as soon as they have started mostly fail by what takes a while to change: a file
-system or a host that cannot be reached, a full disk. All restarts would be used up in seconds.
+Workers that fail right after their start usually fail for a lasting reason: an unreachable file
+system or host, a full disk. Without a wait, all restarts would be used up in seconds.
 """
 
 __all__ = ["BackOff", "RestartBackOff"]
 
 
 class BackOff:
-    """The wait of the hosts that would join: `first_seconds`, then twice as long, up to a maximum.
+    """The wait of joining hosts: `first_seconds`, then doubled each time, up to `most_seconds`.
 
-    What fails later than `soon_seconds` after its start has done some work: what was before is
-    forgotten.
+    A failure later than `soon_seconds` after the start resets it: the host has done some work.
     """
 
     def __init__(
@@ -31,10 +30,10 @@ class BackOff:
         self._seconds = self._until = 0.0
 
     def failed(self, lasted_seconds: float, now: float) -> float:
-        """Takes note that a host that joined has failed, at the monotonic time `now`.
+        """Records that a host that joined has failed, at the monotonic time `now`.
 
         Returns:
-            How many seconds the next one waits.
+            How many seconds the next host must wait.
         """
         if lasted_seconds > self._soon:
             self._seconds = 0.0
@@ -44,19 +43,19 @@ class BackOff:
         return self._seconds
 
     def remaining(self, now: float) -> float:
-        """How many seconds of the wait are left."""
+        """Returns the remaining seconds of the wait."""
         return max(0.0, self._until - now)
 
 
 class RestartBackOff:
-    """The wait before all workers start again. After the first failure there is none."""
+    """The wait before all workers restart. There is none after the first failure."""
 
     def __init__(self, most_seconds: float = 60.0):
         self._back_off = BackOff(1.0, most_seconds, soon_seconds=60.0)
         self._has_failed = False
 
     def failed(self, lasted_seconds: float) -> float:
-        """Takes note that the workers have failed; returns how many seconds to wait."""
+        """Records that the workers have failed; returns how many seconds to wait."""
         if not self._has_failed:
             self._has_failed = True
             return 0.0

@@ -12,11 +12,11 @@ from tfparallel.cluster.wire import Secret
 
 __all__ = ["Call", "Channel", "keep_alive", "who_listens"]
 
-# To hand a message to the kernel: one that does not listen holds nobody up.
+# For passing a message to the kernel: a peer that does not read must not block the sender.
 _SEND_SECONDS = 2.0
 _CHUNK_BYTES = 1 << 16
-# The addresses of all workers fit into TF_CONFIG, of 128 KiB, and an answer, which names a host
-# once, takes less than twice as much.
+# The addresses of all workers fit into TF_CONFIG's 128 KiB, and an answer needs less than twice
+# that.
 _ANSWER_BYTES = 1 << 20
 _IDLE_SECONDS = 10
 _ASK_SECONDS, _NUM_ASKED = 5, 3
@@ -24,11 +24,11 @@ _NO_ANSWER = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOS
 
 
 class Channel:
-    """A connection that carries messages both ways; a context manager, which hangs up.
+    """A bidirectional message connection; a context manager, which closes it.
 
     Attributes:
-        session: What proves who speaks, once both have named a nonce.
-        is_silent: Whether it has ended without a sign of the other.
+        session: Authenticates messages, once both sides have exchanged nonces.
+        is_silent: Whether it ended without a sign from the peer.
     """
 
     def __init__(self, connected: socket.socket):
@@ -45,15 +45,15 @@ class Channel:
         self.close()
 
     def close(self) -> None:
-        """Hangs up; a second time does nothing."""
+        """Closes the connection; idempotent."""
         self._socket.close()
 
     def fileno(self) -> int:
-        """For a selector, which says when `read` has something to read."""
+        """A descriptor for a selector, which reports when `read` has something to read."""
         return self._socket.fileno()
 
     def keep_alive(self) -> None:
-        """Lets TCP notice within half a minute that the other host has vanished."""
+        """Makes TCP detect a vanished host within half a minute."""
         keep_alive(self._socket, _IDLE_SECONDS)
 
     @property
@@ -67,10 +67,10 @@ class Channel:
             return True
 
     def send(self, message: dict[str, Any], seconds: float = _SEND_SECONDS) -> bool:
-        """Sends a message; whether it could.
+        """Sends a message; returns whether it was sent.
 
-        If not all of it can be sent, the connection ends: half a line would spoil what follows.
-        Whoever reads from the connection finds that out.
+        If only part of it can be sent, the connection is shut down: half a line would corrupt the
+        stream. The next `read` then fails.
         """
         line = wire.framed(message, self.session)
         try:
@@ -79,15 +79,15 @@ class Channel:
                 self._socket.sendall(line)
             finally:
                 self._socket.setblocking(False)
-        except OSError as error:  # The system tells it once: here, and not to who reads.
+        except OSError as error:  # Reported once by the system: here, and not to `read`.
             self.is_silent |= error.errno in _NO_ANSWER or isinstance(error, TimeoutError)
-            with contextlib.suppress(OSError):  # The other side has closed it.
+            with contextlib.suppress(OSError):  # The peer has closed it.
                 self._socket.shutdown(socket.SHUT_RDWR)
             return False
         return True
 
     def read(self, max_bytes: int = wire.MAX_BYTES) -> bytes | None:
-        """Returns the next line if it has come, without waiting.
+        """Returns the next line if it has arrived, without waiting.
 
         Raises:
             OSError: If the connection has ended.
@@ -95,9 +95,9 @@ class Channel:
         """
         while (line := self._lines.next(max_bytes)) is None:
             try:
-                # What follows the line stays with the system, which tells the next selector of it.
-                seen = self._socket.recv(_CHUNK_BYTES, socket.MSG_PEEK)
-                chunk = self._socket.recv(seen.find(b"\n") + 1 or len(seen)) if seen else b""
+                # Data after the line stays in the kernel, which then wakes the next selector.
+                peeked = self._socket.recv(_CHUNK_BYTES, socket.MSG_PEEK)
+                chunk = self._socket.recv(peeked.find(b"\n") + 1 or len(peeked)) if peeked else b""
             except BlockingIOError:
                 return None
             except OSError as error:
@@ -109,9 +109,9 @@ class Channel:
         return line
 
     def read_until(self, until: float, max_bytes: int = wire.MAX_BYTES) -> bytes | None:
-        """Returns the next line; None if it has not come by the monotonic time `until`.
+        """Returns the next line; None if it has not arrived by the monotonic time `until`.
 
-        Errors as of `read`.
+        Raises the errors of `read`.
         """
         with selectors.DefaultSelector() as selector:
             selector.register(self, selectors.EVENT_READ)
@@ -122,23 +122,23 @@ class Channel:
 
 
 class Call(Channel):
-    """A launcher's own side of a connection to an acceptor; deadlines are monotonic times."""
+    """A launcher's side of a connection to an acceptor; deadlines are monotonic times."""
 
     def __init__(self, connected: socket.socket, secret: Secret, job: str):
         super().__init__(connected)
         self._secret, self._job = secret, job
 
     def ask(self, hello: dict[str, Any], until: float) -> None:
-        """Says who this launcher is; `OSError` if there is no answer, or `RefusedError`."""
+        """Identifies this launcher; `OSError` if there is no answer, or `RefusedError`."""
         nonces = self.greet(until)
         self.session = wire.Session(self._secret, self._job, nonces, is_caller=True)
         self._say(hello, until)
 
     def greet(self, until: float) -> tuple[str, str]:
-        """Names the job; returns the nonces of both. Errors as of `ask`, which calls it."""
-        own = wire.greeting(self._job)
-        self._say(own, until)
-        line = self._heard(until, wire.MAX_BYTES)
+        """Sends the job's name; returns both nonces. Raises the errors of `ask`."""
+        greeting = wire.greeting(self._job)
+        self._say(greeting, until)
+        line = self._next_line(until, wire.MAX_BYTES)
         if line is None:
             raise TimeoutError("no answer")
         answer = wire.parsed(line)
@@ -147,11 +147,11 @@ class Call(Channel):
         if not wire.is_of_this_version(answer):
             text = "the launcher there has another version of tfparallel; install one on all hosts"
             raise wire.RefusedError(text, answer["job"])
-        return own["nonce"], answer["nonce"]
+        return greeting["nonce"], answer["nonce"]
 
     def answer(self, until: float) -> dict[str, Any] | None:
-        """Returns the next message; None if none has come until then. Errors as of `ask`."""
-        line = self._heard(until, _ANSWER_BYTES)
+        """Returns the next message; None if none arrives in time. Raises the errors of `ask`."""
+        line = self._next_line(until, _ANSWER_BYTES)
         if line is None:
             return None
         message = self.session.opened(line)
@@ -163,7 +163,7 @@ class Call(Channel):
         if not self.send(message, max(until - time.monotonic(), 0.001)):
             raise TimeoutError("no answer") if time.monotonic() >= until else _hung_up()
 
-    def _heard(self, until, max_bytes):
+    def _next_line(self, until, max_bytes):
         try:
             return self.read_until(until, max_bytes)
         except (OSError, ValueError):
@@ -171,10 +171,10 @@ class Call(Channel):
 
 
 def who_listens(address: tuple[str, int], job: str, timeout_seconds: float) -> str | None:
-    """Returns the name of the job whose acceptor is at an address; None if there is none."""
+    """Returns the job whose acceptor listens at an address; None if there is none."""
     with contextlib.suppress(OSError):
-        there = socket.create_connection(address, timeout_seconds)
-        with Call(there, Secret(""), job) as call:
+        connected = socket.create_connection(address, timeout_seconds)
+        with Call(connected, Secret(""), job) as call:
             try:
                 call.greet(time.monotonic() + timeout_seconds)
             except wire.RefusedError as error:
@@ -184,20 +184,20 @@ def who_listens(address: tuple[str, int], job: str, timeout_seconds: float) -> s
 
 
 def keep_alive(connected: socket.socket, idle_seconds: int) -> None:
-    """Has TCP probe a host after `idle_seconds` of silence, and give it up after three probes.
+    """Makes TCP probe a host after `idle_seconds` of silence, and give up after three probes.
 
-    What is sent and not acknowledged for as long ends the connection, too.
+    Data that stays unacknowledged for as long also ends the connection.
     """
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {
         "TCP_KEEPIDLE": idle_seconds,
         "TCP_KEEPINTVL": _ASK_SECONDS,
         "TCP_KEEPCNT": _NUM_ASKED,
-        # The same for what is sent: in milliseconds, until it must be acknowledged.
+        # The same limit for unacknowledged data, in milliseconds.
         "TCP_USER_TIMEOUT": 1000 * (idle_seconds + _NUM_ASKED * _ASK_SECONDS),
     }
     for name, value in options.items():
-        # Without an option of this name the system's own patience holds, two hours by default.
+        # Without this option the system's default applies, two hours.
         if hasattr(socket, name):
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 

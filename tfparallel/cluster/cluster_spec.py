@@ -23,25 +23,25 @@ __all__ = ["Cluster"]
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Who takes part in a job, and which of them this process is.
+    """The workers of a job and this process's place among them.
 
-    `Cluster.from_env()` finds it out; the constructor is for those who know.
-    A cluster without workers is a process that is alone.
+    `Cluster.from_env()` reads them from the environment; use the constructor to set them yourself.
+    A cluster without workers is a single process.
 
     Attributes:
         workers: `"host:port"` of every worker, the chief first; empty for a
             single process.
-        worker_index: This process among `workers`; 0 for an evaluator, which is
-            none of them.
-        evaluators: `"host:port"` of the process that evaluates and takes no part
-            in training; there is at most one.
+        worker_index: This process's index in `workers`; 0 for an evaluator,
+            which is not among them.
+        evaluators: `"host:port"` of the process that evaluates without
+            training; there is at most one.
         is_evaluator: Whether this process is the evaluator.
-        names_chief: Whether TF_CONFIG has the chief in a job of its own. It is
+        names_chief: Whether TF_CONFIG has a separate job `chief`. The chief is
             worker 0 here; TF_CONFIG's worker k is then worker k + 1.
-        local_rank: This process among the workers on its host.
-        num_local_workers: How many workers its host has.
-        source: Where the cluster was found: `"TF_CONFIG"`, `"Slurm"`, `"MPI"`,
-            `"Kubernetes"`, `"torchrun"` or `"none"`. It does not count in `==`.
+        local_rank: This process's index among the workers on its host.
+        num_local_workers: The number of workers on its host.
+        source: The source of the cluster: `"TF_CONFIG"`, `"Slurm"`, `"MPI"`,
+            `"Kubernetes"`, `"torchrun"` or `"none"`. Ignored by `==`.
 
     Raises:
         ValueError: If an address is malformed or named twice, or an index is out
@@ -49,7 +49,7 @@ class Cluster:
 
     Example:
         >>> cluster = tfparallel.Cluster.from_env()
-        >>> cluster.num_workers, cluster.is_chief  # A process that is alone.
+        >>> cluster.num_workers, cluster.is_chief  # A single process.
         (1, True)
         >>> tfparallel.Cluster(["a:2222", "b:2222"], worker_index=1).address
         'b:2222'
@@ -79,31 +79,31 @@ class Cluster:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process is the one that speaks and writes for all."""
+        """Whether this process is the chief, which logs and writes files for all workers."""
         return self.worker_index == 0 and not self.is_evaluator
 
     @property
     def address(self) -> str | None:
-        """This process's own `"host:port"`; None where none was named."""
+        """This process's `"host:port"`; None if it has none."""
         if self.is_evaluator:
             return self.evaluators[0] if self.evaluators else None
         return self.workers[self.worker_index] if self.workers else None
 
     @property
     def task_type(self) -> str:
-        """TF_CONFIG's word for this process: `"chief"`, `"worker"` or `"evaluator"`."""
+        """This process's TF_CONFIG task type: `"chief"`, `"worker"` or `"evaluator"`."""
         if self.is_evaluator:
             return "evaluator"
         return "chief" if self.names_chief and self.worker_index == 0 else "worker"
 
     @property
     def task_index(self) -> int:
-        """TF_CONFIG's index of this process among those of its type."""
+        """This process's TF_CONFIG task index, among the tasks of its type."""
         has_chief_before = self.names_chief and self.task_type == "worker"
         return self.worker_index - 1 if has_chief_before else self.worker_index
 
     def to_tf_config(self) -> str:
-        """Writes TF_CONFIG, as `from_tf_config` reads it; `"{}"` for a single process."""
+        """Returns TF_CONFIG, as `from_tf_config` reads it; `"{}"` for a single process."""
         num_chiefs = int(self.names_chief)
         jobs = {
             "chief": self.workers[:num_chiefs],
@@ -117,49 +117,49 @@ class Cluster:
         """Reads the text of the environment variable TF_CONFIG.
 
         Args:
-            text: JSON with the keys `cluster` and `task`; without a cluster, or
-                empty, it means a single process. Workers of one host are given
-                their local ranks by the host's name.
+            text: JSON with the keys `cluster` and `task`; empty, or without a
+                cluster, it means a single process. Workers with the same host
+                name get consecutive local ranks.
 
         Returns:
             The cluster.
 
         Raises:
-            ValueError: If the text is no JSON, lacks keys or has unknown ones, or
-                if what it names cannot be; all problems in one message.
+            ValueError: If the text is not JSON, has missing or unknown keys, or
+                describes an invalid cluster; all problems in one message.
         """
         return cls(**tf_config.parse(text), source="TF_CONFIG")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "Cluster":
-        """Finds out who takes part, from what the job's launcher has set.
+        """Reads the cluster from the environment variables set by the job's launcher.
 
-        TF_CONFIG goes first; then torchrun's variables, those of Open MPI, MPICH
-        and Intel MPI, of Slurm's `srun`, and of a Kubernetes indexed Job. More
-        than one may be there, and must agree. Where a launcher does not say on
-        which hosts its workers run, TFPARALLEL_WORKERS must.
+        TF_CONFIG takes precedence; then the variables of torchrun; of Open MPI,
+        MPICH and Intel MPI; of Slurm's `srun`; and of a Kubernetes indexed Job.
+        If several are set, they must agree. If the launcher does not set the
+        workers' hosts, set TFPARALLEL_WORKERS.
 
         Args:
             environ: The variables; by default `os.environ`.
 
         Returns:
-            The cluster; a single process where nothing names workers.
+            The cluster; a single process if no variable names workers.
 
         Raises:
             ValueError: If a source is malformed or incomplete, or if two contradict
                 each other.
 
         References:
-            The documentation of each launcher stands in `tfparallel.cluster.launcher_env`.
+            `tfparallel.cluster.launcher_env` links the documentation of each launcher.
         """
         environ = os.environ if environ is None else environ
         configured = cls.from_tf_config(environ.get("TF_CONFIG", ""))
         if configured.is_evaluator:
-            # It takes no part, so that nothing else counts it for sure.
+            # Other sources may or may not count the evaluator: ignore them.
             return configured
         if not configured.workers:
             return cls(**find(environ))
-        found = find(
+        fields = find(
             environ,
             LauncherEnv(
                 source="TF_CONFIG",
@@ -170,13 +170,13 @@ class Cluster:
                 num_evaluators=len(configured.evaluators),
             ),
         )
-        place = {name: found[name] for name in ("local_rank", "num_local_workers")}
+        place = {name: fields[name] for name in ("local_rank", "num_local_workers")}
         return dataclasses.replace(configured, **place)
 
     def device_environment(self, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Tells which GPUs this worker should see among the workers on its host.
+        """Returns the variables that give this worker its share of the host's GPUs.
 
-        Nothing is set here; set what is returned before TensorFlow starts.
+        They are not set here; set them before TensorFlow starts.
 
         Args:
             environ: Environment variables; by default `os.environ`.
@@ -184,10 +184,10 @@ class Cluster:
         Returns:
             CUDA_VISIBLE_DEVICES and its value if several workers share the host and
             its GPUs are not bound to them yet; TF_FORCE_GPU_ALLOW_GROWTH if they may
-            have to share one; else nothing.
+            have to share one; otherwise empty.
 
         Raises:
-            ValueError: If the host's GPUs cannot be shared out equally.
+            ValueError: If the host's GPUs cannot be divided equally.
         """
         environ = os.environ if environ is None else environ
         return visible_gpus(environ, self.local_rank, self.num_local_workers)

@@ -1,4 +1,4 @@
-"""One error for all that is wrong with one input, such as the variables of a launcher."""
+"""Reports all problems of one input, such as a launcher's variables, in one error."""
 
 import math
 import re
@@ -6,21 +6,21 @@ from collections.abc import Mapping, Sequence
 
 __all__ = ["EnvReader", "refusal", "shown"]
 
-# A broken variable may hold a whole file; its start is enough to recognize it.
+# A broken variable may contain a whole file; its start is enough to recognize it.
 _SHOWN_CHARACTERS = 600
-# So may a list of thousands of workers, each wrong in the same way.
+# A list of thousands of workers may have the same problem in every entry.
 _MAX_PROBLEMS = 30
 _INTEGER = re.compile("[0-9]{1,10}")
 
 
 def refusal(head: str, problems: Sequence[str], received: str, fix: str = "") -> ValueError:
-    """Makes the error, to be raised by the caller, that lists every problem of an input.
+    """Returns an error, for the caller to raise, that lists every problem of an input.
 
     Args:
         head: What cannot be done.
-        problems: What is wrong and what is required, an entry each.
+        problems: One entry per problem: what is wrong and what is required.
         received: The input, as text.
-        fix: What to do about it, beside what the problems say.
+        fix: How to fix it, beyond what the problems say.
     """
     end = f"Received: {received}." + (f" {fix}" if fix else "")
     if len(problems) == 1:
@@ -32,10 +32,10 @@ def refusal(head: str, problems: Sequence[str], received: str, fix: str = "") ->
 
 
 def shown(value: object) -> str:
-    """Shows a value, or named values, as an error should: quoted, and not too long."""
+    """Formats a value, or named values, for an error message: quoted, of limited length."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name}={shown(part)}" for name, part in value.items()) or "nothing"
-    # Cut before it is quoted: repr() of a huge text takes its time.
+    # Cut before quoting: repr() of a huge text is slow.
     if isinstance(value, str) and len(value) > _SHOWN_CHARACTERS:
         return f"{value[:_SHOWN_CHARACTERS]!r}... ({len(value)} characters)"
     try:
@@ -48,11 +48,11 @@ def shown(value: object) -> str:
 
 
 class EnvReader:
-    """Reads environment variables of one source, and gathers what is wrong with them.
+    """Reads environment variables of one source, and collects their problems.
 
     Attributes:
-        received: The variables that were looked at and set.
-        problems: What is wrong so far, an entry each.
+        received: The variables that were read and are set.
+        problems: One entry per problem so far.
     """
 
     def __init__(self, environ: Mapping[str, str], source: str):
@@ -74,7 +74,7 @@ class EnvReader:
     ) -> int | None:
         """Returns the first variable that is set, as a whole number from `least` to `below` - 1.
 
-        None if there is none, which is a problem where it is required, or a problem with it.
+        None if it is missing or invalid. Adds a problem if it is invalid, or missing but required.
         """
         text = self.text(*names)
         if text is None:
@@ -91,7 +91,7 @@ class EnvReader:
         return None
 
     def check(self, fix: str = "") -> None:
-        """Raises a ValueError if there are problems, with all of them and what to do about it."""
+        """Raises a ValueError with all problems and how to fix them, if there are any."""
         if self.problems:
             raise refusal(
                 f"The variables of {self.source} cannot be used",
@@ -103,6 +103,6 @@ class EnvReader:
     def place(
         self, local_rank: str, num_local: str, num_workers: int | None
     ) -> tuple[int | None, int | None]:
-        """Reads the rank on this host and how many workers the host has."""
+        """Reads the local rank and the number of workers on this host."""
         size = self.number(num_local, least=1, below=num_workers and num_workers + 1)
         return self.number(local_rank, below=size), size

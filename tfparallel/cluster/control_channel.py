@@ -1,16 +1,14 @@
-"""What the launchers of several hosts tell each other while their workers run.
+"""Messages between the launchers of several hosts while their workers run.
 
     node 1 ──{failed: worker 5, ...}──> node 0 ──> nodes 2, 3, ...
 
-The connections over which they met (rendezvous.py) stay open: a star, whose middle
-is node 0, which hands on what it hears. A job ends everywhere with the first
-failure, with the same culprit; it has succeeded once it has on every host. A
-launcher that is stopped says so. One that is killed closes its connection; a
-host that vanishes is found out by TCP's keep-alive within half a minute. Where
-the number of hosts may change (elastic.py), node 0 also tells that one has come.
+The connections of the rendezvous (rendezvous.py) stay open: a star around node 0, which forwards
+messages. The first failure ends the job on all hosts, with the same culprit; the job succeeds once
+it has on every host. A launcher that is stopped announces it. One that is killed closes its
+connection; TCP's keep-alive detects a vanished host within half a minute. In an elastic job
+(elastic.py), node 0 also announces a joining host.
 
-Who speaks has proved that it belongs to the job when it came, and proves it with each message
-(wire.py).
+Launchers authenticate when they join, and with each message (wire.py).
 """
 
 import signal
@@ -26,24 +24,24 @@ _MESSAGE_BYTES = 1 << 12
 
 
 class ControlChannel:
-    """How the other hosts of a job fare. A context manager: leaving it hangs up.
+    """The state of a job's other hosts. A context manager: leaving it closes the connections.
 
     Args:
         node: This host's index.
-        num_nodes: How many hosts the job has.
-        connections: For each neighbour its connection: of node 0 all others, of the others node 0.
-        newcomers: A further line, which listens for hosts that would join; of node 0.
+        num_nodes: The number of hosts.
+        connections: The connections by node: on node 0 to all others, elsewhere to node 0.
+        newcomers: A further line on node 0, which listens for joining hosts.
 
     Attributes:
-        node, num_nodes: As given.
-        failures: The failed workers of other hosts, each with the time at which it became
-            known, by the monotonic clock.
-        departure: The first launcher that left a job which had not ended, or None.
-        has_newcomer: Whether a host would join the job.
+        node, num_nodes: The arguments.
+        failures: The failed workers of other hosts, each with the monotonic time at which this
+            host learned of it.
+        departure: The first launcher that left the running job, or None.
+        has_newcomer: Whether a host wants to join the job.
         gone: The nodes whose launchers have left, or whose connection has ended.
-        silent: Those of them that gave no sign of it.
-        leaving: Those whose launchers do not come again, if a worker of theirs is the culprit.
-        leaves_on_failure: Whether this one does not; to be set.
+        silent: The nodes in `gone` that gave no sign of it.
+        leaving: The nodes whose launchers will not return if the culprit is one of their workers.
+        leaves_on_failure: Whether this is such a node; set by the caller.
     """
 
     def __init__(
@@ -64,7 +62,7 @@ class ControlChannel:
         self._coming_again: set[int] = set()
         self._unfinished = set(range(num_nodes)) - {node}
         self._lines = [
-            _Line(peer, connection, self._hear, self._lost)
+            _Line(peer, connection, self._receive, self._lost)
             for peer, connection in (connections or {}).items()
         ]
         self._newcomers = () if newcomers is None else (newcomers,)
@@ -76,17 +74,17 @@ class ControlChannel:
         if error is not None:
             interrupted = signal.SIGINT if isinstance(error, KeyboardInterrupt) else None
             signum = getattr(error, "signum", interrupted)
-            self._tell({"stopped": self.node, "signum": signum})
+            self._send({"stopped": self.node, "signum": signum})
         self.close()
 
     @property
     def lines(self) -> Sequence["_Line"]:
-        """The connections, for a selector: each has `fileno`, and `listen`, false at its end."""
+        """The connections, for a selector: each has `fileno` and `listen`, false at its end."""
         return (*self._lines, *self._newcomers)
 
     @property
     def is_bad(self) -> bool:
-        """Whether the job has failed somewhere else."""
+        """Whether the job has failed on another host."""
         return bool(self.failures) or self.departure is not None
 
     @property
@@ -95,44 +93,44 @@ class ControlChannel:
         return not self._unfinished
 
     def tell_success(self) -> None:
-        """Says that this host's workers have all succeeded."""
-        self._tell({"succeeded": self.node})
+        """Announces that all workers of this host have succeeded."""
+        self._send({"succeeded": self.node})
 
     def tell_failure(
         self, worker: int, returncode: int, time_seconds: float, lost: int | None = None
     ) -> None:
-        """Says that a worker of this host has failed. Arguments as in `WorkerExit`."""
+        """Announces that a worker of this host has failed. Arguments as in `WorkerExit`."""
         failed = {"worker": worker, "returncode": returncode, "time_seconds": time_seconds}
         failed |= {} if lost is None else {"lost": lost}
-        self._tell({"failed": self.node, **failed, "leaves": self.leaves_on_failure})
+        self._send({"failed": self.node, **failed, "leaves": self.leaves_on_failure})
 
     def look(self) -> float | None:
-        """Looks whether a host that has come may join; in how many seconds to look again."""
+        """Checks whether a waiting host may join; returns in how many seconds to look again."""
         waits = (newcomers.look() for newcomers in self._newcomers)
         return next((seconds for seconds in waits if seconds is not None), None)
 
     def tell_newcomer(self) -> None:
-        """Says that a host would join."""
+        """Announces that a host wants to join."""
         self.has_newcomer = True
-        self._tell({"newcomer": True})
+        self._send({"newcomer": True})
 
     def tell_coming_again(self) -> None:
-        """Says that this launcher hangs up only to meet the others again."""
-        self._tell({"coming_again": self.node})
+        """Announces that this launcher will reconnect for the next round."""
+        self._send({"coming_again": self.node})
 
     def close(self) -> None:
-        """Hangs up; a second time does nothing."""
+        """Closes the connections; idempotent."""
         for line in self._lines:
             line.channel.close()
 
-    def _tell(self, message, source=None):
+    def _send(self, message, source=None):
         for line in self._lines:
-            if line is not source:  # One that cannot be sent ends the line; `listen` finds out.
+            if line is not source:  # A failed send ends the line; `listen` detects it.
                 line.channel.send(message)
 
-    def _hear(self, message, source):
-        """Takes a message in, and hands it on: only node 0 has somebody else to tell."""
-        self._tell(message, source)
+    def _receive(self, message, source):
+        """Processes a message and forwards it; only node 0 has other lines."""
+        self._send(message, source)
         match message:
             case {"succeeded": int(node)}:
                 self._unfinished.discard(node)
@@ -157,21 +155,21 @@ class ControlChannel:
                     self.departure = Departure(node, signum)
 
     def _lost(self, line):
-        """A line has ended: after a success or a failure that is how it should be."""
+        """Handles the end of a line, which is expected after a success or a failure."""
         if line.peer in self._coming_again:
             return
         self.gone.add(line.peer)
         if line.channel.is_silent:
             self.silent.add(line.peer)
-        # Who has succeeded may end; but node 0, which hands on what the others say, ends last.
+        # A node that has succeeded may end; but node 0, which forwards messages, must end last.
         is_missed = line.peer in self._unfinished or (self.node != 0 and not self.all_succeeded)
         if is_missed and not self.is_bad:
             silent = {"silent": True} if line.channel.is_silent else {}
-            self._hear({"stopped": line.peer, "signum": None} | silent, line)
+            self._receive({"stopped": line.peer, "signum": None} | silent, line)
 
 
 class _Line:
-    """The connection to one other launcher, which the line owns."""
+    """The connection to another launcher, owned by the line."""
 
     def __init__(self, peer, channel, on_message, on_end):
         self.peer, self.channel = peer, channel
@@ -182,7 +180,7 @@ class _Line:
         return self.channel.fileno()
 
     def listen(self):
-        """Takes in what the other says; False once it has hung up, or is no launcher of the job."""
+        """Reads messages; False once the peer has hung up, or failed to authenticate."""
         try:
             while (text := self.channel.read(_MESSAGE_BYTES)) is not None:
                 message = self.channel.session.opened(text)

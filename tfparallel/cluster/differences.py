@@ -1,7 +1,7 @@
-"""Do all workers of a job say the same: what differs, and on which workers.
+"""Compares the facts of all workers: which values differ, and on which workers.
 
-Facts are nested dicts and lists of plain values; they are compared leaf by
-leaf, so that a difference is shown where it lies:
+Facts are nested dicts and lists of plain values. They are compared leaf by leaf, to show exactly
+where they differ:
 
 ```
 seed: 7 on workers 0 and 2; 8 on worker 1
@@ -28,15 +28,15 @@ def differences(
     """Compares the facts of several workers, as JSON gives them back.
 
     Returns:
-        A line for each leaf that is not the same on all workers, but for those of the top-level
-        keys that may differ. A long value is cut to the part that differs.
+        One line per leaf that differs between workers, except under top-level keys in
+        `may_differ`. Long values are cut to the part that differs.
     """
     leaves = {
-        index: dict(_leaves({key: own[key] for key in own if key not in may_differ}))
-        for index, own in facts.items()
+        index: dict(_leaves({key: entry[key] for key in entry if key not in may_differ}))
+        for index, entry in facts.items()
     }
-    # dict.fromkeys: each path once, in the order in which the workers name them.
-    paths = dict.fromkeys(path for own in leaves.values() for path in own)
+    # dict.fromkeys: each path once, in order of first appearance.
+    paths = dict.fromkeys(path for entry in leaves.values() for path in entry)
     lines = []
     for path in paths:
         workers_with = {}
@@ -44,10 +44,10 @@ def differences(
             workers_with.setdefault(leaves[index].get(path, "nothing"), []).append(index)
         if len(workers_with) > 1:
             values = zip(_excerpts(list(workers_with)), workers_with.values(), strict=True)
-            told = [f"{value} on {name_workers(group)}" for value, group in values]
-            if len(told) > _MAX_VALUES:
-                told[_MAX_VALUES:] = [f"{len(told) - _MAX_VALUES} more values on the others"]
-            lines.append(f"{path}: {'; '.join(told)}")
+            parts = [f"{value} on {name_workers(group)}" for value, group in values]
+            if len(parts) > _MAX_VALUES:
+                parts[_MAX_VALUES:] = [f"{len(parts) - _MAX_VALUES} more values on the others"]
+            lines.append(f"{path}: {'; '.join(parts)}")
     if len(lines) > _MAX_DIFFERENCES:
         left_out = len(lines) - _MAX_DIFFERENCES
         lines[_MAX_DIFFERENCES:] = [f"and {left_out} more differences"]
@@ -55,11 +55,11 @@ def differences(
 
 
 def name_workers(indices: Iterable[int]) -> str:
-    """Writes worker indices as a reader says them: `"workers 0 to 5, 7 and 9"`."""
+    """Formats worker indices for a reader: `"workers 0 to 5, 7 and 9"`."""
     indices = sorted(indices)
     if len(indices) == 1:
         return f"worker {indices[0]}"
-    # Consecutive indices keep their distance from their place in the order.
+    # In a run of consecutive indices, index minus position is constant.
     runs = [
         [index for _, index in run]
         for _, run in itertools.groupby(enumerate(indices), lambda pair: pair[1] - pair[0])
@@ -72,7 +72,7 @@ def name_workers(indices: Iterable[int]) -> str:
 
 
 def who_said(texts: Sequence[str]) -> str:
-    """Writes what each worker said, by worker: `"workers 0 and 2: this; worker 1: that"`."""
+    """Groups workers by their text: `"workers 0 and 2: this; worker 1: that"`."""
     workers_with: dict[str, list[int]] = {}
     for index, text in enumerate(texts):
         workers_with.setdefault(text, []).append(index)
@@ -80,12 +80,12 @@ def who_said(texts: Sequence[str]) -> str:
 
 
 def name_worker(workers: Sequence[str], index: int) -> str:
-    """A worker with its address, if the list has it: `"worker 1 (10.0.0.2:2222)"`."""
+    """Returns a worker's name with its address, if listed: `"worker 1 (10.0.0.2:2222)"`."""
     return f"worker {index} ({workers[index]})" if index < len(workers) else f"worker {index}"
 
 
 def _leaves(value, path=""):
-    """Yields each leaf of nested facts with its path; what is empty is a leaf itself."""
+    """Yields each leaf of nested facts with its path; an empty container is a leaf."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from _leaves(inner, f"{path}.{key}" if path else str(key))
@@ -93,12 +93,12 @@ def _leaves(value, path=""):
         for index, inner in enumerate(value):
             yield from _leaves(inner, f"{path}[{index}]")
     else:
-        # repr tells 1 from 1.0 and from True, and holds one NaN equal to another.
+        # repr distinguishes 1, 1.0 and True, and makes NaNs compare equal.
         yield path, repr(value)
 
 
 def _excerpts(texts):
-    """Cuts texts that differ to a few words around the place where they do."""
+    """Cuts differing texts to a few words around the first difference."""
     if max(map(len, texts)) <= _MAX_LENGTH:
         return texts
     start = max(0, len(os.path.commonprefix(texts)) - _MAX_LENGTH // 2)

@@ -1,12 +1,12 @@
-"""Finds the workers of a job in the variables that its launchers have set.
+"""Finds the workers of a job from the environment variables of its launchers.
 
-Launchers nest: `srun` may start one torchrun a node, or MPI its daemons. The
-innermost one counts the workers, and the others must count the same, or count
-what started them. A launcher of one process says nothing about others.
+Launchers nest: `srun` may start one torchrun per node, or MPI's daemons. The innermost launcher
+counts the workers; the others must count the same number, or the number of launchers. A launcher
+of a single process is ignored.
 
-TFPARALLEL_WORKERS, `"host1:port,host2:port"`, an address for each worker in the
-order of their ranks, goes before every address that is worked out from the
-launchers' variables; `tfparallel.cluster.launcher_env` says what those are.
+TFPARALLEL_WORKERS, `"host1:port,host2:port"`, lists an address per worker in rank order. It
+overrides the addresses computed from the launchers' variables; see
+`tfparallel.cluster.launcher_env`.
 """
 
 from collections.abc import Mapping
@@ -33,10 +33,10 @@ def find(environ: Mapping[str, str], configured: LauncherEnv | None = None) -> d
 
     Args:
         environ: Environment variables.
-        configured: What TF_CONFIG says, which goes before the others where they agree.
+        configured: The cluster from TF_CONFIG, which takes precedence over sources that agree.
 
     Returns:
-        The arguments of a `Cluster`; none if this process is alone.
+        The arguments of a `Cluster`; empty for a single process.
 
     Raises:
         ValueError: If a source is malformed or incomplete, or if two contradict
@@ -64,7 +64,7 @@ def find(environ: Mapping[str, str], configured: LauncherEnv | None = None) -> d
 
 
 def _agreeing(claims):
-    """Drops what counts launchers instead of workers; raises at a contradiction."""
+    """Drops claims that count launchers instead of workers; raises on a contradiction."""
     inner = claims[0]
     agreeing, against = [inner], []
     for place, claim in enumerate(claims[1:], 1):
@@ -74,7 +74,7 @@ def _agreeing(claims):
             against.append(claim)
     if not against:
         return agreeing
-    said = [
+    claimed = [
         f"{claim.source} says worker {claim.worker_index} of {claim.num_workers}"
         for claim in [inner, *against]
     ]
@@ -83,7 +83,7 @@ def _agreeing(claims):
         received |= claim.received
     raise refusal(
         "The sources contradict each other about this process",
-        [", ".join(said) + "; all must agree, or workers wait for others that never come"],
+        [", ".join(claimed) + "; all must agree, or workers wait for others that never come"],
         shown(received),
         "Unset the variables of the one that is stale, or start as many workers as it says.",
     )
@@ -130,7 +130,7 @@ def _addresses(environ, agreeing):
             received = shown({_WORKERS: named, **first.received})
             raise refusal(f"{_WORKERS} cannot be used", problems, received)
         return addresses
-    # TF_CONFIG and Slurm know every host; the launchers below them only their own.
+    # TF_CONFIG and Slurm know every host; nested launchers know only their own.
     order = ("TF_CONFIG", "Slurm", "Kubernetes", "torchrun", "MPI")
     return min(agreeing, key=lambda claim: order.index(claim.source)).addresses()
 

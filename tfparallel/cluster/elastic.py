@@ -1,17 +1,17 @@
-"""The launchers of a job whose number of hosts may change: they meet anew after each change.
+"""Elastic rendezvous: the launchers meet again whenever the number of hosts changes.
 
     round 0   A ◄── B, C        A listens at the endpoint, and is node 0
               A is killed: its connections close
-    round 1   B ◄── C           whichever of them can listens there now
-              D calls; the workers of B and C save their state, and end
+    round 1   B ◄── C           whichever of them can listen there now
+              D connects; the workers of B and C save their state, and end
     round 2   B ◄── C, D
 
-The first round begins when all hosts are there, or enough of them and no other has come for a
-while; a later one as soon as the hosts that are left have come, if they may go on (membership.py).
-Node 0's acceptor stays open while the workers run; a host that joins and fails has the next one
-wait (back_off.py). If the host of the first endpoint is lost, another takes over at the next
-endpoint in the list. A launcher that listens at a later endpoint moves to an earlier one as soon as
-somebody listens there.
+The first round begins when all hosts have joined, or when enough have and no other joins for a
+while. Later rounds begin as soon as the remaining hosts are back, if they have a quorum
+(membership.py). Node 0's acceptor stays open while the workers run; if a host joins and fails, the
+next one to join must wait (back_off.py). If the host of the first endpoint is lost, another takes
+over at the next endpoint in the list. A launcher that listens at a later endpoint moves to an
+earlier one as soon as another launcher listens there.
 """
 
 import contextlib
@@ -34,26 +34,26 @@ __all__ = ["ElasticMeetings", "JobEndedError"]
 _CONNECT_SECONDS = 2.0
 _RETRY_SECONDS = 0.2
 _KNOCK_SECONDS = 1.0
-_MAX_WAITING = 64  # Beyond as many as the job can have.
+_MAX_WAITING = 64  # Beyond the job's maximum number of hosts.
 _FIRST_CALL_SECONDS = 10.0  # Hosts do not start at the same moment;
-_LAST_CALL_SECONDS = 3.0  # launchers that run already are there at once.
+_LAST_CALL_SECONDS = 3.0  # running launchers come back at once.
 
 
 class JobEndedError(Exception):
-    """The job that this launcher would have joined has ended well."""
+    """The job that this launcher was about to join has succeeded."""
 
 
 class ElasticMeetings:
     """The rounds of one launcher. A context manager, which closes its acceptor.
 
     Args:
-        endpoints: Where launchers meet, "host:port" each, the same on every host.
-        min_nodes, max_nodes: How many hosts the job needs, and can have.
-        node_rank: This host's index, by which those come first that are new; or None.
-        token, job: A secret that all nodes know beforehand, and the job's name.
-        timeout_seconds: How long to wait for enough hosts, each time.
-        local_address: How the others reach this host; by default, where it calls from.
-        back_off: How long hosts that would join wait, after others that joined have failed.
+        endpoints: The rendezvous endpoints, "host:port" each, the same on every host.
+        min_nodes, max_nodes: The minimum and maximum number of hosts.
+        node_rank: This host's index, which orders new hosts; or None.
+        token, job: The secret shared by all nodes, and the job's name.
+        timeout_seconds: How long to wait for enough hosts in each round.
+        local_address: This host's address for the others; by default, the one it connects from.
+        back_off: How long joining hosts wait after a host that joined has failed.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ElasticMeetings:
         self._hello = {"nnodes": nnodes, "node_rank": node_rank, "local_address": local_address}
         self._acceptor: Acceptor | None = None
         self._why_closed = self._why_refused = ""
-        self._place = 0  # Of the acceptor, among the endpoints.
+        self._place = 0  # The acceptor's index in the endpoints.
         self._waiting: list[Present] = []
         self._round = -1
         self._last: ControlChannel | None = None
@@ -92,15 +92,15 @@ class ElasticMeetings:
         self._close_acceptor()
 
     def meet(self, ports: Sequence[int], master_port: int) -> Rendezvous:
-        """Waits until a round begins; whoever runs the job then closes its news.
+        """Waits until a round begins; the caller closes the rendezvous's `news`.
 
         Args:
-            ports: This host's free ports, one for each of its workers.
-            master_port: One more.
+            ports: Free ports of this host, one per worker.
+            master_port: One more free port.
 
         Raises:
-            RuntimeError: If there are too few hosts at the deadline, or this one contradicts them.
-            JobEndedError: If there is nothing left to do.
+            RuntimeError: If there are too few hosts at the deadline, or this host's flags disagree.
+            JobEndedError: If the job has succeeded.
         """
         deadline = time.monotonic() + self._timeout_seconds
         hello = {
@@ -113,30 +113,30 @@ class ElasticMeetings:
         }
         while True:
             if self._acceptor is None:
-                met = self._join(hello, deadline, self._endpoints)
-                if met is None and not self._open():
+                rendezvous = self._join(hello, deadline, self._endpoints)
+                if rendezvous is None and not self._open():
                     if time.monotonic() > deadline:
-                        raise RuntimeError(self._nobody_there())
+                        raise RuntimeError(self._no_listener())
                     time.sleep(_RETRY_SECONDS)
             else:
-                met = self._gather(hello, deadline)
-            if met is not None:
-                self._last = met.news
-                self._round = met.attempt
+                rendezvous = self._gather(hello, deadline)
+            if rendezvous is not None:
+                self._last = rendezvous.news
+                self._round = rendezvous.attempt
                 self._began = time.monotonic()
-                return met
+                return rendezvous
 
     def note_failure(self, node: int) -> float:
-        """Takes note that a round failed at a node; returns how long those that would join wait."""
+        """Records that a round failed at a node; returns how long joining hosts must wait."""
         if node not in self._joined:
             return 0.0
         now = time.monotonic()
         return self._back_off.failed(now - self._began, now)
 
     def end(self) -> None:
-        """Says to those that wait at this launcher's acceptor that the job has ended well."""
+        """Notifies the launchers waiting at this acceptor that the job has succeeded."""
         if self._acceptor is not None:
-            self._let_in(0)
+            self._admit(0)
         for other in self._waiting:
             other.caller.send({"ended": True})
             other.caller.close()
@@ -151,16 +151,16 @@ class ElasticMeetings:
         self._acceptor = None
 
     def _open(self) -> bool:
-        """Whether this launcher listens now, at the first endpoint that is of this host."""
+        """Listens at the first endpoint that belongs to this host; returns whether it could."""
         allow_connections(self._max_nodes + _MAX_WAITING)
-        rank, given = self._hello["node_rank"], self._hello["local_address"]
+        rank, local_address = self._hello["node_rank"], self._hello["local_address"]
         for place, (host, port) in enumerate(self._endpoints):
-            # Node 0 may be behind a gateway, whose address the endpoint is.
-            for name in [host, given] if rank == 0 and given else [host]:
-                is_given = rank in (None, 0) and name == given
+            # The endpoint may be the address of a gateway in front of node 0.
+            for name in [host, local_address] if rank == 0 and local_address else [host]:
+                may_be_gateway = rank in (None, 0) and name == local_address
                 try:
                     self._acceptor = Acceptor(
-                        name, port, self._secret, self._job, may_be_gateway=is_given
+                        name, port, self._secret, self._job, may_be_gateway=may_be_gateway
                     )
                     self._place = place
                     return True
@@ -169,9 +169,9 @@ class ElasticMeetings:
         return False
 
     def _join(self, hello, deadline, endpoints, patience=None) -> Rendezvous | None:
-        """Takes part where somebody listens; None where nobody does, or it hung up.
+        """Joins a launcher that listens at an endpoint; None if there is none, or it hung up.
 
-        With patience, in seconds, only where a round begins within it, or a job is running.
+        With `patience`, in seconds, only if a round begins within that time, or a job is running.
         """
         for address in endpoints:
             remaining = deadline - time.monotonic()
@@ -184,14 +184,14 @@ class ElasticMeetings:
             with contextlib.ExitStack() as stack:
                 stack.callback(caller.close)
                 if caller.getsockname() == caller.getpeername():
-                    continue  # A port that nobody holds may be given to the caller itself.
+                    continue  # Connecting to a free local port may connect to itself.
                 until = deadline if patience is None else time.monotonic() + patience
                 call = stack.enter_context(Call(caller, self._secret, self._job))
                 try:
                     call.ask(hello, until)
                     answer = call.answer(until)
                     if answer is not None and "running" in answer:
-                        self._close_acceptor()  # It lets us in, sooner or later.
+                        self._close_acceptor()  # We will be admitted to the running job.
                         until, patience = deadline, None
                         answer = call.answer(until)
                 except RefusedError as error:
@@ -214,36 +214,36 @@ class ElasticMeetings:
         return None
 
     def _gather(self, hello, deadline) -> Rendezvous | None:
-        """Node 0: waits for the others, and answers them all; None if it is to go elsewhere."""
-        own = Present(None, self._hello["local_address"] or self._acceptor.host, hello)
-        quiet_since = looked = time.monotonic()
+        """Node 0: waits for the others, and answers them; None if it must join elsewhere."""
+        this_launcher = Present(None, self._hello["local_address"] or self._acceptor.host, hello)
+        quiet_since = last_look = time.monotonic()
         patience = _FIRST_CALL_SECONDS if self._last is None else _LAST_CALL_SECONDS
         while True:
             self._drop_gone()
             now = time.monotonic()
-            present = sorted([own, *self._waiting], key=lambda each: each.order)
-            again = [each for each in present if each is own or each.was_there]
-            is_held = self._back_off.remaining(now) > 0
-            if is_held and len(again) >= self._min_nodes and has_quorum(again):
-                present = again
+            present = sorted([this_launcher, *self._waiting], key=lambda each: each.order)
+            returning = [each for each in present if each is this_launcher or each.was_there]
+            is_backing_off = self._back_off.remaining(now) > 0
+            if is_backing_off and len(returning) >= self._min_nodes and has_quorum(returning):
+                present = returning
             is_enough = len(present) >= self._min_nodes and has_quorum(present)
             has_all = len(present) >= self._max_nodes or are_all_back(present)
             if is_enough and (has_all or now - quiet_since >= patience):
                 break
             if now > deadline:
                 raise _refused(present, self._too_few(present))
-            if now - looked > _KNOCK_SECONDS:
-                looked = now
-                if self._place and self._somebody_is_earlier():
-                    self._close_acceptor()  # Those who wait here call again, there.
+            if now - last_look > _KNOCK_SECONDS:
+                last_look = now
+                if self._place and self._has_earlier_listener():
+                    self._close_acceptor()  # The waiting launchers reconnect there.
                     return None
                 others = [each for each in self._endpoints if each != self._endpoints[self._place]]
-                # A job may be running that could not be reached before.
+                # A running job may have been unreachable before.
                 if others and not any(each.was_there for each in present):
-                    met = self._join(hello, deadline, others, patience=_RETRY_SECONDS)
-                    if met is not None or self._acceptor is None:
-                        return met
-            if self._let_in(min(_RETRY_SECONDS, max(0.0, deadline - now))):
+                    rendezvous = self._join(hello, deadline, others, patience=_RETRY_SECONDS)
+                    if rendezvous is not None or self._acceptor is None:
+                        return rendezvous
+            if self._admit(min(_RETRY_SECONDS, max(0.0, deadline - now))):
                 quiet_since = time.monotonic()
         taking_part = present[: self._max_nodes]
         workers = [join_address(e.address, port) for e in taking_part for port in e.hello["ports"]]
@@ -253,10 +253,10 @@ class ElasticMeetings:
         was_there = [each.was_there for each in taking_part]
         answer = {
             "nodes": [[each.address, each.hello["ports"]] for each in taking_part],
-            "master": join_address(own.address, hello["master_port"]),
+            "master": join_address(this_launcher.address, hello["master_port"]),
             "nonce": new_nonce(),
             "attempt": 1 + max(each.hello["attempt"] for each in taking_part),
-            # The nodes that join a job that others have been running.
+            # The nodes that join a running job.
             "joined": [node for node, was in enumerate(was_there) if any(was_there) and not was],
         }
         connections = {}
@@ -272,8 +272,8 @@ class ElasticMeetings:
             newcomers.news = news
         return Rendezvous.agreed(answer, self._secret, news, answer["attempt"])
 
-    def _let_in(self, seconds, is_running=False) -> bool:
-        """Whether somebody has come who may take part."""
+    def _admit(self, seconds, is_running=False) -> bool:
+        """Admits launchers to the waiting list; returns whether there were any."""
         has_come = False
         self._drop_gone()
         for visitor in self._acceptor.wait(seconds):
@@ -296,7 +296,7 @@ class ElasticMeetings:
             gone.caller.close()
             self._waiting.remove(gone)
 
-    def _somebody_is_earlier(self):
+    def _has_earlier_listener(self):
         for address in self._endpoints[: self._place]:
             with contextlib.suppress(OSError):
                 socket.create_connection(address, _RETRY_SECONDS).close()
@@ -304,21 +304,21 @@ class ElasticMeetings:
         return False
 
     def _may_run(self) -> int | None:
-        """How many of the last round have not ended for sure: some have only fallen silent."""
+        """The number of hosts of the last round that may still run: silent ones count."""
         last = self._last
         return None if last is None else last.num_nodes - len(last.gone - last.silent)
 
     def _too_few(self, present):
         number = len(present)
-        least = f"--nnodes={self._min_nodes}:{self._max_nodes} requires {self._min_nodes}"
+        requirement = f"--nnodes={self._min_nodes}:{self._max_nodes} requires {self._min_nodes}"
         if number >= self._min_nodes:
-            least = (
+            requirement = (
                 f"{num_needed(present)} of the {may_run(present)} hosts of the last round are "
                 "required, since the others may still be running behind a broken link"
             )
         return (
             f"The job has {number} host{'s' * (number > 1)} after {self._timeout_seconds:g} s at "
-            f"{self._places()}; {least}.{self._acceptor.who_was_turned_away()} Start "
+            f"{self._places()}; {requirement}.{self._acceptor.who_was_turned_away()} Start "
             "`tfparallel launch` on more hosts, or raise --start_timeout."
         )
 
@@ -329,7 +329,7 @@ class ElasticMeetings:
             "or too few yet, or have this one wait since others that joined have failed."
         )
 
-    def _nobody_there(self):
+    def _no_listener(self):
         return (
             f"A launcher must listen at {self._places()}, and none came within "
             f"{self._timeout_seconds:g} s; this one cannot. Received: {self._why_closed}"
@@ -342,23 +342,23 @@ class ElasticMeetings:
         return ", ".join(join_address(*endpoint) for endpoint in self._endpoints)
 
     def _disagreement(self, hello):
-        there = hello["nnodes"]
-        there = ":".join(map(str, there)) if isinstance(there, list) else there
+        nnodes = hello["nnodes"]
+        nnodes = ":".join(map(str, nnodes)) if isinstance(nnodes, list) else nnodes
         return (
             f"All hosts must agree on --nnodes. Received: {self._min_nodes}:{self._max_nodes} on "
-            f"the host that listens, {there} here."
+            f"the host that listens, {nnodes} here."
         )
 
 
 def _refused(present: Sequence[Present], problem: str) -> RuntimeError:
-    """Tells the others what is wrong, and returns the error for this launcher."""
+    """Sends the problem to the others, and returns the error for this launcher."""
     for other in present[1:]:
         other.caller.send({"error": problem})
     return RuntimeError(problem)
 
 
 class _Newcomers:
-    """The acceptor, while the workers run: a line of `ControlChannel`, which does not close it."""
+    """The acceptor while the workers run: a line of `ControlChannel`, which does not close it."""
 
     def __init__(self, meetings: ElasticMeetings):
         self._meetings = meetings
@@ -368,12 +368,12 @@ class _Newcomers:
         return self._meetings._acceptor.fileno()
 
     def listen(self):
-        """Lets in who has come; `look` decides whether a round begins for it."""
-        self._meetings._let_in(0, is_running=True)
+        """Admits new launchers; `look` decides whether a round begins for them."""
+        self._meetings._admit(0, is_running=True)
         return True
 
     def look(self) -> float | None:
-        """Tells all that a host would join, once it may; in how many seconds that will be."""
+        """Announces a joining host once it may join; returns in how many seconds to look again."""
         meetings = self._meetings
         waiting = [other for other in meetings._waiting if not other.has_hung_up]
         has_room = self.news.num_nodes < meetings._max_nodes

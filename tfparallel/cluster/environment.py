@@ -1,8 +1,7 @@
-"""The environment of a worker: who it is, and how it uses its host.
+"""The environment of a worker: its place in the job, and its use of the host.
 
-The variables are TensorFlow's (TF_CONFIG), those of torchrun, and our own two:
-TFPARALLEL_JOB_TOKEN, a secret that all workers of one job share, and
-TFPARALLEL_RESTART_COUNT, 0 in the first attempt.
+It has TF_CONFIG, torchrun's variables, and two of our own: TFPARALLEL_JOB_TOKEN, a secret shared
+by all workers of a job, and TFPARALLEL_RESTART_COUNT, 0 in the first attempt.
 """
 
 import os
@@ -18,18 +17,18 @@ __all__ = [
     "too_many_workers",
 ]
 
-# Says what carries tensors between workers where a program does not.
+# The transport between workers, unless the program names one.
 ALL_REDUCE = "TFPARALLEL_ALL_REDUCE"
 
-# glibc gives large buffers back to the kernel and faults them in again at each
-# step; kept, a 64 MiB all-reduce is two to four times as fast.
+# By default glibc returns large buffers to the kernel and faults them in again at each step.
+# Keeping them makes a 64 MiB all-reduce two to four times as fast.
 _MALLOC = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_MMAP_THRESHOLD_": "4294967295",
     "MALLOC_TRIM_THRESHOLD_": "34359738368",
     "MALLOC_TOP_PAD_": "268435456",
 }
-# Of one variable, with its name: Linux starts no process that is given more.
+# Linux's limit on one environment variable, including its name.
 _MAX_VARIABLE_BYTES = 128 * 1024
 _THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 
@@ -50,15 +49,15 @@ def too_many_workers(addresses: Sequence[str]) -> str | None:
 def job_environment(
     inherited: Mapping[str, str], num_local_workers: int, token: str, restart_count: int
 ) -> dict[str, str]:
-    """Returns what is the same for all processes of a job on a host.
+    """Returns the environment that all processes of a job share on a host.
 
-    Of the inherited environment, the user's own values for threads, malloc and buffering are kept.
+    Values for threads, malloc and buffering that the user has set take precedence.
     """
     num_threads = max(1, len(available_cores()) // num_local_workers)
     return {
         **_MALLOC,
         **dict.fromkeys(_THREADS, str(num_threads)),
-        # Into a pipe Python would write in blocks, and its last words would be lost in a crash.
+        # Python block-buffers a pipe, and a crash would lose its last output.
         "PYTHONUNBUFFERED": "1",
         **inherited,
         "TFPARALLEL_RESTART_COUNT": str(restart_count),
@@ -67,14 +66,14 @@ def job_environment(
 
 
 def available_cores() -> list[int]:
-    """Returns the CPU cores that this process may use."""
+    """Returns the CPU cores that this process can use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def core_shares(cores: Sequence[int], num_workers: int) -> list[Sequence[int]]:
-    """Deals out cores in equal runs of neighbours, and leaves the rest; `ValueError` if too few."""
+    """Divides cores into equal contiguous runs, leaving the remainder; `ValueError` if too few."""
     size = len(cores) // num_workers
     if size == 0:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Which GPUs each of several workers on a host should see."""
+"""Assigns a host's GPUs to its workers."""
 
 import glob
 import itertools
@@ -11,31 +11,31 @@ __all__ = ["visible_gpus"]
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ON_NODE = "SLURM_GPUS_ON_NODE"
-_NO_GPU = ("", "-1", "NoDevFiles")  # The last is what Slurm writes for a job without GPUs.
+_NO_GPU = ("", "-1", "NoDevFiles")  # Slurm sets the last for a job without GPUs.
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 
 
 def visible_gpus(
     environ: Mapping[str, str], local_rank: int, num_local_workers: int
 ) -> dict[str, str]:
-    """Deals a host's GPUs out to the workers on it, in equal shares by local rank.
+    """Divides a host's GPUs among its workers, in equal shares by local rank.
 
-    A worker that has its host to itself keeps every GPU. With one worker a GPU, each still sees all
-    of them (Slurm, torchrun and MPI alike), and would take their memory from its neighbours, unless
-    `--gpus-per-task` or `--gpu-bind` has made Slurm bind them.
+    A worker alone on its host keeps every GPU. Otherwise each worker sees all GPUs under Slurm,
+    torchrun and MPI, and would allocate memory on all of them, unless Slurm binds them
+    (`--gpus-per-task`, `--gpu-bind`).
 
     Returns:
-        CUDA_VISIBLE_DEVICES and its value. Where this worker sees one GPU, its own or one that it
-        shares, which cannot be told apart: TF_FORCE_GPU_ALLOW_GROWTH, unless it is set, so that no
-        worker takes all of the memory. Nothing if all is well as it is.
+        CUDA_VISIBLE_DEVICES and its value. If this worker sees a single GPU, which may be shared:
+        TF_FORCE_GPU_ALLOW_GROWTH, unless it is set, to keep one worker from taking all memory.
+        Empty if nothing needs to change.
 
     Raises:
-        ValueError: If the GPUs cannot be shared out equally.
+        ValueError: If the GPUs cannot be divided equally.
     """
     if num_local_workers == 1 or _bound_by_slurm(environ):
         return {}
     visible = environ.get(_VISIBLE)
-    gpus = _listed(visible) if visible is not None else _counted(environ)
+    gpus = _visible_names(visible) if visible is not None else _all_indices(environ)
     if not gpus:
         return {}
     if visible is not None and len(gpus) == 1:  # This worker's own, or one for all.
@@ -62,21 +62,21 @@ def _count(number, noun):
 def _bound_by_slurm(environ):
     bind = environ.get("SLURM_GPU_BIND", "")
     if bind:
-        # Such as "single:1" or "verbose,closest"; "none" lets every task see all.
+        # Such as "single:1" or "verbose,closest"; with "none" every task sees all GPUs.
         return "none" not in re.split("[,:]", bind.lower())
     return bool(environ.get("SLURM_GPUS_PER_TASK")) or "gpu" in environ.get(
         "SLURM_TRES_PER_TASK", ""
     )
 
 
-def _listed(visible):
+def _visible_names(visible):
     names = (name.strip() for name in visible.split(","))
-    # CUDA stops at the first name that it does not know.
+    # CUDA stops at the first unknown name.
     return list(itertools.takewhile(lambda name: name not in _NO_GPU, names))
 
 
-def _counted(environ):
+def _all_indices(environ):
     on_node = environ.get(_ON_NODE, "")
-    is_told = re.fullmatch("[0-9]{1,4}", on_node)
-    number = int(on_node) if is_told else len(glob.glob("/dev/nvidia[0-9]*"))
+    is_number = re.fullmatch("[0-9]{1,4}", on_node)
+    number = int(on_node) if is_number else len(glob.glob("/dev/nvidia[0-9]*"))
     return [str(index) for index in range(number)]

@@ -1,11 +1,11 @@
-"""Files that submit a job of several hosts: a script for Slurm, a list of objects for Kubernetes.
+"""Writes job files for several hosts: a script for Slurm, a list of objects for Kubernetes.
 
-Each host runs one launcher, `tfparallel launch --nnodes`, which starts the workers of that host and
-meets the others. A job that is told to end saves its state and ends with code 75
-(`cluster/preemption.py`), and goes on when it is started again:
+Each host runs one launcher, `tfparallel launch --nnodes`, which starts that host's workers and
+meets the others. A preempted job saves its state, exits with code 75 (`cluster/preemption.py`), and
+resumes when it is restarted:
 
-    Slurm        the script puts itself back into the queue
-    Kubernetes   the Job's failure policy does not count such a pod, and makes another
+    Slurm        the script requeues the job
+    Kubernetes   the Job's failure policy ignores such a pod, and creates another
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from tfparallel.cluster.preemption import TRY_AGAIN
 
 __all__ = ["JobFile", "job_name_of", "kubernetes_objects", "slurm_script"]
 
-_PORT = 29_500  # Of a pod, which has an address of its own.
+_PORT = 29_500  # Of a pod, which has its own address.
 _FIRST_PORT, _NUM_PORTS = 13_000, 16_000  # Of a Slurm job, which may share its nodes.
 # A Service's name begins with a letter.
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?")
 _VOLUME = re.compile(r"([a-z0-9][a-z0-9.-]*):(/[^:]+)")
-_ENDS_SECONDS = 15  # What a launcher takes to end, beside the workers' grace.
+_ENDS_SECONDS = 15  # For the launcher to end, beyond the workers' grace period.
 _MOST_SECONDS = 65_535  # Between Slurm's signal and its time limit.
 # With MIN:MAX, the addresses of all pods are one argument, and Linux limits that to 128 KiB.
 _MOST_NODES = 1_000
@@ -49,7 +49,7 @@ if [ "$code" -eq {again} ]; then
 fi
 exit "$code"
 """
-# Of each start anew, and in no file: the launchers find it in their environment.
+# A new token for each start, never written to a file: launchers read it from the environment.
 _SLURM_TOKEN = """\
 TFPARALLEL_JOB_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')
 export TFPARALLEL_JOB_TOKEN
@@ -69,23 +69,23 @@ node_0=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
 @dataclasses.dataclass(frozen=True)
 class JobFile:
-    """What is submitted.
+    """A job to submit.
 
     Attributes:
-        name: Of the job: lower-case letters, digits and "-".
-        command: What each worker runs.
+        name: The job's name: lower-case letters, digits and "-".
+        command: The command of each worker.
         launch_flags: Further flags of `tfparallel launch`.
-        nnodes: How many hosts, at most.
-        min_nnodes: With how many the job can run; None if it needs all.
-        grace_seconds: What the workers have to save their state.
-        gpus_per_node: GPUs of each host; 0 for none.
+        nnodes: The maximum number of hosts.
+        min_nnodes: The minimum number of hosts; None if the job needs all.
+        grace_seconds: How long the workers have to save their state.
+        gpus_per_node: GPUs per host; 0 for none.
         sbatch_args: Further options of sbatch, such as "--partition=long".
-        image: The container's, with the program and tfparallel in it; for Kubernetes.
-        volume: `CLAIM:/PATH`, a claim of a volume, and where pods see it; for Kubernetes.
-        token: By which the launchers know each other; for Kubernetes, since Slurm makes one.
+        image: The container image, with the program and tfparallel installed; for Kubernetes.
+        volume: `CLAIM:/PATH`, a volume claim and its mount path in the pods; for Kubernetes.
+        token: The launchers' shared secret; for Kubernetes. The Slurm script creates its own.
 
     Raises:
-        ValueError: If a field cannot be; with all that is wrong.
+        ValueError: If a field is invalid; all problems in one message.
     """
 
     name: str
@@ -102,7 +102,7 @@ class JobFile:
 
     @property
     def has_several_hosts(self) -> bool:
-        """Whether launchers meet."""
+        """Whether there is more than one launcher, which must meet."""
         return self.nnodes > 1 or self.min_nnodes is not None
 
     def __post_init__(self):
@@ -144,7 +144,7 @@ class JobFile:
 
 
 def job_name_of(command: Sequence[str]) -> str:
-    """Returns a job's name, of the program that its workers run."""
+    """Returns a job name derived from the workers' program."""
     files = [part for part in command if part.endswith(".py")] or [command[0]]
     stem = files[0].rpartition("/")[2].removesuffix(".py").lower()
     name = re.sub(r"[^a-z0-9]+", "-", stem).strip("-")
@@ -164,15 +164,15 @@ def slurm_script(job: JobFile) -> str:
         "--requeue",
         "--open-mode=append",
         f"--signal=USR1@{seconds}",
-        # A node that fails does not take the others' launchers with it.
+        # A failed node must not end the others' launchers.
         *([] if job.min_nnodes is None else ["--no-kill"]),
         *job.sbatch_args,
     ]
-    # Since Slurm 22.05, srun does not take over what sbatch was told, and would give one core.
+    # Since Slurm 22.05, srun does not inherit --cpus-per-task of sbatch, and would use one core.
     srun = 'srun ${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"}'
     setup = hosts = ""
     if job.has_several_hosts:
-        srun += " --export=ALL"  # The token, too, at sites that set SBATCH_EXPORT=NONE.
+        srun += " --export=ALL"  # Passes the token, also at sites that set SBATCH_EXPORT=NONE.
         setup = _SLURM_TOKEN + _SLURM_PORT
         if job.min_nnodes is None:
             setup += _SLURM_NODE_0
@@ -205,7 +205,7 @@ def kubernetes_objects(job: JobFile) -> str:
             "tfparallel in it. Received: none."
         )
     labels = {"app": job.name}
-    # Pods find each other before they are ready, by the names that it gives them.
+    # Its DNS names let pods find each other before they are ready.
     service = {"clusterIP": "None", "selector": labels, "publishNotReadyAddresses": True}
     command = _launch_in_a_pod(job)
     container: dict[str, Any] = {"name": "launch", "image": job.image, "command": command}
@@ -238,15 +238,15 @@ def kubernetes_objects(job: JobFile) -> str:
         "completionMode": "Indexed",
         "completions": job.nnodes,
         "parallelism": job.nnodes,
-        # A host that has failed and comes again is a new one, where their number may change.
+        # In an elastic job, a host that returns after a failure counts as a new one.
         "backoffLimit": 0 if job.min_nnodes is None else 3 * job.nnodes,
         "podFailurePolicy": {"rules": rules},
         "template": {"metadata": {"labels": labels}, "spec": pod},
     }
     objects.append(_object("batch/v1", "Job", job.name, labels, spec=spec))
-    # JSON is YAML, and no reader takes one of its texts for a number.
-    found = {"apiVersion": "v1", "kind": "List", "items": objects}
-    return json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+    # JSON is valid YAML, and its strings cannot be misread as numbers.
+    manifest = {"apiVersion": "v1", "kind": "List", "items": objects}
+    return json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
 
 
 def _object(api, kind, name, labels, **content):
@@ -265,13 +265,13 @@ def _launch_in_a_pod(job):
         hosts.append(f"--job_name={job.name}")
     flags = [*job.launch_flags, f"--grace_seconds={job.grace_seconds:g}"]
     command = ["tfparallel", "launch", *hosts, *flags, "--", *job.command]
-    # Kubernetes puts variables of its own in place of $(NAME), and makes $$ one.
+    # Kubernetes expands $(NAME), and reads $$ as a literal $.
     return [part.replace("$", "$$") for part in command]
 
 
 def _is_utf_8(text: str) -> bool:
     try:
         text.encode()
-    except UnicodeEncodeError:  # Bytes of the command line that are no text.
+    except UnicodeEncodeError:  # The command line has bytes that are not text.
         return False
     return True

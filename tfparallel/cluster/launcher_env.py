@@ -1,14 +1,14 @@
-"""What each launcher's variables say about a job.
+"""Reads a job from each launcher's environment variables.
 
-| launcher | tells a process | does not tell, so that it comes from |
+| launcher | sets | does not set; read from |
 | --- | --- | --- |
 | torchrun | rank and size, in all and on this host | other hosts: TFPARALLEL_WORKERS |
 | MPI | rank and size, in all and on this host | other hosts: TFPARALLEL_WORKERS |
 | Slurm's `srun` | task, nodes, tasks on each node, job id | |
 | Kubernetes' indexed Job | index, host name | TFPARALLEL_NUM_WORKERS, TFPARALLEL_SERVICE |
 
-TFPARALLEL_PORT replaces the port that is worked out here; the workers of one
-host count up from it. Variables that are malformed or incomplete raise a ValueError.
+TFPARALLEL_PORT overrides the port computed here; the workers of one host count up from it.
+Malformed or incomplete variables raise a ValueError.
 
 References:
     torchrun: https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables"
@@ -17,7 +17,7 @@ References:
     Kubernetes: https://kubernetes.io/docs/concepts/workloads/controllers/job/,
         "Completion mode", and
         https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/
-    MPICH and Intel MPI: what their `mpiexec` (Hydra) gives to each process; `mpiexec env`
+    MPICH and Intel MPI: the environment set by their `mpiexec` (Hydra); see `mpiexec env`
 """
 
 import dataclasses
@@ -50,9 +50,9 @@ _NAME_THEM = (
     f'Set {_WORKERS}="host1:port,host2:port", an address for each worker in the order of their '
     "ranks, the same for all; or set TF_CONFIG"
 )
-# Pods have addresses of their own, so that all may take the same port.
+# Each pod has its own address, so all can use the same port.
 _POD_PORT = 13_000
-# What tells two MPI jobs on one host apart: PMIx (Open MPI 5), Open MPI 4, schedulers.
+# Job ids that distinguish two MPI jobs on one host: PMIx (Open MPI 5), Open MPI 4, schedulers.
 _JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 # Steps that Slurm starts for itself: interactive, batch, extern and the like.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
@@ -63,25 +63,25 @@ _MPI_VARIABLES = (
      "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-# A host's index: of Slurm, and of an indexed Job of Kubernetes.
+# A host's index in Slurm and in a Kubernetes indexed Job.
 _NODE_RANKS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")
 _STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS")
 
 
 @dataclasses.dataclass(frozen=True)
 class LauncherEnv:
-    """What one source says about the job and this process's part in it; None is unknown.
+    """The job and this process's place in it according to one source; None means unknown.
 
     Attributes:
-        source: The source, in words.
-        num_workers: How many processes it counts.
-        worker_index: Which of them this process is.
-        received: The variables that say so.
-        addresses: Works out every worker's address, or raises ValueError.
-        local_rank: This process among those on its host.
-        num_local_workers: How many the host has.
-        num_launchers: How many processes started the workers.
-        num_evaluators: How many processes TF_CONFIG names that are no workers.
+        source: The source's name.
+        num_workers: The number of workers.
+        worker_index: This process's index among them.
+        received: The variables that this was read from.
+        addresses: Returns every worker's address, or raises ValueError.
+        local_rank: This process's index among the workers on its host.
+        num_local_workers: The number of workers on this host.
+        num_launchers: The number of processes that started the workers.
+        num_evaluators: The number of evaluators in TF_CONFIG.
         one_a_host: Whether each host has one process, as when MPI starts its daemons by Slurm.
     """
 
@@ -98,10 +98,10 @@ class LauncherEnv:
 
 
 def of_torchrun(environ: Mapping[str, str]) -> LauncherEnv | None:
-    """Reads what torchrun, `tfparallel launch` and DDP's convention set.
+    """Reads the variables of torchrun, `tfparallel launch` and DDP's convention.
 
     Returns:
-        The claim, or None where WORLD_SIZE is not set.
+        The job, or None if WORLD_SIZE is not set.
     """
     if "WORLD_SIZE" not in environ:
         return None
@@ -116,7 +116,7 @@ def of_torchrun(environ: Mapping[str, str]) -> LauncherEnv | None:
 
     def first_port():
         master = variables.number("MASTER_PORT", least=1, below=65536, required=True)
-        # The port after torchrun's own, which its store keeps.
+        # torchrun's store keeps MASTER_PORT itself.
         return None if master is None else master + 1
 
     return LauncherEnv(
@@ -132,7 +132,7 @@ def of_torchrun(environ: Mapping[str, str]) -> LauncherEnv | None:
 
 
 def of_mpi(environ: Mapping[str, str]) -> LauncherEnv | None:
-    """Reads what the `mpirun` of Open MPI, MPICH and Intel MPI sets; None where there is none."""
+    """Reads the `mpirun` variables of Open MPI, MPICH and Intel MPI; None if there are none."""
     names = next((names for names in _MPI_VARIABLES if names[0] in environ), None)
     if names is None:
         return None
@@ -143,7 +143,7 @@ def of_mpi(environ: Mapping[str, str]) -> LauncherEnv | None:
     variables.check("Start the workers by mpirun.")
 
     def first_port():
-        # MPICH gives its jobs no name: two of them on one host need TFPARALLEL_PORT.
+        # MPICH does not name its jobs: two jobs on one host need TFPARALLEL_PORT.
         job = variables.text(*_JOB_NAMES) or ""
         return slurm.base_port(zlib.crc32(job.encode(errors="replace")), 0, size)
 
@@ -159,10 +159,10 @@ def of_mpi(environ: Mapping[str, str]) -> LauncherEnv | None:
 
 
 def of_slurm(environ: Mapping[str, str]) -> LauncherEnv | None:
-    """Reads what Slurm sets for a task of a step; None where this is no such task, or the only one.
+    """Reads Slurm's variables for a task of a step; None outside a step, or in a single-task step.
 
-    A batch script's own shell has SLURM_PROCID=0 and the SLURM_NTASKS of the whole job, but is no
-    task of it: only what `srun` starts belongs to a step.
+    A batch script's shell has SLURM_PROCID=0 and the SLURM_NTASKS of the whole job, but is not a
+    task: only processes started by `srun` belong to a step.
     """
     if not any(name in environ for name in _STEP_VARIABLES):
         return None
@@ -170,7 +170,7 @@ def of_slurm(environ: Mapping[str, str]) -> LauncherEnv | None:
     if not _STEP.fullmatch(step) or int(step) >= _FIRST_SPECIAL_STEP:
         return None
     variables = EnvReader(environ, "Slurm")
-    # The step's own numbers first: an interactive step inherits those of its job.
+    # Prefer the step's variables: an interactive step inherits those of its job.
     size = variables.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", least=1, required=True)
     if size == 1:
         return None
@@ -193,12 +193,12 @@ def of_slurm(environ: Mapping[str, str]) -> LauncherEnv | None:
         except ValueError as error:
             variables.problems.append(str(error))
         if places:
-            own_node, own_local = places[index]
-            if node not in (None, own_node) or local_rank not in (None, own_local):
+            expected_node, expected_local = places[index]
+            if node not in (None, expected_node) or local_rank not in (None, expected_local):
                 variables.problems.append(
-                    f"task {index} should be number {own_local} on node {own_node} of the step, "
-                    f"but is number {local_rank} on node {node}; srun's --distribution must be "
-                    "block or cyclic"
+                    f"task {index} should be number {expected_local} on node {expected_node} of "
+                    f"the step, but is number {local_rank} on node {node}; srun's --distribution "
+                    "must be block or cyclic"
                 )
         variables.check(f"{_NAME_THEM}.")
         if base is None:
@@ -212,21 +212,19 @@ def of_slurm(environ: Mapping[str, str]) -> LauncherEnv | None:
 
 
 def without_counts(environ: Mapping[str, str]) -> dict[str, str]:
-    """Leaves out how many processes Slurm, MPI or Kubernetes has started.
+    """Returns the environment without the process counts of Slurm, MPI and Kubernetes.
 
-    For the workers of a job whose number of hosts changes: what started its launchers goes on
-    counting those that are gone.
+    For the workers of an elastic job: those counts still include launchers that have left.
     """
     counts = {*_STEP_VARIABLES, *(names[0] for names in _MPI_VARIABLES), _NUM_WORKERS}
     return {name: value for name, value in environ.items() if name not in counts}
 
 
 def of_kubernetes(environ: Mapping[str, str], counted: bool = False) -> LauncherEnv | None:
-    """Reads what Kubernetes sets in a pod of an indexed Job; None elsewhere, or if it trains alone.
+    """Reads the variables of a pod of an indexed Job; None elsewhere, or for a single worker.
 
-    Kubernetes does not say how many pods there are. An index alone says nothing of workers that
-    another source has counted; otherwise it is an error, or every pod would train a model of its
-    own by accident.
+    Kubernetes does not set the number of pods. An index alone is ignored if another source
+    `counted` the workers, and an error otherwise: each pod would silently train a separate model.
     """
     if "JOB_COMPLETION_INDEX" not in environ or environ.get(_NUM_WORKERS) == "1":
         return None
@@ -262,7 +260,7 @@ def of_kubernetes(environ: Mapping[str, str], counted: bool = False) -> Launcher
 
 @dataclasses.dataclass(frozen=True)
 class NodeRange:
-    """How many hosts a job has, and whether (`is_elastic`) that may change while it runs."""
+    """The number of hosts of a job; if `is_elastic`, it may change while the job runs."""
 
     minimum: int
     maximum: int
@@ -270,38 +268,38 @@ class NodeRange:
 
     @property
     def are_one(self) -> bool:
-        """Whether no other host has a part in it."""
+        """Whether the job runs on this host alone."""
         return self.maximum == 1 and not self.is_elastic
 
     @classmethod
     def parse(cls, text: str) -> "NodeRange":
-        """Reads "2" or "1:4"; `ValueError` if it is neither."""
-        found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-        if found is None:
+        """Parses "2" or "1:4"; raises `ValueError` for anything else."""
+        match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+        if match is None:
             raise ValueError(f"a number, or MIN:MAX, is required. Received: {text!r}.")
-        least, most = int(found[1]), int(found[2] or found[1])
+        least, most = int(match[1]), int(match[2] or match[1])
         if least < 1:
             raise ValueError(f"at least 1 host is required. Received: {text!r}.")
         if most < least:
             raise ValueError(
                 f"the maximum of MIN:MAX must not be less than the minimum. Received: {text!r}."
             )
-        return cls(least, most, found[2] is not None)
+        return cls(least, most, match[2] is not None)
 
 
-def node_rank_of(given: int | None, nodes: NodeRange) -> int | None:
-    """Returns this host's index, from the flag or the scheduler; `ValueError` if they disagree."""
+def node_rank_of(flag_value: int | None, nodes: NodeRange) -> int | None:
+    """Returns this host's index from the flag or the scheduler; `ValueError` if they disagree."""
     if nodes.are_one:
-        return given
-    told = {name: os.environ.get(name, "") for name in _NODE_RANKS}
-    name = next((name for name in _NODE_RANKS if told[name].isdecimal()), None)
+        return flag_value
+    variables = {name: os.environ.get(name, "") for name in _NODE_RANKS}
+    name = next((name for name in _NODE_RANKS if variables[name].isdecimal()), None)
     if name is None:
-        return given
-    rank = int(told[name])
-    if given not in (None, rank):
+        return flag_value
+    rank = int(variables[name])
+    if flag_value not in (None, rank):
         raise ValueError(
             f"--node_rank must be what the scheduler says, {name}={rank}. Received: "
-            f"--node_rank={given}. Leave the flag out."
+            f"--node_rank={flag_value}. Leave the flag out."
         )
     return rank
 
@@ -344,12 +342,12 @@ def _slurm_counts(variables, size, nodes):
 
 
 def _on_this_host(variables, size, num_local, first_port):
-    """Addresses on the loopback, where all workers are here; else nobody says where they are."""
+    """Returns loopback addresses if all workers run on this host; otherwise raises."""
     if num_local != size:
-        here = "an unknown number" if num_local is None else num_local
+        num_here = "an unknown number" if num_local is None else num_local
         raise refusal(
-            f"{variables.source} starts {size} workers, {here} of them on this host, and does not "
-            "say where the others are",
+            f"{variables.source} starts {size} workers, {num_here} of them on this host, and does "
+            "not say where the others are",
             ["the address of every worker is required"],
             shown(variables.received),
             f"{_NAME_THEM}.",

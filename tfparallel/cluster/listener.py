@@ -1,4 +1,4 @@
-"""The socket on which a worker listens before TensorFlow takes its port over."""
+"""The socket on which a worker listens before TensorFlow takes over its port."""
 
 import asyncio
 import contextlib
@@ -15,10 +15,10 @@ from tfparallel.cluster.ports import is_free, owner
 
 __all__ = ["LISTEN_ADDR", "everywhere", "listen"]
 
-# The address on which a worker listens if the others reach it through a gateway.
+# The address to listen on if the others reach this worker through a gateway.
 LISTEN_ADDR = "TFPARALLEL_LISTEN_ADDR"
 
-# A process that is ending, or another's connection of a moment, may hold the port yet.
+# An ending process, or a short-lived connection of another, may still hold the port.
 _PATIENCE_SECONDS = 1.0
 _RETRY_SECONDS = 0.1
 
@@ -26,14 +26,14 @@ _RETRY_SECONDS = 0.1
 async def listen(
     workers: Sequence[str], worker_index: int, *, timeout_seconds: float
 ) -> socket.socket:
-    """Listens at a worker's own address, or that of TFPARALLEL_LISTEN_ADDR, and there alone.
+    """Listens only at a worker's own address, or that of TFPARALLEL_LISTEN_ADDR.
 
-    A loopback address is not reached from outside. One exception: a host that knows its own name as
-    a loopback (Debian writes `127.0.1.1 name` into /etc/hosts) while its peers are on other hosts
-    listens on every address, as TensorFlow itself does. The time limit is for the look-up.
+    A loopback address cannot be reached from outside. One exception: a host that resolves its own
+    name to the loopback (Debian writes `127.0.1.1 name` into /etc/hosts), with peers on other
+    hosts, listens on every address, as TensorFlow does. The time limit is for the look-up.
 
     Raises:
-        RuntimeError: If the port is taken, or the address is not this host's.
+        RuntimeError: If the port is taken, or the address does not belong to this host.
     """
     address = workers[worker_index]
     host, port = split_address(address)
@@ -65,15 +65,15 @@ async def listen(
 
 
 def everywhere(address: str) -> str | None:
-    """Returns what to listen on where others reach this host by an address that it does not have.
+    """Returns the address to listen on if `address` is a gateway's rather than this host's.
 
     Returns:
-        `"0.0.0.0"` or `"::"`, which stand for all addresses; None if it is one of this host's.
+        `"0.0.0.0"` or `"::"`, for all addresses; None if `address` belongs to this host.
     """
     try:
         family, _, _, _, location = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as tried:
-            tried.bind(location)
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(location)
         return None
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
@@ -82,7 +82,7 @@ def everywhere(address: str) -> str | None:
 
 
 def _is_loopback_to_itself_only(host, places, workers):
-    """Whether a host name leads to the loopback here, and peers bear other names."""
+    """Whether a host name resolves to the loopback here, and peers have other names."""
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(host)
         return False
@@ -95,17 +95,17 @@ def _is_loopback_to_itself_only(host, places, workers):
 
 
 async def _bind(places, port):
-    """Listens at the first place that is this host's."""
+    """Listens at the first location that belongs to this host."""
     give_up = time.monotonic() + _PATIENCE_SECONDS
     while True:
         trouble = OSError("the host name has no address")
         for family, location in places:
             try:
-                # TensorFlow will listen on every address, not on this one alone.
+                # TensorFlow will listen on every address.
                 if not is_free(port):
                     raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
                 both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-                # On "::" it hears IPv4, too; and it listens over connections that are closing.
+                # On "::" it accepts IPv4, too; and it ignores connections that are closing.
                 listening = socket.create_server(location, family=family, dualstack_ipv6=both)
                 listening.setblocking(False)
                 return listening

@@ -1,4 +1,4 @@
-"""A host's share of a job: its workers as programs, each with its place, environment and cores."""
+"""The workers of one host as programs, each with its index, environment and cores."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -21,10 +21,10 @@ __all__ = ["host_programs", "meet_alone", "programs_with_servers", "worker_envir
 
 
 def meet_alone(num_workers: int) -> Rendezvous:
-    """Returns the meeting of a job that this host runs alone, on free ports of its loopback.
+    """Returns the rendezvous of a single-host job, on free loopback ports.
 
-    Call it anew for each attempt: what is dying may still hold the old ports. `RuntimeError` if
-    there are too few free ones.
+    Call it again for each attempt: dying processes may still hold the old ports. `RuntimeError` if
+    there are too few free ports.
     """
     *ports, master_port = free_ports(num_workers + 1)
     return Rendezvous(
@@ -42,13 +42,13 @@ def host_programs(
     restart_count: int = 0,
     bind_cores: bool = False,
 ) -> list[Program]:
-    """Makes the programs of one host's workers, in the order of their indices."""
+    """Returns the programs of one host's workers, in index order."""
     num_local_workers = len(meeting.addresses[meeting.node])
     first = sum(map(len, meeting.addresses[: meeting.node]))
     cores = [()] * num_local_workers
     if bind_cores:
         cores = core_shares(available_cores(), num_local_workers)
-    # Behind a gateway, what the others reach is none of this host's addresses.
+    # Behind a gateway, the others' address for this host is not one of its own.
     listens_on = everywhere(split_address(meeting.addresses[meeting.node][0])[0])
     if listens_on is not None:
         inherited = {LISTEN_ADDR: listens_on, **inherited}
@@ -66,7 +66,7 @@ def host_programs(
 def worker_environment(
     inherited: Mapping[str, str], meeting: Rendezvous, local_rank: int, restart_count: int = 0
 ) -> dict[str, str]:
-    """Returns a worker's whole environment; `RuntimeError` if TF_CONFIG cannot name all workers."""
+    """Returns a worker's environment; `RuntimeError` if TF_CONFIG cannot hold all workers."""
     addresses = [address for node in meeting.addresses for address in node]
     if problem := too_many_workers(addresses):
         raise RuntimeError(problem)
@@ -95,10 +95,10 @@ def programs_with_servers(
     num_servers: int,
     restart_count: int = 0,
 ) -> list[Program]:
-    """Makes the programs of a job with servers of weights, all on this host; the chief comes last.
+    """Returns the programs of a parameter-server job on this host; the chief comes last.
 
-    The job ends with the chief, and goes on as long as one worker is left. `RuntimeError` if there
-    are too few free ports.
+    The job ends with the chief, and continues while at least one worker remains. `RuntimeError` if
+    there are too few free ports.
     """
     chief, *ports = (f"127.0.0.1:{port}" for port in free_ports(1 + num_workers + num_servers))
     workers, servers = tuple(ports[:num_workers]), tuple(ports[num_workers:])

@@ -1,14 +1,14 @@
-"""Has TensorFlow's server of a job on one host listen to that host alone.
+"""Restricts TensorFlow's server to the loopback in a single-host job.
 
-TensorFlow listens on all addresses (`[::]:port`), whatever its cluster says, and does what any
-caller asks of it: it reads and writes files. Linux can bind a socket that listens already to a
-device, here the loopback; then a call from another host is refused, as if nobody listened.
+TensorFlow listens on all addresses (`[::]:port`), whatever its cluster spec, and serves any caller,
+including reads and writes of files. Linux can bind a listening socket to a device, here the
+loopback; connections from other hosts are then refused, as if nothing listened.
 
-    before       device-bound sockets of our own on all other devices, which drop what comes
-    the start    TensorFlow listens on [::]:port, beside them (SO_REUSEPORT)
-    after        TensorFlow's socket is bound to `lo`; ours are closed
+    before       our guard sockets, bound to all other devices, drop incoming packets
+    start        TensorFlow listens on [::]:port, beside them (SO_REUSEPORT)
+    after        TensorFlow's socket is bound to `lo`; the guards are closed
 
-Without the first line another host had the moment between TensorFlow's start and our grip.
+Without the guards, another host could connect between TensorFlow's start and the binding.
 """
 
 import contextlib
@@ -33,12 +33,12 @@ _REUSE_PORT = "TF_GRPC_REUSE_PORT"  # TensorFlow's: its socket shares the port w
 
 
 def are_loopback(addresses: Sequence[str]) -> bool:
-    """Whether all of these addresses, "host:port", are reached from their own host alone."""
+    """Whether all addresses, "host:port", can be reached only from their own host."""
     return all(_is_loopback(split_address(address)[0]) for address in addresses)
 
 
 def moved_to_loopback(addresses: Sequence[str]) -> list[str]:
-    """Returns the addresses by which processes of one network reach each other from within."""
+    """Returns the loopback form of addresses, for processes in one network namespace."""
     return [
         address if are_loopback([address]) else join_address("127.0.0.1", split_address(address)[1])
         for address in addresses
@@ -46,15 +46,15 @@ def moved_to_loopback(addresses: Sequence[str]) -> list[str]:
 
 
 def network_name(addresses: Sequence[str]) -> str | None:
-    """Names the network that this process sees, of a host or a container, if that can be told.
+    """Returns a name for this process's network namespace, of a host or a container.
 
-    The other processes of this network have the same name. It is None unless the addresses all have
-    one host, and it is this one.
+    All processes in the namespace get the same name. None unless all addresses have one host, and
+    it is this one.
     """
     try:
         host, *others = {split_address(address)[0] for address in addresses}
-        # To look all up may take long, and names that differ are of several hosts as a rule.
-        if others or not _is_own(host):
+        # Different names usually mean several hosts, and looking all of them up may be slow.
+        if others or not _is_this_host(host):
             return None
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
@@ -66,11 +66,11 @@ def network_name(addresses: Sequence[str]) -> str | None:
 
 @contextlib.contextmanager
 def loopback_only(port: int) -> Iterator[list[str]]:
-    """Binds the sockets that begin to listen at a port inside to the loopback.
+    """Binds sockets that start to listen on a port inside the block to the loopback.
 
     Yields:
-        A list, empty until the end; then it says how other hosts can or could reach the port, if
-        they can or could: each text is a sentence whose subject is the port.
+        A list, filled on exit with the ways in which other hosts can or could reach the port: each
+        text is a predicate whose subject is the port.
     """
     problems: list[str] = []
     before = os.environ.get(_REUSE_PORT)
@@ -90,7 +90,7 @@ def loopback_only(port: int) -> Iterator[list[str]]:
             if before is not None:
                 os.environ[_REUSE_PORT] = before
             problems += _bind_to_loopback(port)
-            # As a rule neither can be bound, and that TensorFlow's cannot says it all.
+            # Usually both fail together, and the problem of TensorFlow's socket is enough.
             if unguarded and not problems:
                 problems.append(
                     "was open to other hosts for a moment while the server started; it is closed "
@@ -99,7 +99,7 @@ def loopback_only(port: int) -> Iterator[list[str]]:
 
 
 def _guards(port, stack):
-    """Sockets at all devices but the loopback, ready to listen."""
+    """Yields sockets bound to all devices except the loopback, ready to listen."""
     for _, device in socket.if_nameindex():
         if device == _LOOPBACK:
             continue
@@ -119,15 +119,15 @@ def _guards(port, stack):
 
 
 def _drop_all(guard):
-    """Has the kernel drop what comes: a caller tries again a second later, and is refused then."""
+    """Makes the kernel drop incoming packets: callers retry a second later, and are refused."""
     program = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
     pointer = struct.pack("HP", 1, ctypes.addressof(program))
     guard.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, pointer)
 
 
 def _bind_to_loopback(port):
-    """Binds this process's sockets that listen at a port; returns why not, if not."""
-    is_found = False
+    """Binds this process's listening sockets on a port to the loopback; returns the problems."""
+    is_bound = False
     try:
         for name in os.listdir("/proc/self/fd"):
             with contextlib.ExitStack() as stack:
@@ -141,14 +141,14 @@ def _bind_to_loopback(port):
                         continue
                     if listener.getsockopt(socket.SOL_SOCKET, _BIND_TO_DEVICE, 16).strip(b"\0"):
                         continue  # A guard.
-                except (OSError, IndexError, TypeError):  # No socket, or not of TCP.
+                except (OSError, IndexError, TypeError):  # Not a TCP socket.
                     continue
                 listener.setsockopt(socket.SOL_SOCKET, _BIND_TO_DEVICE, _LOOPBACK.encode())
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 0)
-                is_found = True
+                is_bound = True
     except OSError as error:
         return [f"{OPEN}; its socket cannot be bound to the loopback ({error.strerror})"]
-    return [] if is_found else [f"{OPEN}; its socket was not found"]
+    return [] if is_bound else [f"{OPEN}; its socket was not found"]
 
 
 def _is_loopback(host):
@@ -158,12 +158,12 @@ def _is_loopback(host):
         return host.lower().removesuffix(".") in ("localhost", "localhost.localdomain")
 
 
-def _is_own(host):
-    """Whether a host's name or address is one of this host's."""
+def _is_this_host(host):
+    """Whether a host name or address belongs to this host."""
     family, _, _, _, location = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, socket.SOCK_STREAM) as tried:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
-            tried.bind(location)
+            probe.bind(location)
         except OSError:
             return False
     return True

@@ -1,7 +1,7 @@
-"""A worker's end of a connection to another worker, in an event loop, and that loop.
+"""A worker's end of an asyncio connection to another worker, and the event loop.
 
-All waits belong to the caller, in an `asyncio.timeout`; leaving one closes nothing by itself, so a
-`Connection` is used in a `with` block.
+The caller bounds every wait with an `asyncio.timeout`. A timeout does not close the connection, so
+use a `Connection` in a `with` block.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ _CHUNK_BYTES = 16 * 1024
 
 
 class Connection:
-    """A TCP connection that carries messages, with proofs once it has a session."""
+    """A TCP connection that carries messages, authenticated once it has a session."""
 
     def __init__(self, connected: socket.socket):
         connected.setblocking(False)
@@ -38,11 +38,11 @@ class Connection:
         self.close()
 
     def close(self) -> None:
-        """Hangs up; a second time does nothing."""
+        """Closes the connection; idempotent."""
         self._socket.close()
 
     async def send(self, message: dict[str, Any]) -> None:
-        """Sends what `json.dumps` takes; `OSError` if the connection is broken."""
+        """Sends a JSON-serializable message; `OSError` if the connection is broken."""
         line = wire.framed(message, self.session)
         await asyncio.get_running_loop().sock_sendall(self._socket, line)
 
@@ -50,9 +50,9 @@ class Connection:
         """Waits for the next message, on a line of at most `max_bytes`.
 
         Raises:
-            OSError: If the connection is broken, or the other side closed it; a `RefusedError` if
-                it does not prove that it is of the job.
-            ValueError: If the line is too long, or no JSON object.
+            OSError: If the connection is broken, or the peer closed it; a `RefusedError` if the
+                peer fails to authenticate.
+            ValueError: If the line is too long, or not a JSON object.
         """
         line = await self.receive_line(max_bytes)
         if self.session is not None:
@@ -66,7 +66,7 @@ class Connection:
         return message
 
     async def receive_line(self, max_bytes: int = wire.MAX_BYTES) -> bytes:
-        """Waits for the next line, whatever it says. Errors as of `receive`."""
+        """Waits for the next line without parsing it. Raises the errors of `receive`."""
         loop = asyncio.get_running_loop()
         while (line := self._lines.next(max_bytes)) is None:
             chunk = await loop.sock_recv(self._socket, _CHUNK_BYTES)
@@ -77,7 +77,7 @@ class Connection:
 
 
 async def connect(address: str, avoid_ports: Collection[int] = ()) -> Connection:
-    """Connects to the first of the host's addresses that answers, from none of `avoid_ports`.
+    """Connects to the first address of the host that answers, from a port not in `avoid_ports`.
 
     Raises:
         OSError: If the host name is unknown, or none of its addresses answers.
@@ -101,31 +101,31 @@ async def connect(address: str, avoid_ports: Collection[int] = ()) -> Connection
 async def resolve(address: str) -> list[tuple[socket.AddressFamily, tuple]]:
     """Returns address families and socket addresses of a host, best first; `OSError` if unknown.
 
-    A look-up cannot be broken off. It runs in a thread that nobody waits for, so that a name server
-    which does not answer cannot hold up a deadline, nor the event loop.
+    A look-up cannot be cancelled. It runs in a daemon thread: an unresponsive name server delays
+    neither a deadline nor the event loop.
     """
     host, port = split_address(address)
     with contextlib.suppress(ValueError):
         literal = ipaddress.ip_address(host)
         if "%" not in host:
             return [(socket.AF_INET if literal.version == 4 else socket.AF_INET6, (host, port))]
-    found = concurrent.futures.Future()
-    found.set_running_or_notify_cancel()  # From now on nobody cancels it.
+    lookup = concurrent.futures.Future()
+    lookup.set_running_or_notify_cancel()  # It can no longer be cancelled.
 
     def look_up():
         try:
-            found.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+            lookup.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
         except OSError as error:
-            found.set_exception(error)
+            lookup.set_exception(error)
         except UnicodeError:
-            found.set_exception(OSError(f"{host!r} is no host name"))
+            lookup.set_exception(OSError(f"{host!r} is no host name"))
 
     threading.Thread(target=look_up, name=f"look up {host}", daemon=True).start()
-    return [(family, location) for family, _, _, _, location in await asyncio.wrap_future(found)]
+    return [(family, location) for family, _, _, _, location in await asyncio.wrap_future(lookup)]
 
 
 def reason(error: BaseException) -> str:
-    """Says in a few words why a connection failed: "connection refused"."""
+    """Returns in a few words why a connection failed: "connection refused"."""
     if isinstance(error, TimeoutError):
         return "no answer"
     if isinstance(error, socket.gaierror):
@@ -136,10 +136,10 @@ def reason(error: BaseException) -> str:
 
 
 def _socket_apart_from(avoid_ports, family):
-    """A socket whose near end is no port that a worker is to listen on.
+    """Returns a socket bound to a local port that no worker will listen on.
 
-    Left to itself the system may take one: that worker then finds its port taken; and a connection
-    to a port where nobody listens yet may even reach itself.
+    The system might choose a worker's port, and that worker would find it taken; a connection to a
+    port without a listener may even connect to itself.
     """
     anywhere = "::" if family == socket.AF_INET6 else "0.0.0.0"
     while True:
@@ -156,15 +156,15 @@ def _socket_apart_from(avoid_ports, family):
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Runs a coroutine, with whose end its tasks end, in an event loop of its own.
+    """Runs a coroutine in a new event loop; its tasks end with it.
 
-    `asyncio.run` refuses to work in a notebook, whose thread has a running loop,
-    and elsewhere leaves the main thread without the loop it had.
+    `asyncio.run` fails in a notebook, whose thread has a running loop, and elsewhere removes the
+    main thread's loop.
     """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return _run_here(coroutine)
+        return _run_in_this_thread(coroutine)
     return _run_in_another_thread(coroutine)  # A thread has one running loop at most.
 
 
@@ -176,17 +176,17 @@ def _run_in_another_thread(coroutine):
         return await coroutine
 
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as other_thread:
-        result = other_thread.submit(_run_here, announced())
+        result = other_thread.submit(_run_in_this_thread, announced())
         try:
             return result.result()
-        except KeyboardInterrupt:  # It comes to the main thread; the other one must be told.
+        except KeyboardInterrupt:  # Raised in the main thread: cancel the task in the other one.
             loop, task = begun.result()
-            with contextlib.suppress(RuntimeError):  # The loop has been closed meanwhile.
+            with contextlib.suppress(RuntimeError):  # The loop is closed already.
                 loop.call_soon_threadsafe(task.cancel)
             raise
 
 
-def _run_here(coroutine):
-    # A loop of its own leaves the caller's as it is. The first Ctrl-C cancels the coroutine.
+def _run_in_this_thread(coroutine):
+    # A separate loop leaves the caller's untouched. The first Ctrl-C cancels the coroutine.
     with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
         return runner.run(coroutine)

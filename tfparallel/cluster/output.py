@@ -1,8 +1,7 @@
-"""The workers' output: read without loss, shown line by line with the worker's name, and kept.
+"""Reads the workers' output without loss, shows it by line with the worker's name, and logs it.
 
-A reader hands on what a worker wrote in pieces that end with a line, where a
-carriage return ends a line too, as progress bars have it. What has no end yet
-is handed on after a moment, so that a question or a row of dots is seen.
+A reader passes output on in whole lines; a carriage return ends a line too, for progress bars. An
+unfinished line is passed on after a moment, to show a prompt or a row of dots.
 """
 
 import collections
@@ -19,21 +18,21 @@ __all__ = ["Prefixer", "Reader", "WorkerLog", "last_lines"]
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _CHUNK_BYTES = 1 << 16
 _PARTIAL_SECONDS = 0.2
-# More than the lines that a report shows, whatever their length.
+# More than a report's lines need.
 _TAIL_BYTES = 1 << 14
 # Cyan, yellow, green, magenta, blue; red is for errors.
 _COLOURS = (36, 33, 32, 35, 34)
 
 
 class Reader(threading.Thread):
-    """Reads the workers' pipes in a thread of its own.
+    """Reads the workers' pipes in a separate thread.
 
-    A terminal that stands still (or `less`) blocks who writes to it; that must
-    not keep the launcher from seeing that a worker has died.
+    A paused terminal (or `less`) blocks its writer; the launcher must still notice that a worker
+    has died.
 
     Attributes:
-        error: What `on_output` raised, or None. From then on output is read and dropped, so
-            that no worker waits for a reader.
+        error: The exception of `on_output`, or None. After it, output is read and dropped, to
+            avoid blocking the workers.
     """
 
     def __init__(
@@ -41,11 +40,11 @@ class Reader(threading.Thread):
         on_output: Callable[[int, str, bytes], None],
         on_error: Callable[[], None],
     ):
-        """Makes the reader; `start()` it once all pipes are known.
+        """Creates the reader; call `start()` after adding all pipes.
 
         Args:
             on_output: Called with the worker, "stdout" or "stderr", and bytes that end with a
-                line or, after a pause, in the middle of one. Joined they are what was written.
+                line or, after a pause, in the middle of one. Joined, they are the whole output.
             on_error: Called in the reader's thread once `error` is set.
         """
         super().__init__(name="output of the workers", daemon=True)
@@ -57,11 +56,11 @@ class Reader(threading.Thread):
         self._tails = collections.defaultdict(bytes)
 
     def add(self, worker: int, stream: str, pipe: BinaryIO) -> None:
-        """Adds a pipe; it is closed at its end."""
+        """Adds a pipe; the reader closes it at end of file."""
         self._selector.register(pipe, selectors.EVENT_READ, (worker, stream))
 
     def tail(self, worker: int) -> bytes:
-        """Returns the end of what the worker has written to either stream."""
+        """Returns the end of the worker's output on both streams."""
         return self._tails[worker]
 
     def run(self) -> None:
@@ -72,7 +71,7 @@ class Reader(threading.Thread):
             for source, (text, since) in list(self._partial.items()):
                 if since <= overdue:
                     del self._partial[source]
-                    self._hand_on(source, text)
+                    self._pass_on(source, text)
         self._selector.close()
 
     def _read(self, pipe, source):
@@ -82,15 +81,15 @@ class Reader(threading.Thread):
             pipe.close()
         text, since = self._partial.pop(source, (b"", time.monotonic()))
         text += chunk
-        # A line without end must not fill the memory.
+        # An endless line must not fill the memory.
         whole = bool(chunk) and len(text) < _CHUNK_BYTES
         cut = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1 if whole else len(text)
         if cut < len(text):
             self._partial[source] = (text[cut:], time.monotonic() if cut else since)
         if cut:
-            self._hand_on(source, text[:cut])
+            self._pass_on(source, text[:cut])
 
-    def _hand_on(self, source, text):
+    def _pass_on(self, source, text):
         worker, stream = source
         self._tails[worker] = (self._tails[worker] + text)[-_TAIL_BYTES:]
         if self.error is not None:
@@ -103,7 +102,7 @@ class Reader(threading.Thread):
 
 
 def last_lines(tail: bytes, num_lines: int) -> list[str]:
-    """Returns the last lines of a tail; of a progress bar, what it showed last."""
+    """Returns the last lines of a tail; for a progress bar, its last state."""
     lines = []
     for line in tail.decode(errors="replace").split("\n"):
         shown = [part for part in line.split("\r") if part.strip()]
@@ -112,19 +111,18 @@ def last_lines(tail: bytes, num_lines: int) -> list[str]:
 
 
 class Prefixer:
-    """Writes each line behind `[worker] `; never two workers' halves in one line.
+    """Prefixes each line with `[worker] `; never mixes two workers' output in one line.
 
-    Where another worker's line stands unfinished (a progress bar, a question),
-    the line is ended first.
+    If another worker's line is unfinished (a progress bar, a prompt), it is ended first.
     """
 
     def __init__(
         self, stdout: BinaryIO, stderr: BinaryIO, names: Mapping[int, str] | None = None
     ):
-        """Takes two binary streams, perhaps of the same file, and names of workers with one."""
+        """Takes two binary streams, possibly of the same file, and the names of named workers."""
         self._names = names or {}
         self._streams = {"stdout": stdout, "stderr": stderr}
-        # What stands in the last line: one state for a terminal that both streams lead to.
+        # The state of the last line; streams to the same terminal share one.
         self._states = {}
         self._keys = {name: _file_of(stream) for name, stream in self._streams.items()}
         self._colours = {
@@ -133,7 +131,7 @@ class Prefixer:
         }
 
     def write(self, worker: int, stream: str, text: bytes) -> None:
-        """Writes what a `Reader` hands on; `OSError` if the reader of the stream has gone."""
+        """Writes the output of a `Reader`; `OSError` if the stream's reader has gone."""
         author, last = self._states.get(self._keys[stream], (None, b"\n"))
         if last == b"\n" == text[-1:] and b"\r" not in text:
             self._states[self._keys[stream]] = ((worker, stream), last)
@@ -147,7 +145,7 @@ class Prefixer:
                 out.append(b"\n")
                 last = b"\n"
             if last == b"\n" and content + end == b"\r":
-                # A progress bar that starts with its carriage return.
+                # A progress bar that starts with a carriage return.
                 continue
             starts = last == b"\n" or (last == b"\r" and content)
             if starts:
@@ -159,7 +157,7 @@ class Prefixer:
         self._put(stream, b"".join(out))
 
     def _whole_lines(self, worker, stream, text):
-        """Most of what is written, and much of it: what `write` does, in a tenth of the time."""
+        """The fast path of `write` for whole lines, the most common case: ten times as fast."""
         name = self._prefix(worker, stream, b"\n", b"")
         lines = [name + b" " + line if line else name for line in text[:-1].split(b"\n")]
         return b"\n".join([*lines, b""])
@@ -169,7 +167,7 @@ class Prefixer:
         self._streams[stream].flush()
 
     def finish(self) -> None:
-        """Ends a line that stands unfinished, so that what follows starts in its own."""
+        """Ends an unfinished line."""
         for name, stream in self._streams.items():
             author, last = self._states.get(self._keys[name], (None, b"\n"))
             if last != b"\n" and author[1] == name:
@@ -195,20 +193,19 @@ def _file_of(stream):
 
 
 class WorkerLog:
-    """The file that keeps what a worker writes. A context manager, which closes it.
+    """A worker's log file. A context manager, which closes it.
 
-    It is written behind what is in it already: a job that is started again, by a scheduler or by
-    hand, goes on in the files of `launch --log_dir`. A disk that is full costs what has no room
-    there, and not the job.
+    It appends: a job restarted by a scheduler or by hand continues in the files of
+    `launch --log_dir`. A full disk loses output, but does not fail the job.
 
     Args:
         path: The file.
-        tell: Called with the error by which something could not be kept, the first time.
+        tell: Called with the first error by which output was lost.
     """
 
     def __init__(self, path: str | os.PathLike, tell: Callable[[OSError], None]):
         self._tell = tell
-        self._has_told, self._num_lost = False, 0
+        self._has_reported, self._num_lost = False, 0
         self._file = None
         try:
             self._file = open(path, "ab", buffering=0)
@@ -225,7 +222,7 @@ class WorkerLog:
             self._file.close()
 
     def write(self, text: bytes) -> None:
-        """Keeps what the worker has written, if there is room."""
+        """Appends the worker's output, if there is room."""
         if self._file is None:
             return
         if self._num_lost:  # There may be room again.
@@ -236,9 +233,9 @@ class WorkerLog:
         self._put(text)
 
     def _put(self, text):
-        """Whether all of it was written."""
+        """Writes as much as fits; returns whether all of it was written."""
         try:
-            while text:  # What has room for a part takes the part.
+            while text:  # A nearly full disk takes a part.
                 text = text[self._file.write(text) :]
         except OSError as error:
             self._lose(len(text), error)
@@ -246,6 +243,6 @@ class WorkerLog:
 
     def _lose(self, num_bytes, error):
         self._num_lost += num_bytes
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_reported:
+            self._has_reported = True
             self._tell(error)

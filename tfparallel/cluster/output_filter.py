@@ -1,8 +1,8 @@
-"""What of the workers' output reaches the screen: without TensorFlow's chatter, errors once.
+"""Filters the workers' output for the screen: hides TensorFlow's chatter, shows each error once.
 
-All of it goes to the log, if there is one. What a user's program prints passes as it is: held back
-are lines of stderr alone that TensorFlow's C++ code is known to write, a warning of Python's that
-another worker has shown, and the error that ends a worker, if another one has ended by the same.
+The log, if any, gets all output. The output of the user's program passes unchanged. Only lines of
+stderr are hidden: known messages of TensorFlow's C++ code, Python warnings that another worker has
+shown, and the fatal error of a worker if another one had the same.
 """
 
 import re
@@ -15,21 +15,21 @@ __all__ = ["OutputFilter"]
 
 _WARNING = re.compile(rb"\S.*\.py:\d+: \w*Warning: ")
 _LINE = re.compile(rb"[^\n]*\n|[^\n]+")
-# So that a program that warns again and again does not fill the memory.
+# Bounds the memory for a program that warns again and again.
 _MOST_WARNINGS, _WARNING_BYTES = 1000, 2000
 
 
 class OutputFilter:
-    """Stands between a `Reader` and what it writes to.
+    """Filters the output of a `Reader`.
 
     Args:
-        show: Writes to the screen: the worker, "stdout" or "stderr", and bytes.
-        keep: Writes to the log: the worker and bytes.
+        show: Writes to the screen; called with the worker, "stdout" or "stderr", and bytes.
+        keep: Writes to the log; called with the worker and bytes.
         has_gpu: Whether the host has an NVIDIA GPU.
-        is_quiet: Whether anything is held back.
+        is_quiet: Whether to hide anything.
 
     Attributes:
-        errors: The error that ended each worker that told it, by worker.
+        errors: The fatal error by worker, for the workers that reported one.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class OutputFilter:
         self.errors: dict[int, WorkerError] = {}
         self._show, self._keep = show, keep
         self._has_gpu, self._is_quiet = has_gpu, is_quiet
-        self._begun: dict[int, bytes] = {}  # The line of an error, which may come in pieces.
+        self._begun: dict[int, bytes] = {}  # The start of an error's line, which may be split.
         self._warned: dict[bytes, int] = {}
-        self._drops_source: set[int] = set()  # Workers whose next line belongs to a warning.
+        self._drops_source: set[int] = set()  # Workers whose next line is a hidden warning's code.
 
     def write(self, worker: int, stream: str, text: bytes) -> None:
-        """Takes what a `Reader` hands on."""
+        """Takes the output of a `Reader`."""
         if stream != "stderr":
             self._keep(worker, text)
             self._show(worker, stream, text)
@@ -62,46 +62,46 @@ class OutputFilter:
         self._pass_on(worker, text, end)
 
     def finish(self) -> None:
-        """Passes on what began like the line of an error and has no end."""
+        """Passes on unfinished lines that began like the line of an error."""
         for worker, text in self._begun.items():
             self._pass_on(worker, text, 0)
         self._begun.clear()
 
     def _pass_on(self, worker: int, text: bytes, end: int) -> None:
-        """Passes text on; lines for the launcher are looked for before `end`."""
-        kept, shown, position = [], [], 0
-        for found in LINE.finditer(text, 0, end):
-            error = WorkerError.from_line(found[0])
+        """Passes text on; looks for lines for the launcher before `end`."""
+        logged, shown, position = [], [], 0
+        for match in LINE.finditer(text, 0, end):
+            error = WorkerError.from_line(match[0])
             if error is not None:
-                before = text[position : found.start()]
-                kept += before, error.whole.encode()
+                before = text[position : match.start()]
+                logged += before, error.whole.encode()
                 shown += self._of_lines(worker, before), *self._of_error(worker, error)
-                position = found.end()
-        kept.append(text[position:])
+                position = match.end()
+        logged.append(text[position:])
         shown.append(self._of_lines(worker, text[position:]))
-        if whole := b"".join(kept):
-            self._keep(worker, whole)
-        if screened := b"".join(shown):
-            self._show(worker, "stderr", screened)
+        if log_text := b"".join(logged):
+            self._keep(worker, log_text)
+        if screen_text := b"".join(shown):
+            self._show(worker, "stderr", screen_text)
 
     def _of_lines(self, worker: int, text: bytes) -> bytes:
-        """What of lines that tell no error is shown."""
+        """Returns the shown part of lines without a fatal error."""
         if not self._is_quiet:
             return text
-        # Most of what programs write need not be looked at line by line.
+        # Most output can skip the filter by line.
         if worker in self._drops_source or b"Warning: " in text or may_hold_chatter(text):
             lines = _LINE.findall(text)
-            return b"".join(line for line in lines if not self._is_held_back(worker, line))
+            return b"".join(line for line in lines if not self._is_hidden(worker, line))
         return text
 
     def _of_error(self, worker: int, error: WorkerError) -> list[bytes]:
-        is_known = any(error.place == other.place for other in self.errors.values())
+        is_repeated = any(error.place == other.place for other in self.errors.values())
         self.errors[worker] = error
         if not self._is_quiet:
             return [error.whole.encode()]
-        return [] if is_known else [f"{line}\n".encode() for line in error.lines]
+        return [] if is_repeated else [f"{line}\n".encode() for line in error.lines]
 
-    def _is_held_back(self, worker: int, line: bytes) -> bool:
+    def _is_hidden(self, worker: int, line: bytes) -> bool:
         if worker in self._drops_source:
             self._drops_source.discard(worker)
             if line.startswith(b"  "):

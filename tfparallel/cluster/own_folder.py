@@ -1,8 +1,8 @@
-"""A temporary folder that goes with the process that has made it, however that ends.
+"""A temporary folder that is removed when its process ends, however it ends.
 
     this process ──pipe──> a process that waits for the pipe's end, and removes the folder
 
-SIGKILL leaves nobody to clean up; but the kernel closes the pipe.
+A process killed by SIGKILL cannot clean up, but the kernel closes its end of the pipe.
 """
 
 import contextlib
@@ -14,8 +14,8 @@ import tempfile
 
 __all__ = ["OwnFolder"]
 
-# Of a process whose launcher was killed, workers may write there until their reapers have killed
-# them. Slurm signals every process of a job, and this one is to stay.
+# After the launcher is killed, workers may write to the folder until their reapers kill them.
+# Slurm signals every process of a job, and this one must survive.
 _REMOVE = """
 import signal, sys
 for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -31,13 +31,13 @@ _END_SECONDS = 5.0
 
 
 class OwnFolder:
-    """A folder, at `path`. A context manager, which removes it."""
+    """A temporary folder at `path`. A context manager, which removes it."""
 
     def __init__(self, prefix: str):
         self.path = tempfile.mkdtemp(prefix=prefix)
         self._is_kept = False
         self._remover = None
-        with contextlib.suppress(OSError):  # Without it the folder outlives a process killed.
+        with contextlib.suppress(OSError):  # Without it the folder outlives a killed process.
             self._remover = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _REMOVE, self.path],
                 stdin=subprocess.PIPE,
@@ -58,5 +58,5 @@ class OwnFolder:
                 self._remover.communicate(b"done", timeout=_END_SECONDS)
 
     def keep(self) -> None:
-        """Has the folder stay."""
+        """Keeps the folder."""
         self._is_kept = True

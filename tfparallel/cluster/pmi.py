@@ -1,17 +1,17 @@
-"""Where the processes of an MPI job meet, and where they learn that one of them has ended.
+"""A PMI server, where the processes of an MPI job meet and learn that one has ended.
 
-MPI's library asks a *process manager* who takes part and how each is reached. `mpiexec` and `srun`
-are such managers, and start the processes as well; here the supervisor has started them, and this
-is all of a manager that is left: key-value pairs and a barrier, in the text protocol PMI-1.
+MPI's library asks a *process manager* for the job's processes and their addresses. `mpiexec` and
+`srun` are such managers, which also start the processes. Here the supervisor starts them, and the
+manager is reduced to key-value pairs and a barrier, in the text protocol PMI-1.
 
     worker 1: MPI_Init ──"cmd=put key=… value=…", "cmd=barrier_in"──> server, a thread of worker 0
-    worker 1: Watch    ──a connection that says nothing──────────────>
+    worker 1: Watch    ──a silent connection─────────────────────────>
 
-Who connects is given a nonce, and answers with a proof (wire.py) that it knows the job's secret.
-The server keeps few callers that have not proved it yet, and none of them for long.
+A caller receives a nonce, and answers with a proof (wire.py) that it knows the job's secret. The
+server limits the number of unauthenticated callers and their time.
 
-A connection that ends tells the server that its worker has ended, and the server tells the others,
-within milliseconds; of worker 0's end every worker learns by itself.
+When a worker's connection ends, the server notifies the others within milliseconds; every worker
+detects the end of worker 0 directly.
 
 References:
     Pavan Balaji et al., "PMI: A Scalable Parallel Process-Management Interface for Extreme-Scale
@@ -35,13 +35,13 @@ from tfparallel.cluster.wire import MAX_BYTES, Lines, Secret, new_nonce
 __all__ = ["Server", "Watch", "connect"]
 
 _MAX_KEYS = 1024  # Of one worker; MPICH puts fewer than ten.
-_MAX_STRANGERS = 64  # Who have not proved that they belong to the job;
-_STRANGER_SECONDS = 5.0  # and for how long each may stay.
+_MAX_STRANGERS = 64  # The maximum of unauthenticated callers,
+_STRANGER_SECONDS = 5.0  # and how long each may stay.
 _RETRY_SECONDS = 0.1
 _WELCOME = "welcome"
 _NO_WORKER = "what listens there is no worker 0 of this job"
 _HOSTS_KEY = "PMI_process_mapping"
-_IDLE_SECONDS = 5  # A host that answers nothing for 20 s has vanished, whatever it is sent.
+_IDLE_SECONDS = 5  # A host that does not answer for 20 s has vanished.
 
 
 @dataclasses.dataclass
@@ -50,7 +50,7 @@ class _Peer:
 
     socket: socket.socket
     lines: Lines = dataclasses.field(default_factory=Lines)
-    worker: int | None = None  # Known once it has proved that it belongs to the job.
+    worker: int | None = None  # Set once it has authenticated.
     role: str = ""
     num_keys: int = 0
     nonce: str = dataclasses.field(default_factory=new_nonce)
@@ -62,15 +62,15 @@ class Server(threading.Thread):
 
     Args:
         host: The local address to listen on.
-        hosts: For each worker, a name of its host; workers of one name share memory.
-        token: The job's secret, which every connection must prove that it knows.
+        hosts: The host name of each worker; workers with the same name share memory.
+        token: The job's secret, which every connection must prove to know.
     """
 
     def __init__(self, host: str, hosts: Sequence[str], token: str):
         super().__init__(name="tfparallel-pmi", daemon=True)
         self._hosts = list(hosts)
         self._secret = Secret(token)
-        # MPI's library names its shared memory after the job: no two may have one name.
+        # MPI's library names its shared memory after the job: names must be unique.
         self._job = f"tfparallel_{secrets.token_hex(8)}"
         self._values = {_HOSTS_KEY: process_mapping(hosts)}
         self._waiting: dict[int, _Peer] = {}
@@ -82,10 +82,10 @@ class Server(threading.Thread):
         self._woken, self._wake = socket.socketpair()
 
     def run(self) -> None:
-        """Answers, until `close`."""
+        """Answers requests until `close`."""
         with selectors.DefaultSelector() as self._selector:
-            for own in (self._listener, self._woken):
-                self._selector.register(own, selectors.EVENT_READ)
+            for server_socket in (self._listener, self._woken):
+                self._selector.register(server_socket, selectors.EVENT_READ)
             while True:
                 for key, _ in self._selector.select(self._hang_up_on_strangers()):
                     if key.fileobj is self._woken:
@@ -114,14 +114,14 @@ class Server(threading.Thread):
             _say(peer, json.dumps({"nonce": peer.nonce}))
 
     def _hang_up_on_strangers(self):
-        """Keeps few, and none for long; returns in how many seconds to look again, or None."""
+        """Drops excess and overdue callers; returns in how many seconds to look again, or None."""
         strangers = [peer for peer in self._peers.values() if peer.worker is None]
-        late = time.monotonic() - _STRANGER_SECONDS
-        for index, peer in enumerate(strangers):  # In the order in which they came.
-            if index < len(strangers) - _MAX_STRANGERS or peer.since < late:
+        cutoff = time.monotonic() - _STRANGER_SECONDS
+        for index, peer in enumerate(strangers):  # In order of arrival.
+            if index < len(strangers) - _MAX_STRANGERS or peer.since < cutoff:
                 self._part_from(peer)
             else:
-                return max(0.0, peer.since - late)
+                return max(0.0, peer.since - cutoff)
         return None
 
     def _listen_to(self, peer):
@@ -139,9 +139,9 @@ class Server(threading.Thread):
             self._part_from(peer)
 
     def _admit(self, peer, line):
-        said = json.loads(line)
-        worker, role = said["worker"], said["role"]
-        if not self._secret.is_proof(said["proof"], peer.nonce, worker, role):
+        hello = json.loads(line)
+        worker, role = hello["worker"], hello["role"]
+        if not self._secret.is_proof(hello["proof"], peer.nonce, worker, role):
             raise ConnectionResetError
         if type(worker) is not int or not 0 <= worker < len(self._hosts):
             raise ConnectionResetError
@@ -162,17 +162,17 @@ class Server(threading.Thread):
                     _say(other, f"lost {peer.worker}")
 
     def _answer(self, peer, line):
-        said = dict(part.split("=", 1) for part in line.split(" ") if "=" in part)
-        command = said["cmd"]
+        request = dict(part.split("=", 1) for part in line.split(" ") if "=" in part)
+        command = request["cmd"]
         if command == "put":
             peer.num_keys += 1
             if peer.num_keys > _MAX_KEYS:
                 raise ConnectionResetError
-            self._values[said["key"]] = said["value"]
+            self._values[request["key"]] = request["value"]
         if command == "get":
-            known = self._values.get(said["key"])
-            found = "rc=-1 msg=key_not_found" if known is None else f"rc=0 msg=found value={known}"
-            _say(peer, f"cmd=get_result {found}")
+            value = self._values.get(request["key"])
+            result = "rc=-1 msg=key_not_found" if value is None else f"rc=0 msg=found value={value}"
+            _say(peer, f"cmd=get_result {result}")
         elif command == "barrier_in":
             self._waiting[peer.worker] = peer
             if len(self._waiting) == len(self._hosts):
@@ -193,7 +193,7 @@ class Server(threading.Thread):
 
 
 class Watch(threading.Thread):
-    """Tells which worker of the job has ended first. Its connection is one of the role "watch"."""
+    """Reports the first worker of the job to end. Its connection has the role "watch"."""
 
     def __init__(self, connected: socket.socket):
         super().__init__(name="tfparallel-watch", daemon=True)
@@ -201,7 +201,7 @@ class Watch(threading.Thread):
         self.lost: int | None = None  # The first worker that ended; read by other threads.
 
     def run(self) -> None:
-        """Listens until a worker has ended."""
+        """Listens until a worker ends."""
         heard = b""
         with contextlib.suppress(OSError), self._socket:
             while b"\n" not in heard:
@@ -219,13 +219,13 @@ def connect(
     """Connects a worker to the server: as "pmi" for MPI's library, or as "watch" for a `Watch`.
 
     Raises:
-        OSError: If there is no server of this job within the time.
+        OSError: If there is no server of this job within the time limit.
     """
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
             return _connected(address, Secret(token), worker, role, deadline)
-        except ConnectionError:  # The server dropped this one among many strangers.
+        except ConnectionError:  # The server dropped this caller among many strangers.
             if time.monotonic() + _RETRY_SECONDS > deadline:
                 raise
         time.sleep(_RETRY_SECONDS)
@@ -250,7 +250,7 @@ def _connected(address, secret, worker, role, deadline):
 
 
 def _line(connected, deadline):
-    """The next line, and nothing behind it, which is for another reader."""
+    """Reads one line and nothing after it, which is for another reader."""
     line = b""
     while not line.endswith(b"\n"):
         connected.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -264,7 +264,7 @@ def _line(connected, deadline):
 
 
 def process_mapping(hosts: Sequence[str]) -> str:
-    """Returns which worker runs on which host, in MPI's notation.
+    """Returns the placement of workers on hosts, in MPI's notation.
 
     `(vector,(0,1,2),(1,1,1))`: from host 0 on, 1 host with 2 workers; from host 1 on, 1 with 1.
     """
@@ -275,6 +275,6 @@ def process_mapping(hosts: Sequence[str]) -> str:
 
 
 def _say(peer, line):
-    # Lines are short and few: they fit the socket's buffer. Who has gone is noticed by reading.
+    # Lines are short and few: they fit the socket's buffer. Reading detects a lost peer.
     with contextlib.suppress(OSError):
         peer.socket.sendall(line.encode() + b"\n")

@@ -1,9 +1,9 @@
-"""TCP ports: which are free on this host, who holds one, and whether somebody listens at another.
+"""TCP ports: finds free ports, the owner of a port, and whether a server listens at an address.
 
-TensorFlow's server listens on every address of the host (`[::]:port`), whatever the address in
-TF_CONFIG says, and reports a port that is taken only as "Could not start gRPC server". The owner is
-read from Linux's /proc: the port's line in /proc/net/tcp bears the inode of a socket, which
-/proc/*/fd links to a process. Elsewhere, and for processes of other users, it stays unnamed.
+TensorFlow's server listens on every address of the host (`[::]:port`), regardless of the address in
+TF_CONFIG, and reports a taken port only as "Could not start gRPC server". The owner is read from
+Linux's /proc: the port's line in /proc/net/tcp has the inode of a socket, which /proc/*/fd links to
+a process. On other systems, and for processes of other users, it is unnamed.
 
 ```python
 from tfparallel.cluster import ports
@@ -26,38 +26,38 @@ from tfparallel.cluster.address import split_address
 
 __all__ = ["free_ports", "hold_until_gone", "is_free", "is_there", "owner", "wait_for_server"]
 
-# Below the range from which systems take the ports of outgoing connections, so
-# that none takes a port in the seconds until the worker binds it.
+# Below the ephemeral ports: an outgoing connection must not take a port in the seconds until the
+# worker binds it.
 _RANGE = range(20000, 32768)
 _NUM_TRIES = 200
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _LISTENING = "0A"
 _MAX_COMMAND = 100
 _CONNECT_SECONDS = 3.0
-# So often in a row is a connection refused by a process that has ended.
+# A process has ended after this many refused connections in a row.
 _REFUSALS, _REFUSED_SECONDS = 3, 0.2
-# A host that does not answer at all is gone after this long.
+# A host that does not answer at all counts as lost after this long.
 _SILENCE_SECONDS = 15.0
 
 
 def free_ports(num_ports: int) -> list[int]:
-    """Finds ports on which nobody listens, on any address of this host. They are not reserved.
+    """Finds ports that are free on all addresses of this host. They are not reserved.
 
     Raises:
-        RuntimeError: If there are not as many.
+        RuntimeError: If there are too few.
     """
-    # From the system's entropy, so that launchers that seed Python alike differ.
+    # From the system's entropy: launchers that seed Python alike must choose different ports.
     choose = random.SystemRandom()
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as open_sockets:
         ports = []
         tries = choose.sample(_RANGE, min(len(_RANGE), _NUM_TRIES + num_ports))
         # Port 0 lets the system choose.
         for port in [*tries, *[0] * num_ports]:
             if len(ports) == num_ports:
                 break
-            # All stay bound until the last is found, so that none is found twice. The
-            # address is that of all interfaces, which TensorFlow binds.
-            probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            # All stay bound until the last is found, to avoid duplicates. The address is that of
+            # all interfaces, which TensorFlow binds.
+            probe = open_sockets.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
             with contextlib.suppress(OSError):
                 probe.bind(("", port))
                 ports.append(probe.getsockname()[1])
@@ -72,15 +72,15 @@ def free_ports(num_ports: int) -> list[int]:
 def is_free(port: int) -> bool:
     """Whether a server could listen on this port, on every IPv4 address of this host.
 
-    A connection that is closing (TIME_WAIT) does not count: TensorFlow's server binds over it.
+    A closing connection (TIME_WAIT) does not count: TensorFlow's server binds over it.
 
     Raises:
-        PermissionError: If this user may not listen on the port at all.
+        PermissionError: If this user may not listen on the port.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            # Nobody can connect: the socket is bound, but does not listen.
+            # No caller can connect: the socket is bound, but does not listen.
             probe.bind(("", port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
@@ -90,7 +90,7 @@ def is_free(port: int) -> bool:
 
 
 def owner(port: int) -> str | None:
-    """Names the process that holds a port of this host, if the system shows it; None if free."""
+    """Returns the process that holds a port of this host, if visible; None if it is free."""
     inodes = _inodes(port)
     for inode in inodes:
         pid = _process_with(inode)
@@ -100,7 +100,7 @@ def owner(port: int) -> str | None:
 
 
 def is_there(address: str) -> bool:
-    """Whether somebody listens at an address, "host:port", just now."""
+    """Whether a server listens at an address, "host:port", now."""
     with contextlib.suppress(OSError):
         socket.create_connection(split_address(address), _CONNECT_SECONDS).close()
         return True
@@ -108,7 +108,7 @@ def is_there(address: str) -> bool:
 
 
 def wait_for_server(address: str, deadline: float) -> bool:
-    """Waits for somebody to listen at an address, until a monotonic time; whether somebody does."""
+    """Waits for a server at an address, until a monotonic time; returns whether it came up."""
     while time.monotonic() < deadline:
         if is_there(address):
             return True
@@ -117,17 +117,17 @@ def wait_for_server(address: str, deadline: float) -> bool:
 
 
 def hold_until_gone(address: str) -> None:
-    """Holds connections to a process until nobody listens there any more.
+    """Holds a connection to a server until the server ends.
 
-    TensorFlow closes one that says nothing, so that the next must be tried; and on a busy host an
-    answer may be slow, where a process that has ended refuses at once.
+    TensorFlow closes a silent connection, so this reconnects. A busy host may answer slowly, but a
+    process that has ended refuses at once.
     """
-    misses, seen = 0, time.monotonic()
-    while misses < _REFUSALS and time.monotonic() - seen < _SILENCE_SECONDS:
+    misses, last_answer = 0, time.monotonic()
+    while misses < _REFUSALS and time.monotonic() - last_answer < _SILENCE_SECONDS:
         try:
             with socket.create_connection(split_address(address), _CONNECT_SECONDS) as connection:
                 _listen(connection)
-            misses, seen = 0, time.monotonic()
+            misses, last_answer = 0, time.monotonic()
         except ConnectionRefusedError:
             misses += 1
             time.sleep(_REFUSED_SECONDS)
@@ -136,7 +136,7 @@ def hold_until_gone(address: str) -> None:
 
 
 def _listen(connection):
-    """Reads until the other side ends the connection, or has been silent: then ask anew."""
+    """Reads until the peer closes the connection, or has been silent for too long."""
     connection.settimeout(_SILENCE_SECONDS)
     with contextlib.suppress(TimeoutError):
         while connection.recv(4096):
@@ -144,8 +144,8 @@ def _listen(connection):
 
 
 def _inodes(port):
-    """The inodes of the sockets bound to the port, those that listen first."""
-    found = []
+    """Returns the inodes of the sockets bound to the port, listening ones first."""
+    sockets = []
     for table in _TABLES:
         try:
             lines = pathlib.Path(table).read_text().splitlines()[1:]
@@ -154,17 +154,17 @@ def _inodes(port):
         for line in lines:
             fields = line.split()
             local_port, state, inode = fields[1].rpartition(":")[2], fields[3], fields[9]
-            # Inode 0: a connection that is closing, and belongs to nobody.
+            # Inode 0: a closing connection, which belongs to no process.
             if int(local_port, 16) == port and inode != "0":
-                found.append((state != _LISTENING, inode))
-    return [inode for _, inode in sorted(found)]
+                sockets.append((state != _LISTENING, inode))
+    return [inode for _, inode in sorted(sockets)]
 
 
 def _process_with(inode):
-    """The first process that has the socket open, as far as this user may look."""
+    """Returns the first process that has the socket open and is visible to this user."""
     name = f"socket:[{inode}]"
     for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
-        # A process may end meanwhile, close a descriptor, or be another user's.
+        # A process may end meanwhile, close a descriptor, or belong to another user.
         with contextlib.suppress(OSError):
             for descriptor in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError):
@@ -174,7 +174,7 @@ def _process_with(inode):
 
 
 def _command(pid):
-    """A process's command line, on one line and cut to a readable length."""
+    """Returns a process's command line, on one line and cut to a readable length."""
     try:
         words = pathlib.Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
     except OSError:

@@ -1,9 +1,9 @@
-"""What tells a program that it is to end soon, and how it says that it should be started again.
+"""Preemption: the signals that announce it, and the exit code that requests a restart.
 
-Schedulers send SIGTERM, or a signal of the user's choice, some time before they kill: Slurm and
-Kubernetes do, and clouds that take a machine back. Python calls a signal's handler between two of
-its own instructions, and so not while a step of TensorFlow's runs. But the signal's number is
-written to a file at once, and a thread reads it there.
+Schedulers (Slurm, Kubernetes, clouds that reclaim a machine) send SIGTERM, or a signal chosen by
+the user, some time before they kill. Python runs a signal's handler between two bytecode
+instructions, and so not during a TensorFlow step. But it writes the signal's number to the wake-up
+file descriptor at once, which a thread reads.
 """
 
 import contextlib
@@ -15,43 +15,42 @@ from collections.abc import Callable, Iterator, Sequence
 
 __all__ = ["SIGNALS", "TRY_AGAIN", "SignalWatch", "held_back"]
 
-TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: starting again may help.
+TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: a restart may help.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 @contextlib.contextmanager
 def held_back(signals: Sequence[int]) -> Iterator[None]:
-    """Holds signals back that this program handles: the first of them counts behind the block.
+    """Defers signals that this program handles: the first is delivered after the block.
 
-    One that it leaves to the system ends it at once, as before. In other threads than the main one
-    nothing is held back.
+    Signals without a Python handler act at once. Outside of the main thread, nothing is deferred.
     """
-    came: list[int] = []
+    received: list[int] = []
     handlers = {}
     if threading.current_thread() is threading.main_thread():
         handlers = {number: signal.getsignal(number) for number in signals}
         handlers = {number: each for number, each in handlers.items() if callable(each)}
     try:
         for number in handlers:
-            signal.signal(number, lambda number, _: came.append(number))
+            signal.signal(number, lambda number, _: received.append(number))
         yield
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    if came:
-        handlers[came[0]](came[0], None)
+    if received:
+        handlers[received[0]](received[0], None)
 
 
 class SignalWatch:
-    """Calls a function with each of these signals that comes, on a thread; a context manager.
+    """Calls a function on a thread with each of these signals; a context manager.
 
-    In it the signals do nothing else. It must be entered in the main thread; elsewhere Python takes
-    no handlers, and nothing is watched.
+    Inside it the signals have no other effect. Enter it in the main thread; in other threads Python
+    does not allow handlers, and it does nothing.
     """
 
-    def __init__(self, signals: Sequence[int], told: Callable[[int], None]):
+    def __init__(self, signals: Sequence[int], on_signal: Callable[[int], None]):
         self._signals = tuple(signals)
-        self._told = told
+        self._on_signal = on_signal
         self._stack, self._handlers = contextlib.ExitStack(), contextlib.ExitStack()
 
     def __enter__(self) -> "SignalWatch":
@@ -59,12 +58,12 @@ class SignalWatch:
             return self
         read, write = socket.socketpair()
         write.setblocking(False)
-        self._stack.callback(write.close)  # Which ends the thread.
+        self._stack.callback(write.close)  # Ends the thread.
         before = signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
         self._stack.callback(signal.set_wakeup_fd, before)
         for number in self._signals:
             handler = signal.signal(number, lambda *_: None)
-            # Of one that C++ has set, Python knows nothing.
+            # None if the previous handler was set from C++.
             self._handlers.callback(signal.signal, number, handler or signal.SIG_DFL)
         arguments = (read, before)
         threading.Thread(target=self._listen, args=arguments, name="signals", daemon=True).start()
@@ -75,19 +74,19 @@ class SignalWatch:
         self._stack.close()
 
     def ignore(self) -> None:
-        """Has the signals do nothing until the process has ended, which leaving would undo."""
+        """Ignores the signals until the process ends, even after the context."""
         if threading.current_thread() is threading.main_thread():
             for number in self._signals:
-                # Python gives other handlers up seconds before TensorFlow has come to its end.
+                # At exit Python drops other handlers seconds before TensorFlow has shut down.
                 signal.signal(number, signal.SIG_IGN)
             self._handlers.pop_all()
-            self._stack.close()  # Python would write to the socket's number, which others may get.
+            self._stack.close()  # Python would write to its file descriptor, which may be reused.
 
     def _listen(self, read, before):
         with read:
             while number := read.recv(1):
-                if before >= 0:  # Somebody else listens, too.
+                if before >= 0:  # Another listener was installed before.
                     with contextlib.suppress(OSError):
                         os.write(before, number)
                 if number[0] in self._signals:
-                    self._told(number[0])
+                    self._on_signal(number[0])

@@ -1,26 +1,23 @@
-"""Stands between the launcher and one worker, so that nothing outlives the launcher.
+"""The process between the launcher and one worker; ensures that nothing outlives the launcher.
 
     launcher ──socket──> (second ──>) reaper ──> worker ──> the worker's own children
 
-A launcher that is killed by SIGKILL can clean up nothing, but the kernel closes
-its end of the socket, and that the reaper sees. It then kills the worker with
-everything below it. PR_SET_PDEATHSIG alone would reach the worker and leave its
-children; it also needs a `preexec_fn`, which may deadlock in a launcher that
-has threads. A process group alone has nobody left to signal it, and loses the
-children that made a group of their own (as `timeout` does): the reaper is
-their reaper instead, so what loses its parent becomes its child. Should the
-reaper itself be killed, the kernel kills the worker, and the rest becomes the
-children of its second, which waits for nothing else and kills them.
+A launcher killed by SIGKILL cannot clean up, but the kernel closes its end of the socket. The
+reaper sees that, and kills the worker with all its descendants. PR_SET_PDEATHSIG alone would kill
+the worker but not its children; it also needs a `preexec_fn`, which may deadlock in a launcher with
+threads. A process group alone has no process left to signal it, and misses children that create
+their own group (as `timeout` does). Instead the reaper is a child subreaper: orphaned descendants
+become its children. If the reaper itself is killed, the kernel kills the worker, and the rest
+become children of the second reaper, which kills them.
 
-On the socket, standard input: a byte from the launcher is the number of a
-signal for the worker; its end of file means kill. Back come the lines
-`started PID REAPER'S_PID` and `ended RETURNCODE TIME`, with the return code
-of `subprocess` (negative for a signal) and the time of the monotonic clock,
-which all processes of a host share.
+The socket is standard input. A byte from the launcher is the number of a signal for the worker; end
+of file means kill. The reaper sends the lines `started PID REAPER'S_PID` and
+`ended RETURNCODE TIME`, with the return code of `subprocess` (negative for a signal) and the time
+of the monotonic clock, which all processes of a host share.
 
-The file is run by its path in an isolated interpreter (about 10 ms), and so
-imports nothing of this package. Off Linux there is no reaper: there the
-worker's process group is all that is killed.
+The file is run by its path in an isolated interpreter (about 10 ms), and so imports nothing from
+this package. On systems other than Linux there is no reaper: only the worker's process group is
+killed.
 """
 
 import contextlib
@@ -35,17 +32,17 @@ _CONTROL = 0
 # From <linux/prctl.h>.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-# What a worker leaves behind may end by itself, as the resource tracker of
-# `multiprocessing` does, which still has shared memory to remove.
+# Processes left by a worker may end on their own, as the resource tracker of `multiprocessing`
+# does after it removes shared memory.
 _LEFTOVER_SECONDS = 1.0
-# A process in an uninterruptible wait of the kernel cannot be killed: go.
+# A process in an uninterruptible kernel wait cannot be killed: give up.
 _KILL_SECONDS = 5.0
 
 
 def main(cores: str, command: list[str]) -> None:
     """Runs `command` on `cores` ("0,1", or "" for all) until it or the launcher ends."""
-    # Slurm signals every process of a job. The worker does what it does then; the reaper stays
-    # until it has ended, or until the launcher is gone.
+    # Slurm signals every process of a job. The worker reacts to it; the reaper stays until the
+    # worker or the launcher ends.
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -75,7 +72,7 @@ def main(cores: str, command: list[str]) -> None:
 
 
 def _second(first):
-    """Waits for the reaper, and kills what it leaves, which is nothing unless it was killed."""
+    """Waits for the reaper, and kills its remaining children, if it was killed."""
     _close_output()
     status = None
     while status is None:
@@ -89,7 +86,7 @@ def _second(first):
 def _become_worker(reaper, cores, command):
     """Turns the forked child into the worker; never returns."""
     try:
-        # SIGKILL to the reaper itself takes the worker along.
+        # If the reaper is killed, the kernel kills the worker.
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != reaper:
             os._exit(1)
@@ -97,7 +94,7 @@ def _become_worker(reaper, cores, command):
         if cores:
             os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
         _to_null(0, os.O_RDONLY)
-        # Python ignores these two, and exec would hand that down.
+        # Python ignores these two, and exec would inherit that.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         os.execvp(command[0], command)
@@ -132,7 +129,7 @@ def _wait_for_leftovers():
 
 
 def _kill_all(worker):
-    """Kills the worker and its descendants; returns the worker's return code if it was seen."""
+    """Kills the worker and its descendants; returns the worker's return code, if collected."""
     deadline = time.monotonic() + _KILL_SECONDS
     returncode = None
     while True:
@@ -142,8 +139,8 @@ def _kill_all(worker):
         for child in _children():
             with contextlib.suppress(OSError):
                 os.kill(child, signal.SIGKILL)
-        found = _reap(worker)
-        returncode = found if returncode is None else returncode
+        reaped = _reap(worker)
+        returncode = reaped if returncode is None else returncode
         if not _has_children() or time.monotonic() > deadline:
             return returncode
         time.sleep(0.005)
@@ -153,16 +150,16 @@ def _signal_group(worker, signum):
     try:
         os.killpg(worker, signum)
     except ProcessLookupError:
-        # It has ended, or not yet begun its session.
+        # It has ended, or has not started its session yet.
         with contextlib.suppress(OSError):
             os.kill(worker, signum)
     except OSError:
-        # A group of another user, which the worker became.
+        # The worker changed its user.
         pass
 
 
 def _reap(worker=None):
-    """Collects all that ended; returns the worker's return code if it is among them."""
+    """Collects all ended children; returns the worker's return code if it is among them."""
     returncode = None
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -176,7 +173,7 @@ def _reap(worker=None):
 
 def _has_children():
     try:
-        # Leaves what it finds to be collected.
+        # WNOWAIT leaves the child to be collected later.
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except (ChildProcessError, AttributeError):
         return False
@@ -197,13 +194,13 @@ def _hear():
 
 
 def _say(line):
-    # A launcher that is gone hears nothing, and the reaper goes on to clean up.
+    # If the launcher is gone, the reaper still cleans up.
     with contextlib.suppress(OSError):
         os.write(_CONTROL, line.encode() + b"\n")
 
 
 def _close_output():
-    # Else the launcher would never see the end of the worker's output.
+    # Otherwise the launcher would never see the end of the worker's output.
     _to_null(1, os.O_WRONLY)
     _to_null(2, os.O_WRONLY)
 

@@ -1,13 +1,13 @@
-"""The launchers of several hosts meet, once for each attempt, and learn each other's addresses.
+"""The rendezvous of several hosts' launchers, once per attempt, to exchange addresses.
 
     node 1 ──{node_rank, ports, ...}──> node 0, which listens at the endpoint
-    node 1 <──{nodes, nonce, ...}────── node 0, once all have come, or {error}
+    node 1 <──{nodes, nonce, ...}────── node 0, once all have joined, or {error}
 
-Each has proved that it belongs to the job (wire.py); of the secret by which it did, all make
-another one for the workers. The connections stay, for what the launchers have to tell each other
-while the job runs (control_channel.py). Node 0 listens (acceptor.py) on the address of the endpoint
-alone, and only until all are there or the time is up. A launcher that cannot take part is told so,
-and the others wait on. Where the number of hosts may change, launchers meet as elastic.py says.
+Each launcher authenticates with the job's secret (wire.py), from which all derive the workers'
+secret. The connections stay open as the control channel while the job runs (control_channel.py).
+Node 0 listens (acceptor.py) on the endpoint's address alone, and only until all have joined or the
+deadline. A launcher that cannot join gets an error, and the others keep waiting. Elastic jobs use
+elastic.py instead.
 """
 
 import contextlib
@@ -31,15 +31,15 @@ _RETRY_SECONDS = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class Rendezvous:
-    """What all launchers know after they have met.
+    """The result of a rendezvous, known to all launchers.
 
     Attributes:
-        addresses: For each node its workers' "host:port".
-        master: "host:port" on node 0 that is free for programs of torchrun.
-        token: The workers' secret, of this attempt alone.
-        news: How the other hosts fare from now on; whoever runs the job closes it.
+        addresses: The workers' "host:port" by node.
+        master: A free "host:port" on node 0, for torchrun programs.
+        token: The workers' secret for this attempt.
+        news: The control channel to the other hosts; the job's runner closes it.
         node: This host's index.
-        attempt: How often the job has been started before.
+        attempt: The number of previous attempts.
     """
 
     addresses: Sequence[Sequence[str]]
@@ -53,7 +53,7 @@ class Rendezvous:
     def agreed(
         cls, answer: dict[str, Any], secret: Secret, news: ControlChannel, attempt: int
     ) -> "Rendezvous":
-        """Makes it of what node 0 has answered all launchers."""
+        """Builds it from node 0's answer."""
         return cls(
             addresses=tuple(
                 tuple(join_address(host, port) for port in ports) for host, ports in answer["nodes"]
@@ -79,25 +79,24 @@ def meet(
     timeout_seconds: float,
     local_address: str | None = None,
 ) -> Rendezvous:
-    """Waits for all nodes' launchers at the endpoint.
+    """Waits for the launchers of all nodes at the endpoint.
 
     Args:
         endpoint: "host:port" of node 0's launcher, the same on every node.
-        nnodes: How many nodes the job has.
+        nnodes: The number of nodes.
         node_rank: This node's index.
-        ports: This node's free ports, one for each of its workers.
-        master_port: One more; node 0's is used.
-        attempt: How often the job has been restarted; nodes of other attempts are refused.
-        token: A secret that all nodes know beforehand.
+        ports: Free ports of this node, one per worker.
+        master_port: One more free port; node 0's is used.
+        attempt: The number of restarts so far; nodes of other attempts are rejected.
+        token: The secret shared by all nodes.
         job: The name of the job, the same on every node.
-        timeout_seconds: The deadline.
-        local_address: This node's name or address, as the others reach it; by default the one
-            that it calls from. Node 0 listens on it, and not on the endpoint's; or, if it is a
-            gateway's, on all that this node has.
+        timeout_seconds: The time limit.
+        local_address: This node's name or address for the others; by default the one that it
+            connects from. Node 0 listens on it instead of the endpoint's address; or, if it is a
+            gateway's, on all addresses of this node.
 
     Raises:
-        RuntimeError: If nodes are missing at the deadline, contradict each other, or node 0
-            cannot listen.
+        RuntimeError: If nodes are missing at the deadline or disagree, or node 0 cannot listen.
     """
     deadline = time.monotonic() + timeout_seconds
     hello = {
@@ -118,21 +117,21 @@ def meet(
 
 
 def _host(endpoint, hello, secret, job, deadline, timeout_seconds):
-    """Node 0: collects the others, then answers them all. Returns the answer, and who has it."""
+    """Node 0: collects the others, then answers them. Returns the answer and the connections."""
     host, port = split_address(endpoint)
-    is_given = hello["local_address"] is not None
+    may_be_gateway = hello["local_address"] is not None
     host = hello["local_address"] or host
     nnodes = hello["nnodes"]
     allow_connections(nnodes)
     with contextlib.ExitStack() as stack:
         acceptor = stack.enter_context(
-            open_acceptor(host, port, secret, job, may_be_gateway=is_given)
+            open_acceptor(host, port, secret, job, may_be_gateway=may_be_gateway)
         )
         present: dict[int, Visitor] = {}
         stack.callback(lambda: [visitor.close() for visitor in present.values()])
         while True:
             if len(present) == nnodes - 1:
-                # Who has ended meanwhile may be started again.
+                # A launcher that has ended meanwhile may be restarted.
                 for node in [node for node, each in present.items() if each.has_hung_up]:
                     present.pop(node).close()
                 if len(present) == nnodes - 1:
@@ -144,7 +143,7 @@ def _host(endpoint, hello, secret, job, deadline, timeout_seconds):
                     visitor.send(answer)
                 return answer, {}
             for visitor in acceptor.wait(remaining):
-                _take_in(visitor, hello, present, acceptor)
+                _admit(visitor, hello, present, acceptor)
         callers = [present[node] for node in range(1, nnodes)]
         nodes = [(host, hello["ports"])]
         for each in callers:
@@ -162,12 +161,12 @@ def _host(endpoint, hello, secret, job, deadline, timeout_seconds):
         for caller in callers:
             caller.send(answer)
         connections = dict(present)
-        present.clear()  # They stay.
+        present.clear()  # Keeps the connections open.
         return answer, connections
 
 
-def _take_in(visitor, hello, present, acceptor):
-    """Has a launcher take part, or tells it why it cannot."""
+def _admit(visitor, hello, present, acceptor):
+    """Admits a launcher, or sends it the reason why it cannot join."""
     node = visitor.hello["node_rank"]
     if node in present and present[node].has_hung_up:
         present.pop(node).close()
@@ -180,19 +179,19 @@ def _take_in(visitor, hello, present, acceptor):
 
 
 def _missing(endpoint, hello, present, acceptor, timeout_seconds):
-    """The error of node 0 if the time is up."""
-    came = {0, *present}
-    missing = sorted(set(range(hello["nnodes"])) - came)
+    """The error of node 0 at the deadline."""
+    joined = {0, *present}
+    missing = sorted(set(range(hello["nnodes"])) - joined)
     return (
         f"{_nodes(missing)} did not come to {endpoint} within {timeout_seconds:g} s; "
-        f"all {hello['nnodes']} nodes are required. Received: {_nodes(sorted(came))}."
+        f"all {hello['nnodes']} nodes are required. Received: {_nodes(sorted(joined))}."
         f"{acceptor.who_was_turned_away()} Start `tfparallel launch` there with the same --nnodes, "
         "--rdzv_endpoint, --job_name and TFPARALLEL_JOB_TOKEN."
     )
 
 
 def _join(endpoint, hello, secret, job, deadline, timeout_seconds):
-    """Every other node: calls until node 0 listens. Returns its answer, and the connection."""
+    """Other nodes: connects until node 0 listens. Returns its answer and the connection."""
     address = split_address(endpoint)
     problem = "no answer"
     while (remaining := deadline - time.monotonic()) > 0:
@@ -203,7 +202,7 @@ def _join(endpoint, hello, secret, job, deadline, timeout_seconds):
                 call.ask(hello, deadline)
                 answer = call.answer(deadline)
             except TimeoutError:
-                pass  # A call that the deadline cut short tells nothing.
+                pass  # Cut short by the deadline: keep the earlier problem.
             except OSError as error:
                 problem = error.strerror or str(error)
             else:

@@ -1,8 +1,8 @@
-"""What every worker does at a rendezvous, the chief or not.
+"""The part of the workers' rendezvous that all workers share, including the chief.
 
-It listens at its own address, says who it is when one of the job asks, hangs
-up on everybody else, and looks for the other workers at theirs. What the chief
-and the others say to each other stands in `worker_rendezvous`, and how, in `wire`.
+Each worker listens at its own address, identifies itself to callers of the same job, hangs up on
+all others, and probes the other workers' addresses. `worker_rendezvous` has the protocol between
+the chief and the others, `wire` its encoding.
 """
 
 import asyncio
@@ -18,14 +18,14 @@ from tfparallel.cluster.wire import Secret
 
 __all__ = ["GREETING_SECONDS", "RETRY_SECONDS", "STRANGER", "Participant", "RendezvousPeer", "why"]
 
-# A caller has this long to say who it is, and a listener to answer.
+# The time limit for a caller to identify itself, and for a listener to answer.
 GREETING_SECONDS = 5.0
 RETRY_SECONDS = 0.2
 _SURVEY_SECONDS = 0.5
-# Callers that have not said who they are; beyond it the oldest is disconnected.
+# The maximum of unidentified callers; beyond it the oldest is disconnected.
 _MAX_STRANGERS = 256
 _MAX_INTRUDERS = 3
-# What all jobs' workers call themselves before the token tells whose they are; with the version.
+# The name, with its version, used by the workers of all jobs before the token identifies the job.
 _JOB = "tfparallel-workers-4"
 _NOBODY = "nothing listens there"
 STRANGER = "what listens there is no tfparallel worker"
@@ -33,9 +33,9 @@ STRANGER = "what listens there is no tfparallel worker"
 
 @dataclasses.dataclass(frozen=True)
 class Participant:
-    """A worker as it describes itself, and how to reach it: None for the chief itself.
+    """A worker's self-description and the connection to it: None for the chief itself.
 
-    Its facts are what it goes by; `seconds` is how long it is ready to wait.
+    `facts` are the values to compare; `seconds` is how long it will wait.
     """
 
     index: int
@@ -50,23 +50,23 @@ class Participant:
     def from_hello(
         cls, hello: dict[str, Any], connection: messages.Connection
     ) -> "Participant":
-        """Reads a hello, which may hold anything; `ValueError` unless it is whole."""
+        """Parses a hello, which is untrusted; `ValueError` if it is malformed."""
         kinds = dict(index=int, workers=list, facts=dict, host=str, pid=int, seconds=float)
         fields = {name: hello.get(name) for name in kinds}
-        whole = all(type(fields[name]) is kind for name, kind in kinds.items())
-        # The name of the host is printed.
-        if not (whole and fields["index"] >= 0 and fields["host"].isprintable()):
+        is_complete = all(type(fields[name]) is kind for name, kind in kinds.items())
+        # The host name is printed later.
+        if not (is_complete and fields["index"] >= 0 and fields["host"].isprintable()):
             raise ValueError("a hello that is not whole")
         return cls(**fields, connection=connection)
 
     @property
     def whereabouts(self) -> str:
-        """Where to look for it: `"process 4711 on host a"`."""
+        """Its process and host: `"process 4711 on host a"`."""
         return f"process {self.pid} on host {self.host[:64]}"
 
 
 class RendezvousPeer:
-    """One worker's side of a rendezvous; its subclass does its part in `take_part`."""
+    """One worker's side of a rendezvous; subclasses implement `take_part`."""
 
     def __init__(
         self,
@@ -84,17 +84,17 @@ class RendezvousPeer:
         self.may_differ = may_differ
         self.started = time.monotonic()
         self.deadline = self.started + timeout_seconds
-        # What looking for a worker at its address last gave: "" if it is there.
-        self.found: dict[int, str] = {}
-        # Workers of other jobs that came to this one.
+        # The last probe's result by worker: "" if the worker is there.
+        self.probe_results: dict[int, str] = {}
+        # Workers of other jobs that connected to this one.
         self.intruders: list[str] = []
         self._ports = {split_address(address)[1] for address in workers}
         self._tasks: set[asyncio.Task] = set()
-        # In the order in which they came.
+        # In order of arrival.
         self._strangers: dict[asyncio.Task, None] = {}
 
     async def hold(self) -> tuple[dict[str, Any], ...]:
-        """Listens, takes part, and leaves nothing behind; returns the facts of all workers."""
+        """Listens, takes part, and cleans up; returns the facts of all workers."""
         own_port = await listener.listen(
             self.workers, self.index, timeout_seconds=self.remaining()
         )
@@ -111,7 +111,7 @@ class RendezvousPeer:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task:
-        """Starts a task that ends with the meeting at the latest."""
+        """Starts a task that is cancelled when the rendezvous ends."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -122,59 +122,59 @@ class RendezvousPeer:
         return max(0.0, self.deadline - time.monotonic())
 
     def name(self, index: int) -> str:
-        """A worker with its address, for an error."""
+        """Returns a worker's name with its address, for an error."""
         return differences.name_worker(self.workers, index)
 
     async def introduce(self, connection: messages.Connection) -> None:
-        """Exchanges nonces with one that listens; `ValueError` for a stranger."""
-        own = wire.greeting(_JOB)
-        await connection.send(own)
+        """Exchanges nonces with a listener; `ValueError` if it is not a tfparallel worker."""
+        greeting = wire.greeting(_JOB)
+        await connection.send(greeting)
         answer = await connection.receive()
         if not wire.is_greeting(answer) or answer["job"] != _JOB:
             raise ValueError("no tfparallel worker")
-        nonces = own["nonce"], answer["nonce"]
+        nonces = greeting["nonce"], answer["nonce"]
         connection.session = wire.Session(self.secret, _JOB, nonces, is_caller=True)
 
     def _accept(self, own_port):
-        """Takes a caller in; `loop.sock_accept` loses the one that comes as it is cancelled."""
+        """Accepts a caller; a cancelled `loop.sock_accept` may lose one."""
         loop = asyncio.get_running_loop()
         try:
             caller, _ = own_port.accept()
         except OSError:
-            # The caller has gone; or this process is out of descriptors, and must not spin.
+            # The caller has left; or this process is out of descriptors, and must not spin.
             loop.remove_reader(own_port)
             self.spawn(self._listen_on(own_port))
             return
         if len(self._strangers) >= _MAX_STRANGERS + len(self.workers):
             next(iter(self._strangers)).cancel()
         connection = messages.Connection(caller)
-        task = self.spawn(self._pick_up(connection))
+        task = self.spawn(self._answer_caller(connection))
         self._strangers[task] = None
         task.add_done_callback(lambda done: self._strangers.pop(done, None))
-        # Also of a task that is cancelled before it begins.
+        # Also if the task is cancelled before it begins.
         task.add_done_callback(lambda done: connection.close())
 
     async def _listen_on(self, own_port):
         await asyncio.sleep(RETRY_SECONDS)
         asyncio.get_running_loop().add_reader(own_port, self._accept, own_port)
 
-    async def _pick_up(self, connection):
+    async def _answer_caller(self, connection):
         """Answers a caller of this job, and hangs up on any other."""
         with contextlib.suppress(OSError, ValueError):
             async with asyncio.timeout(GREETING_SECONDS):
                 greeting = await connection.receive()
                 if not wire.is_greeting(greeting) or greeting["job"] != _JOB:
                     return
-                own = wire.greeting(_JOB)
-                await connection.send(own)
+                reply = wire.greeting(_JOB)
+                await connection.send(reply)
                 line = await connection.receive_line()
-            nonces = greeting["nonce"], own["nonce"]
+            nonces = greeting["nonce"], reply["nonce"]
             session = wire.Session(self.secret, _JOB, nonces, is_caller=False)
             call = session.opened(line)
             if call is None:
-                said = wire.unproved(line)
-                if said.get("call") == "hello":
-                    self._note(Participant.from_hello(said, connection))
+                claim = wire.unproved(line)
+                if claim.get("call") == "hello":
+                    self._note(Participant.from_hello(claim, connection))
                 await connection.send({"refused": _JOB})
                 return
             connection.session = session
@@ -185,7 +185,7 @@ class RendezvousPeer:
                 await self.greet(Participant.from_hello(call, connection))
 
     async def greet(self, participant: Participant) -> None:
-        """Answers a hello; to any but the chief it comes from another list of workers."""
+        """Answers a hello; only the chief expects one, so the caller has another worker list."""
         self._note(participant)
         await participant.connection.send({"not_the_chief": self.workers})
 
@@ -194,7 +194,7 @@ class RendezvousPeer:
             self.intruders.append(f"{intruder.whereabouts} came as worker {intruder.index}")
 
     async def probe(self, index: int, timeout_seconds: float) -> str:
-        """Asks who is at a worker's address; "" if that worker, else what is found there."""
+        """Probes a worker's address; returns "" if that worker answers, else the problem."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 with await messages.connect(self.workers[index], self._ports) as connection:
@@ -211,19 +211,19 @@ class RendezvousPeer:
         return ""
 
     async def survey(self, absent: Callable[[], list[int]]) -> None:
-        """Keeps looking for the workers that `absent()` lists, so that an error can say why."""
+        """Keeps probing the workers in `absent()`, to explain their absence in an error."""
 
         async def look_for(index):
-            # What stands if the time limit comes before an answer.
-            self.found.setdefault(index, "no answer")
-            self.found[index] = await self.probe(index, GREETING_SECONDS)
+            # The result if the time limit comes before an answer.
+            self.probe_results.setdefault(index, "no answer")
+            self.probe_results[index] = await self.probe(index, GREETING_SECONDS)
 
         while True:
             await asyncio.sleep(_SURVEY_SECONDS)
             await asyncio.gather(*(look_for(index) for index in absent()))
 
     def error(self, what: str, how_to_fix: str) -> RuntimeError:
-        """The one form of all that goes wrong here."""
+        """Returns an error of the rendezvous."""
         return RuntimeError(
             f"The job cannot start: {what}. All {len(self.workers)} workers must start within the "
             "time limit, agree, reach each other, and stay. "
@@ -231,7 +231,7 @@ class RendezvousPeer:
         )
 
     def missing(self, reasons: dict[int, str]) -> RuntimeError:
-        """The error for workers that did not come: for each index, what is at its address."""
+        """Returns the error for missing workers; `reasons` has each one's last probe result."""
         seconds = time.monotonic() - self.started
         named = "; ".join(f"{self.name(i)} did not come ({reasons[i]})" for i in sorted(reasons))
         uninvited = "".join(f"; {intruder} of another job" for intruder in self.intruders)
@@ -242,7 +242,7 @@ class RendezvousPeer:
 
 
 def why(error: Exception) -> str:
-    """What a failed connection tells about the worker that should be at the other end."""
+    """Returns why the worker at the other end of a failed connection is missing."""
     if isinstance(error, ConnectionRefusedError):
         return _NOBODY
     return STRANGER if isinstance(error, ValueError) else messages.reason(error)

@@ -1,4 +1,4 @@
-"""Who is who in a job with servers of parameters, as TF_CONFIG tells it.
+"""The tasks of a job with parameter servers, from TF_CONFIG.
 
 ```
 {"cluster": {"chief": ["host0:port"], "worker": ["host1:port", "host2:port"],
@@ -6,8 +6,8 @@
  "task": {"type": "worker", "index": 0}}
 ```
 
-Such a job trains asynchronously (`sync="async"`). The chief runs the program, and computes no
-gradient; the workers do, and the servers hold the weights. A `Cluster` is of a job without servers.
+Such a job trains asynchronously (`sync="async"`). The chief runs the program, the workers compute
+gradients, and the servers hold the weights. `Cluster` describes a job without servers.
 """
 
 import dataclasses
@@ -22,14 +22,14 @@ __all__ = ["Roles"]
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """A job with servers, and this process's part in it.
+    """A job with parameter servers, and this process's place in it.
 
     Attributes:
         chief: `"host:port"` of the process that runs the program.
-        workers: `"host:port"` of each that computes gradients.
-        servers: `"host:port"` of each that holds weights.
+        workers: `"host:port"` of each process that computes gradients.
+        servers: `"host:port"` of each process that holds weights.
         task_type: `"chief"`, `"worker"` or `"ps"`.
-        task_index: This process among those of its type.
+        task_index: This process's index among the tasks of its type.
     """
 
     chief: str
@@ -45,17 +45,17 @@ class Roles:
 
     @property
     def jobs(self) -> dict[str, list[str]]:
-        """The addresses, as TensorFlow's `ClusterSpec` takes them."""
+        """The addresses by job, in the form of TensorFlow's `ClusterSpec`."""
         return {"chief": [self.chief], "worker": [*self.workers], "ps": [*self.servers]}
 
     @property
     def addresses(self) -> list[str]:
-        """Those of all processes: the chief's, the workers', the servers'."""
+        """The addresses of all processes: chief, workers, servers."""
         return [self.chief, *self.workers, *self.servers]
 
     @property
     def place(self) -> int:
-        """This process among all."""
+        """This process's index in `addresses`."""
         first = {"chief": 0, "worker": 1, "ps": 1 + len(self.workers)}[self.task_type]
         return first + self.task_index
 
@@ -68,20 +68,20 @@ class Roles:
 
     @property
     def place_on_host(self) -> tuple[int, int]:
-        """This worker's index among those of its host, and how many these are."""
+        """This worker's index among those on its host, and their number."""
         return local_place(self.workers, self.task_index)
 
     def to_tf_config(self) -> str:
-        """Writes the text of the environment variable TF_CONFIG."""
+        """Returns the text of the environment variable TF_CONFIG."""
         return tf_config.write(self.jobs, self.task_type, self.task_index)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "Roles | None":
-        """Reads TF_CONFIG; None where it names no server. `ValueError` if it cannot be used."""
+        """Reads TF_CONFIG; None if it has no servers. `ValueError` if it is invalid."""
         text = (os.environ if environ is None else environ).get("TF_CONFIG", "")
         config = tf_config.parse_with_servers(text)
         if config is None:
-            return None  # `Cluster.from_env` says what is wrong with it, if anything is.
+            return None  # `Cluster.from_env` reports any problems.
         jobs, task_type, task_index = config
         chief, workers, servers = jobs["chief"][0], tuple(jobs["worker"]), tuple(jobs["ps"])
         return cls(chief, workers, servers, task_type, task_index)

@@ -1,4 +1,4 @@
-"""Slurm's shorthand: lists of nodes, tasks on each of them, and who sits where.
+"""Slurm's compact notation: node lists, tasks per node, and task placement.
 
 ```
 SLURM_STEP_NODELIST        node[01-02],gpu-a1     node01, node02, gpu-a1
@@ -14,12 +14,12 @@ from tfparallel.cluster.config_error import shown
 
 __all__ = ["base_port", "expand_node_list", "expand_tasks_per_node", "place_tasks"]
 
-# Below Kubernetes' node ports (30000) and the ports that Linux gives to outgoing
-# connections (32768), above those that sites often reserve for MPI (12000 to 12999).
+# Below Kubernetes' node ports (30000) and Linux's ephemeral ports (32768), above the range that
+# sites often reserve for MPI (12000 to 12999).
 _FIRST_PORT = 13_000
 _NUM_PORTS = 16_000
 
-# A typing error such as node[1-99999999] is to end in an error, not in memory.
+# A typo such as node[1-99999999] must raise an error rather than fill the memory.
 _MAX_NODES = 100_000
 
 _RANGE = re.compile(r"([0-9]{1,12})(?:-([0-9]{1,12}))?")
@@ -27,14 +27,14 @@ _COUNT = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
 
 
 def expand_node_list(text: str) -> list[str]:
-    """Writes out a list of nodes, in the order given; `ValueError` if it is none, or too long.
+    """Expands a node list, in order; `ValueError` if it is malformed or too long.
 
-    Names are separated by commas; each may have several ranges in brackets, whose zeros are kept:
-    `"rack[0-1]n[08-10],login"`.
+    Names are separated by commas; each may have several bracketed ranges, whose leading zeros are
+    kept: `"rack[0-1]n[08-10],login"`.
     """
     nodes = []
     for name in _split_names(text):
-        # Odd places hold what stood in brackets.
+        # Odd positions hold the bracketed ranges.
         parts = re.split(r"\[([^\[\]]*)\]", name)
         if any("[" in part or "]" in part for part in parts):
             raise ValueError(f"its brackets do not match in {shown(name)}")
@@ -48,7 +48,7 @@ def expand_node_list(text: str) -> list[str]:
 
 
 def expand_tasks_per_node(text: str) -> list[int]:
-    """Writes out the tasks on each node, `"2(x3),1"` as 2, 2, 2, 1; else `ValueError`."""
+    """Expands the tasks per node, `"2(x3),1"` to 2, 2, 2, 1; `ValueError` if malformed."""
     counts = []
     for part in text.split(","):
         match = _COUNT.fullmatch(part.strip())
@@ -62,7 +62,7 @@ def expand_tasks_per_node(text: str) -> list[int]:
 
 
 def place_tasks(counts: list[int], distribution: str) -> list[tuple[int, int]]:
-    """Tells on which node each task runs, as `srun --distribution` deals them out.
+    """Returns the node of each task, as `srun --distribution` assigns them.
 
     ```
     counts (2, 1, 2)     block           cyclic
@@ -73,20 +73,20 @@ def place_tasks(counts: list[int], distribution: str) -> list[tuple[int, int]]:
 
     Args:
         counts: The number of tasks on each node.
-        distribution: SLURM_DISTRIBUTION. What follows a colon or comma deals out cores, not nodes.
+        distribution: SLURM_DISTRIBUTION. Parts after a colon or comma assign cores, not nodes.
 
     Returns:
-        For each task its node's index and its own index on that node.
+        For each task, its node's index and its index on that node.
 
     Raises:
-        ValueError: If the distribution cannot be followed.
+        ValueError: If the distribution is not supported.
     """
     method = re.split("[:,]", distribution.strip().lower())[0]
     block = [(node, local) for node, count in enumerate(counts) for local in range(count)]
     if method in ("", "*", "block"):
         return block
     if method == "cyclic":
-        # A round deals one task to each node that still has room.
+        # Each round assigns one task to each node that still has room.
         return sorted(block, key=lambda place: (place[1], place[0]))
     raise ValueError(
         f"tasks were dealt out by --distribution={distribution}, which does not tell every "
@@ -95,10 +95,10 @@ def place_tasks(counts: list[int], distribution: str) -> list[tuple[int, int]]:
 
 
 def base_port(job_id: int, step_id: int, num_local_tasks: int) -> int:
-    """Chooses the port of the first task on each node, the same in every task.
+    """Returns the port of the first task on each node, the same in every task.
 
-    Jobs that share a node have job ids close to each other, so that each is given a block of its
-    own, with room for the most tasks on one node; a step is moved far away from the next one.
+    Jobs that share a node tend to have close job ids, so each gets its own block of ports, sized
+    for the largest number of tasks on one node. The steps of a job are spread far apart.
     """
     num_blocks = max(1, _NUM_PORTS // num_local_tasks)
     return _FIRST_PORT + (job_id + 251 * step_id) % num_blocks * num_local_tasks
@@ -106,7 +106,7 @@ def base_port(job_id: int, step_id: int, num_local_tasks: int) -> int:
 
 def _split_names(text):
     names = [""]
-    # Odd places hold a bracket, whose commas separate no names.
+    # Odd positions hold brackets, whose commas do not separate names.
     for place, piece in enumerate(re.split(r"(\[[^\[\]]*\])", text.strip())):
         first, *others = [piece] if place % 2 else piece.split(",")
         names[-1] += first

@@ -3,11 +3,10 @@
     this process ──call.pickle──> N fresh processes (commands/spawned.py)
     this process <─result.pickle─ worker 0, the chief
 
-Nothing is forked: a notebook's kernel may hold TensorFlow, whose threads and
-devices no fork survives. What a program finds out about its process, the module
-path, `sys.argv` and the working folder, is as it is here. A function that no
-module holds (of a notebook's cell, of `__main__`, a lambda) travels by value,
-which is cloudpickle's work, and so a script needs no guard around its calls.
+Workers are never forked: a notebook kernel may have loaded TensorFlow, whose threads and devices
+do not survive a fork. Workers inherit the module path, `sys.argv` and the working folder.
+cloudpickle sends functions that cannot be imported (notebook cells, `__main__`, lambdas) by value,
+so a script needs no `__main__` guard.
 """
 
 import codecs
@@ -55,42 +54,42 @@ def spawn(
     max_restarts: int = 0,
     timeout_seconds: float | None = None,
 ) -> Any:
-    """Runs a function in several fresh processes that are the workers of one job.
+    """Runs a function in several new processes, the workers of one job.
 
-    Use it in a notebook or a script; `tfparallel launch` is the same for a command line. Every
-    worker calls the function with the same arguments, and finds the others through
-    `tfparallel.data_parallel` or `tfparallel.MultiWorkerMirroredStrategy`. What a worker prints
-    appears here behind its index, `[0] `. If one fails, the others are stopped; no process
-    outlives the call.
+    Use it in a notebook or a script; `tfparallel launch` is its command-line counterpart. Every
+    worker calls the function with the same arguments, and joins the others through
+    `tfparallel.data_parallel` or `tfparallel.MultiWorkerMirroredStrategy`. Worker output appears
+    here, prefixed with the worker's index, `[0] `. If a worker fails, the others are stopped; no
+    process outlives the call.
 
-    The function may be of a notebook's cell or a script's own. It takes along the values of the
-    global names that it uses, so let it load data and build models itself, and pass paths, numbers
-    and arrays: a tensor or a model would start TensorFlow before the workers have met.
+    The function may be defined in a notebook cell or a script. It is sent with the values of the
+    globals that it uses: load data and build models inside the function, and pass paths, numbers
+    and arrays. A tensor or a model would start TensorFlow before the workers have met.
 
     Args:
-        function_or_task_file: The function; or the path of a task file, which `tfparallel train`
-            then trains.
-        num_workers: How many processes.
+        function_or_task_file: The function; or the path of a task file to train, as with
+            `tfparallel train`.
+        num_workers: The number of processes.
         args: The function's arguments.
-        kwargs: The function's keyword arguments; for a task file the flags of `tfparallel train`,
+        kwargs: The function's keyword arguments; for a task file, the flags of `tfparallel train`,
             such as `{"epochs": 3, "seed": 7}`.
-        num_devices: How many devices each worker has; the CPU is split as needed. Default: its
+        num_devices: The number of devices per worker; the CPU is split as needed. Default: an
             equal share of the GPUs, or one CPU.
-        device_type: `"cpu"` hides the GPUs, `"gpu"` requires one for each worker, `"auto"` takes
-            them if there are any.
-        max_restarts: How often to start all workers anew when one fails.
-        timeout_seconds: How long the whole call may take; for ever if None.
+        device_type: `"cpu"` hides the GPUs, `"gpu"` requires one per worker, `"auto"` uses GPUs if
+            there are any.
+        max_restarts: How many times to restart all workers when one fails.
+        timeout_seconds: The time limit of the whole call; None for no limit.
 
     Returns:
-        What the function returned in worker 0, the chief; for a task file the report of
+        The function's result in worker 0, the chief; for a task file, the report of
         `tfparallel train`.
 
     Raises:
-        ValueError: If an argument is wrong, or the function or its arguments cannot be sent; for a
-            task file also if it, or a flag, is refused.
+        ValueError: If an argument is invalid, or the function or its arguments cannot be pickled;
+            for a task file, also if the file or a flag is invalid.
         RuntimeError: If a worker failed, with its index, its exit code or signal and its last
-            lines; if the time was over; if the result cannot be sent back; or if this process is a
-            worker itself.
+            lines; if the time limit was exceeded; if the result cannot be sent back; or if this
+            process is itself a worker.
 
     Example:
         >>> def train():
@@ -112,8 +111,8 @@ def spawn(
         timeout_seconds=timeout_seconds,
     )
     _refuse_inside_a_worker()
-    with OwnFolder("tfparallel_spawn_") as own:
-        folder = own.path
+    with OwnFolder("tfparallel_spawn_") as temporary:
+        folder = temporary.path
         if is_function:
             settings = {"num_devices": num_devices, "device_type": device_type}
             _write_call(folder, function_or_task_file, args, flags, settings)
@@ -146,7 +145,7 @@ def spawn(
 
 
 def _check(function_or_task_file, flags, **values):
-    """Raises one error for all that is wrong with the arguments of `spawn`."""
+    """Raises one error for all invalid arguments of `spawn`."""
     problems = []
     is_path = isinstance(function_or_task_file, str | os.PathLike)
     received = {"function_or_task_file": function_or_task_file}
@@ -157,9 +156,9 @@ def _check(function_or_task_file, flags, **values):
     elif not is_path and not callable(function_or_task_file):
         problems.append("a function or the path of a task file is required")
     if is_path:
-        own = sorted({"num_devices", "device_type", "num_workers"} & set(flags))
-        if own:
-            problems.append(f"{', '.join(own)} must be an argument of spawn, not in kwargs")
+        misplaced = sorted({"num_devices", "device_type", "num_workers"} & set(flags))
+        if misplaced:
+            problems.append(f"{', '.join(misplaced)} must be an argument of spawn, not in kwargs")
     counts = {"num_workers": 1, "num_devices": 1, "max_restarts": 0}
     for name, least in counts.items():
         value = values[name]
@@ -191,7 +190,7 @@ def _refuse_inside_a_worker():
 def _write_call(folder, function, args, kwargs, settings):
     try:
         call = _pickled((function, tuple(args), kwargs))
-    # What a class's own code raises when it is pickled can be anything.
+    # A class's own pickling code may raise anything.
     except Exception as error:
         raise ValueError(
             "The function, its arguments and the global names that it uses must be things that "
@@ -199,13 +198,13 @@ def _write_call(folder, function, args, kwargs, settings):
             "connections, locks and models inside the function."
         ) from error
     with open(os.path.join(folder, "call.pickle"), "wb") as file:
-        # Apart from the call, whose parts may need TensorFlow, which is set up by these.
+        # Separate from the call: unpickling it may import TensorFlow, which these configure.
         pickle.dump(
             {
                 **settings,
                 "argv": sys.argv,
                 "sources": _sources_of_cells(),
-                # Modules travel by name.
+                # Modules are pickled by name.
                 "names_tensorflow": b"tensorflow" in call or b"keras" in call,
             },
             file,
@@ -213,10 +212,10 @@ def _write_call(folder, function, args, kwargs, settings):
         file.write(call)
 
 
-def _pickled(thing):
-    """What `pickle.loads` makes `thing` of again, in another process."""
+def _pickled(value):
+    """Returns bytes from which `pickle.loads` restores `value` in another process."""
     file = io.BytesIO()
-    _Pickler(file).dump(thing)
+    _Pickler(file).dump(value)
     return file.getvalue()
 
 
@@ -230,28 +229,28 @@ def _named(make, arguments, filename):
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Keeps the names of the files that functions come from.
+    """Keeps the file names of pickled functions.
 
-    Since 3.1.3 cloudpickle calls each file "<dynamic-code>". Then nobody finds the text of a
-    notebook's cell, nor a line in a traceback.
+    Since 3.1.3 cloudpickle renames each file to "<dynamic-code>", which hides the source of
+    notebook cells and the lines of a traceback.
     """
 
     dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({types.CodeType: _reduced})
 
 
 def _sources_of_cells():
-    """The text of a notebook's cells, which tf.function reads to convert `if` and `for`."""
-    whole = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4}
-    return {name: entry for name, entry in whole.items() if not os.path.exists(name)}
+    """The source of notebook cells, which tf.function reads to convert `if` and `for`."""
+    loaded = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4}
+    return {name: entry for name, entry in loaded.items() if not os.path.exists(name)}
 
 
 def _python_module(module, *arguments):
-    # -P: the working folder is on the module path only if it is here; see _environment.
+    # -P: the working folder is on the module path only if it is in this process; see _environment.
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def _environment(device_type):
-    # An empty entry, a notebook's first, is the working folder.
+    # An empty entry, such as a notebook's first, means the working folder.
     path = [os.path.abspath(entry) for entry in sys.path]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path))}
     if device_type == "cpu":
@@ -321,16 +320,16 @@ def _too_slow(outcome, timeout_seconds):
 
 
 class _Text:
-    """`sys.stdout` or `sys.stderr` as it is now, taking bytes: a notebook's has no `buffer`."""
+    """A bytes writer to the current `sys.stdout` or `sys.stderr`; a notebook's has no `buffer`."""
 
     def __init__(self, name):
         self._stream = getattr(sys, name) or io.StringIO()
-        # A character may come in two pieces.
+        # A character may be split over two writes.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def write(self, text):
         decoded = self._decoder.decode(text)
-        # A stream of another encoding shows what it lacks as "?".
+        # A stream with another encoding shows "?" for characters it cannot encode.
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         self._stream.write(decoded.encode(encoding, "replace").decode(encoding))
 

@@ -1,16 +1,15 @@
-"""Spawns, watches, stops and restarts the processes of a job on this host.
+"""Spawns, monitors, stops and restarts the processes of a job on this host.
 
 ```python
 programs = [Program(worker=0, command=["python", "train.py"], environment={...}), ...]
-outcome = run(programs, on_output=lambda worker, stream, text: ...)
+outcome = Job(programs, on_output=lambda worker, stream, text: ...).wait()
 if outcome.culprit is not None:
     print(outcome.culprit.describe())
 ```
 
-The first worker to fail is the root cause, and ends the job, on all its hosts:
-TensorFlow's survivors of a lost peer fail as well, seconds later, and those of
-NCCL wait. Nothing outlives a job:
-between this process and each worker stands a reaper (reaper.py).
+The first worker to fail is the root cause, and ends the job on all hosts. When a peer is lost,
+TensorFlow's survivors fail seconds later, and NCCL's hang. A reaper between this process and each
+worker ensures that nothing outlives the job (reaper.py).
 """
 
 import contextlib
@@ -29,26 +28,26 @@ from tfparallel.cluster.worker_process import Program, WorkerProcess
 
 __all__ = ["GRACE_SECONDS", "Job", "Program", "StopRequest"]
 
-# TensorFlow catches SIGTERM and survives it, so this is what each stop costs.
+# TensorFlow catches SIGTERM and survives it, so each stop takes this long.
 GRACE_SECONDS = 3.0
 
-# Where a worker is lost the others may say something yet, and no more.
+# After the loss of a worker, the others may only finish their output.
 _LOST_SECONDS = 1.0
-# What fails this soon after the first failure may have failed before it.
+# A failure seen this soon after the first may have happened before it.
 _SETTLE_SECONDS = 0.25
-# A reaper kills within 5 s, once told to; past that nobody can.
+# A reaper kills within 5 s of the order; after that nothing can.
 _GUARDIAN_SECONDS = 10.0
 _LAST_OUTPUT_SECONDS = 2.0
 _TAIL_LINES = 20
 
 
 class StopRequest(BaseException):
-    """Raised by a signal handler to stop a job; like `KeyboardInterrupt`, no error.
+    """Raised by a signal handler to stop a job; like `KeyboardInterrupt`, not an error.
 
     Attributes:
-        signum: The signal, which the workers receive too.
-        exits: How they ended then.
-        has_saved: Whether the same command may go on.
+        signum: The signal, which is also sent to the workers.
+        exits: How the workers then ended.
+        has_saved: Whether the workers saved their state, and the same command can resume.
     """
 
     def __init__(self, signum: int):
@@ -59,7 +58,7 @@ class StopRequest(BaseException):
 
 
 class Job:
-    """The running workers. A context manager: leaving it stops what still runs."""
+    """The running workers. A context manager: leaving it stops the workers that still run."""
 
     def __init__(
         self,
@@ -72,26 +71,26 @@ class Job:
         lost_by: Callable[[int], int | None] | None = None,
         standbys: WarmSpares | None = None,
     ):
-        """Starts all programs, one for each worker.
+        """Starts all programs, one per worker.
 
         Args:
-            programs: What the workers run.
-            on_output: Called from another thread with the worker, "stdout" or "stderr", and
-                what it wrote; see `tfparallel.cluster.output.Reader`. What it raises ends the job.
-            grace_seconds: How long a worker that is to stop has until it is killed.
-            news: How the job's other hosts fare, if it has any. The caller closes it.
-            on_lost: Called with how a spare program has ended without which the job goes on.
-            lost_by: Called with a worker that failed; which other one it had lost, or None.
-            standbys: Processes that wait to become a worker. New ones are started beside the job.
+            programs: The programs of the workers.
+            on_output: Called from another thread with the worker, "stdout" or "stderr", and its
+                output; see `tfparallel.cluster.output.Reader`. An exception in it ends the job.
+            grace_seconds: The time between the stop signal and SIGKILL.
+            news: The channel to the job's other hosts, if any. The caller closes it.
+            on_lost: Called with the exit of a spare program, without which the job continues.
+            lost_by: Called with a failed worker; returns the worker that it had lost, or None.
+            standbys: Warm spares that can become workers. New ones are started beside the job.
         """
         self._on_lost = on_lost or (lambda _: None)
         self._lost_by = lost_by or (lambda _: None)
-        self._told_lost: list[WorkerProcess] = []
+        self._reported_lost: list[WorkerProcess] = []
         self._news = news or ControlChannel()
         self._grace_seconds = grace_seconds
         self._started_at = time.monotonic()
         self._stopping_at = None
-        self._has_told_success = False
+        self._has_reported_success = False
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
@@ -130,21 +129,21 @@ class Job:
                 error.has_saved = all(exit_.returncode == TRY_AGAIN for exit_ in error.exits)
 
     def wait(self, timeout_seconds: float | None = None) -> Outcome:
-        """Waits until all workers succeeded or one failed, on any host; then stops the others.
+        """Waits until all workers succeed or one fails, on any host; then stops the others.
 
-        After `timeout_seconds` all are stopped; None waits for ever. What `on_output` raised is
-        raised here.
+        All are stopped after `timeout_seconds`; None waits without limit. Re-raises exceptions of
+        `on_output`.
 
         Returns:
-            The outcome, with no process left on this host.
+            The outcome. No process is left on this host.
         """
         with self:
             self._wait_until(self._is_decided, timeout_seconds)
             timed_out = not self._is_decided()
-            told = self._tell_failures()
-            if told or self._news.failures:
+            reported = self._report_failures()
+            if reported or self._news.failures:
                 self._wait_until(self._all_ended, _SETTLE_SECONDS)
-                self._tell_failures(told)
+                self._report_failures(reported)
             culprit = self._culprit()
             if self._has_lost_a_worker(culprit):
                 self._grace_seconds = min(self._grace_seconds, _LOST_SECONDS)
@@ -156,7 +155,7 @@ class Job:
         return Outcome(exits, culprit, timed_out, departure, has_newcomer)
 
     def _has_lost_a_worker(self, culprit):
-        """Whether the others cannot save their state any more, which takes all of them."""
+        """Whether the others can no longer save their state, which takes all workers."""
         departure = self._news.departure
         if departure is not None:
             return departure.signum is None
@@ -168,36 +167,36 @@ class Job:
             return True
         if self._news.has_newcomer and not self._all_ended():
             return True
-        self._tell_lost()
+        self._report_lost()
         if not self._all_ended() and not self._is_over():
             return False
-        if not self._has_told_success:
-            self._has_told_success = True
+        if not self._has_reported_success:
+            self._has_reported_success = True
             self._news.tell_success()
         return self._news.all_succeeded
 
-    def _tell_failures(self, told=()):
-        """Tells the other hosts of the workers that failed, but for those of `told`."""
+    def _report_failures(self, reported=()):
+        """Reports failed workers to the other hosts, except those already `reported`."""
         failures = self._failures()
         for worker in failures:
-            if worker not in told:
+            if worker not in reported:
                 seconds = worker.ended_at - self._started_at
                 index = worker.program.worker
                 self._news.tell_failure(index, worker.returncode, seconds, self._lost_by(index))
         return failures
 
     def _culprit(self):
-        """The worker whose failure came first: one of ours, or the end of one elsewhere."""
-        here = [(worker.returncode, worker.ended_at, worker) for worker in self._failures()]
-        elsewhere = [(exit_.returncode, seen, exit_) for exit_, seen in self._news.failures]
-        by_cause = sorted(here + elsewhere, key=lambda failure: root_cause_first(*failure[:2]))
+        """The worker that failed first: a local process, or the exit of a remote worker."""
+        local = [(worker.returncode, worker.ended_at, worker) for worker in self._failures()]
+        remote = [(exit_.returncode, seen_at, exit_) for exit_, seen_at in self._news.failures]
+        by_cause = sorted(local + remote, key=lambda failure: root_cause_first(*failure[:2]))
         return by_cause[0][2] if by_cause else None
 
     def stop(self, signum: int = signal.SIGTERM) -> None:
-        """Stops what still runs: `signum` first, SIGKILL after the grace period.
+        """Stops the running workers: `signum` first, SIGKILL after the grace period.
 
-        A second Ctrl-C cuts the grace short, as any exception that arrives meanwhile. Signals of a
-        scheduler do not: the workers may be saving their state.
+        A second Ctrl-C, or any exception that arrives meanwhile, cuts the grace period short. A
+        scheduler's signals do not: the workers may be saving their state.
         """
         if self._stopping_at is None:
             self._stopping_at = time.monotonic()
@@ -227,10 +226,10 @@ class Job:
     def _all_ended(self):
         return all(worker.returncode is not None for worker in self._workers)
 
-    def _tell_lost(self):
+    def _report_lost(self):
         for worker in self._workers:
-            if worker.is_lost and worker not in self._told_lost:
-                self._told_lost.append(worker)
+            if worker.is_lost and worker not in self._reported_lost:
+                self._reported_lost.append(worker)
                 self._on_lost(self._exit_of(worker))
 
     def _is_over(self):
@@ -240,7 +239,7 @@ class Job:
         return [worker for worker in self._workers if worker.returncode and not worker.is_lost]
 
     def _close(self):
-        """Has the reapers kill what is left, and waits for them."""
+        """Makes the reapers kill the remaining processes, and waits for them."""
         with contextlib.suppress(OSError):
             for worker in self._workers:
                 worker.order_death()

@@ -5,7 +5,7 @@
  "task": {"type": "worker", "index": 0}}
 ```
 
-A job that trains asynchronously has servers of weights, `"ps"`, and no evaluator.
+An asynchronous job has parameter servers, `"ps"`, and no evaluator.
 
 References:
     https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/TFConfigClusterResolver
@@ -34,8 +34,8 @@ _FORM_WITH_SERVERS = (
 _JOBS = ("chief", "worker", "evaluator")
 _JOBS_WITH_SERVERS = ("chief", "worker", "ps")
 _SINGLE = ("chief", "evaluator")
-# What TensorFlow, Estimators and cloud services write beside the two that count.
-# None of it changes who takes part; rpc_layer is looked at.
+# Keys that TensorFlow, Estimators and cloud services add. None affects the cluster; rpc_layer is
+# checked.
 _EXTRA_KEYS = (
     "environment", "eval_session_master", "job", "model_dir", "rpc_layer", "service",
     "session_master",
@@ -50,7 +50,7 @@ _UNSUPPORTED = {
 
 
 class _Config(NamedTuple):
-    """What TF_CONFIG says; no task where it need not be said, or is not right."""
+    """The content of TF_CONFIG; the task is None if it is invalid or not needed."""
 
     jobs: dict[str, list[str]]
     task_type: str | None = None
@@ -58,10 +58,10 @@ class _Config(NamedTuple):
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Reads the arguments of a `Cluster` from TF_CONFIG; without a cluster, it is a single process.
+    """Parses TF_CONFIG into arguments of a `Cluster`; without a cluster, a single process.
 
     Raises:
-        ValueError: If the text breaks the form; all problems in one message.
+        ValueError: If the text is invalid; all problems in one message.
     """
     problems = []
     jobs, task_type, task_index = _read(text, _JOBS, problems)
@@ -86,10 +86,10 @@ def parse(text: str) -> dict[str, Any]:
 
 
 def parse_with_servers(text: str) -> tuple[dict[str, list[str]], str, int] | None:
-    """Reads each job's addresses, and this process's job and index; None where no server is named.
+    """Returns each job's addresses, and this process's job and index; None without servers.
 
     Raises:
-        ValueError: If the text breaks the form; all problems in one message.
+        ValueError: If the text is invalid; all problems in one message.
     """
     cluster = _json_object(text, []).get("cluster")
     if not isinstance(cluster, dict) or "ps" not in cluster:
@@ -106,7 +106,7 @@ def parse_with_servers(text: str) -> tuple[dict[str, list[str]], str, int] | Non
 
 
 def write(jobs: Mapping[str, Sequence[str]], task_type: str, task_index: int) -> str:
-    """Writes TF_CONFIG, without jobs that have no addresses; `"{}"` for a worker that is alone."""
+    """Returns TF_CONFIG, omitting jobs without addresses; `"{}"` for a single worker."""
     cluster = {job: list(addresses) for job, addresses in jobs.items() if addresses}
     if not cluster and task_type != "evaluator":
         return "{}"
@@ -114,37 +114,37 @@ def write(jobs: Mapping[str, Sequence[str]], task_type: str, task_index: int) ->
     return json.dumps({**config, "task": {"type": task_type, "index": task_index}})
 
 
-def _read(text, known: Sequence[str], problems: list[str]) -> _Config:
-    """Reads the text of a job that may have the known jobs."""
+def _read(text, job_names: Sequence[str], problems: list[str]) -> _Config:
+    """Parses the text, whose cluster may have jobs named `job_names`."""
     if not isinstance(text, str):
         problems.append(f"it must be text, not {type(text).__name__}; json.dumps() makes it text")
-        return _Config({job: [] for job in known})
+        return _Config({job: [] for job in job_names})
     config = _json_object(text, problems)
     _check_keys("the text", config, ("cluster", "task"), _EXTRA_KEYS, problems)
     if config.get("rpc_layer") not in (None, "", "grpc"):
         problems.append(f"rpc_layer must be 'grpc', not {shown(config['rpc_layer'])}")
     cluster = _object(config, "cluster", problems)
-    jobs = {job: _addresses(cluster, job, problems) for job in known}
+    jobs = {job: _addresses(cluster, job, problems) for job in job_names}
     for job in cluster:
-        if job not in known:
-            why = _UNSUPPORTED.get(job, f"an unknown job; known ones are {', '.join(known)}")
+        if job not in job_names:
+            why = _UNSUPPORTED.get(job, f"an unknown job; known ones are {', '.join(job_names)}")
             problems.append(f"cluster has {shown(job)}: {why}")
     for job in _SINGLE:
         if len(jobs.get(job, ())) > 1:
             problems.append(f"cluster has {len(jobs[job])} {job}s; there can be only one")
     problems += address_problems(
         (f"cluster[{job!r}][{index}]", address)
-        for job in known
+        for job in job_names
         for index, address in enumerate(jobs[job])
     )
     task = _object(config, "task", problems)
     if not task and sum(map(len, jobs.values())) <= 1:
-        return _Config(jobs)  # Nobody else: who this process is need not be said.
+        return _Config(jobs)  # A single process needs no task.
     return _Config(jobs, *_task(task, cluster, jobs, problems))
 
 
 def _task(task, cluster, jobs, problems) -> tuple:
-    """The task's type and index; nothing if anything is wrong."""
+    """Returns the task's type and index; empty if there are problems."""
     _check_keys("task", task, ("type", "index"), _EXTRA_TASK_KEYS, problems)
     for key in ("type", "index"):
         if key not in task:
@@ -165,7 +165,7 @@ def _task(task, cluster, jobs, problems) -> tuple:
     if kind != "evaluator" and cluster and kind not in cluster:
         problems.append(f"task is a {kind}, and cluster names none")
         return ()
-    # An evaluator may be left out of the cluster that it watches.
+    # The cluster need not list its evaluator.
     size = max(1, len(jobs[kind]))
     if index is not None and not 0 <= index < size:
         problems.append(f"task's index must be from 0 to {size - 1} for a {kind}, not {index}")
@@ -177,7 +177,7 @@ def _json_object(text, problems):
     if not text.strip():
         return {}
     try:
-        config = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, problems))
+        config = json.loads(text, object_pairs_hook=lambda pairs: _check_unique(pairs, problems))
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         problems.append(f"it is no JSON: {reason}")
@@ -188,7 +188,7 @@ def _json_object(text, problems):
     return config
 
 
-def _unique(pairs, problems):
+def _check_unique(pairs, problems):
     for key, count in collections.Counter(key for key, _ in pairs).items():
         if count > 1:
             problems.append(f"the key {shown(key)} is given {count} times")
@@ -217,10 +217,10 @@ def _addresses(cluster, job, problems):
     return value
 
 
-def _check_keys(name, section, known, ignored, problems):
-    unknown = sorted(set(section) - set(known) - set(ignored))
+def _check_keys(name, section, required, ignored, problems):
+    unknown = sorted(set(section) - set(required) - set(ignored))
     if unknown:
         problems.append(
             f"{name} has unknown keys: {shown(unknown)[1:-1]}; "
-            f"known ones are {', '.join(known)}, and {', '.join(ignored)} are ignored"
+            f"known ones are {', '.join(required)}, and {', '.join(ignored)} are ignored"
         )

@@ -1,15 +1,15 @@
-"""Processes that have loaded TensorFlow, and wait to become a worker of a job that starts again.
+"""Warm spares: processes that have loaded TensorFlow, and wait to replace the workers of a restart.
 
-Python and TensorFlow take some three seconds of a core to load: most of what a restart costs. With
-`launch --standby` each worker has a process beside it that has got as far as `import tfparallel`,
-holds there, and goes on as the worker of the next attempt.
+Loading Python and TensorFlow takes some three seconds of a core, most of the cost of a restart.
+With `launch --standby`, each worker has a spare process that stops at `import tfparallel`, and
+continues as the worker of the next attempt.
 
     launcher ── starts it, TFPARALLEL_STANDBY=FILE ──> import tfparallel
-                                        writes its number into FILE.ready, and waits for FILE
-    launcher ── writes FILE: what changes in its environment ────────────────────> goes on
+                                        writes its pid into FILE.ready, and waits for FILE
+    launcher ── writes FILE: the changes to its environment ─────────────────────> continues
 
-Only a process that is ready, and is the worker's own process and not one below it, becomes a
-worker. One that is not ready in time runs something else, and is ended.
+Only a process that is ready, and is the worker's own process rather than a child of it, becomes a
+worker. One that is not ready in time runs some other program, and is ended.
 """
 
 import ast
@@ -27,9 +27,9 @@ from tfparallel.cluster.worker_process import Program, WorkerProcess
 
 __all__ = ["STANDBY", "WarmSpares", "imports_tfparallel"]
 
-# Names the file that a waiting process reads.
+# The path of the file that a waiting process reads.
 STANDBY = "TFPARALLEL_STANDBY"
-# The job itself is to start first: loading takes a core.
+# The job itself starts first: loading takes a core.
 _DELAY_SECONDS = 10.0
 _LOADING_SECONDS = 60.0
 _LOOK_SECONDS = 0.02
@@ -37,7 +37,7 @@ _END_SECONDS = 10.0
 
 
 def imports_tfparallel(command: Sequence[str]) -> bool:
-    """Whether a command imports tfparallel itself: `tfparallel …`, or Python with such a script."""
+    """Whether a command imports tfparallel: `tfparallel …`, or Python with such a script."""
     name, *arguments = command
     if os.path.basename(name) == "tfparallel":
         return True
@@ -61,12 +61,12 @@ def imports_tfparallel(command: Sequence[str]) -> bool:
 
 
 class WarmSpares:
-    """The waiting processes of a launcher. A context manager: leaving it ends them.
+    """The warm spares of a launcher. A context manager: leaving it ends them.
 
     Args:
-        delay_seconds: How long after a job's start they are started.
-        loading_seconds: How long one may take to be ready.
-        tell: Called with a sentence when some of them became workers.
+        delay_seconds: The time between the start of the job and that of the spares.
+        loading_seconds: How long a spare may take to be ready.
+        tell: Called with a sentence when some spares became workers.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class WarmSpares:
         self._timer: threading.Timer | None = None
         self._prepares = True
         self._num_taken = 0
-        self._own = OwnFolder("tfparallel_standby_")
+        self._temporary = OwnFolder("tfparallel_standby_")
         self._numbers = itertools.count()
 
     def __enter__(self) -> "WarmSpares":
@@ -96,26 +96,26 @@ class WarmSpares:
             waiting = list(self._waiting.values())
             self._waiting.clear()
         _end(waiting)
-        self._own.__exit__()
+        self._temporary.__exit__()
 
     def prepare(self, programs: Sequence[Program]) -> None:
-        """Starts, after `delay_seconds`, a process for each program that has none."""
+        """Starts a spare for each program that has none, after `delay_seconds`."""
         with self._lock:
-            taken, self._num_taken = self._num_taken, 0
+            num_taken, self._num_taken = self._num_taken, 0
             if self._timer is not None:
                 self._timer.cancel()
             if self._prepares:
                 self._timer = threading.Timer(self._delay_seconds, self.prepare_now, [programs])
                 self._timer.daemon = True
                 self._timer.start()
-        if taken:
-            self._tell(f"{taken} of {len(programs)} workers here had a process ready")
+        if num_taken:
+            self._tell(f"{num_taken} of {len(programs)} workers here had a process ready")
 
     def prepare_now(self, programs: Sequence[Program]) -> None:
-        """Starts such processes at once, and waits until they are ready, or not in time.
+        """Starts the spares at once, and waits until they are ready or out of time.
 
-        So a host that joins a running job loads before it stops the others for it. The programs may
-        have any environment.
+        A host that joins a running job thus loads before the others are stopped for it. The
+        programs may have any environment.
         """
         started = {}
         for position, program in enumerate(programs):
@@ -125,40 +125,41 @@ class WarmSpares:
                     continue
                 if not self._prepares:
                     break
-                path = os.path.join(self._own.path, str(next(self._numbers)))
+                path = os.path.join(self._temporary.path, str(next(self._numbers)))
                 environment = {**program.environment, STANDBY: path}
                 waits = dataclasses.replace(program, environment=environment)
-                with contextlib.suppress(OSError):  # Then the next attempt starts afresh.
+                with contextlib.suppress(OSError):  # The next attempt then starts a new process.
                     started[position] = _Waiting(path, WorkerProcess(waits))
                     self._waiting[position] = started[position]
         deadline = time.monotonic() + self._loading_seconds
-        while (left := self._loading(started)) and time.monotonic() < deadline:
+        while (loading := self._loading(started)) and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
         with self._lock:
-            late = [
+            overdue = [
                 self._waiting.pop(position)
-                for position, each in left.items()
+                for position, each in loading.items()
                 if self._waiting.get(position) is each
             ]
-        _end(late)
+        _end(overdue)
 
     def stop_preparing(self) -> None:
-        """Starts no others: the job does not start again."""
+        """Starts no more spares: the job will not restart."""
         with self._lock:
             self._prepares = False
 
     def take(self, position: int, program: Program) -> WorkerProcess | None:
-        """Has the process that is ready for this place on the host go on as the program.
+        """Turns the spare at this position on the host into the program.
 
         Returns:
-            It; None if there is none, or if it has ended, runs something else, or is not ready.
+            The worker; None if there is no spare, or if it has ended, runs some other program, or
+            is not ready.
         """
         with self._lock:
             waiting = self._waiting.pop(position, None)
         if waiting is None:
             return None
         if waiting.is_ready() and waiting.runs(program):
-            with contextlib.suppress(OSError):  # On a full disk another process is started.
+            with contextlib.suppress(OSError):  # On a full disk a new process is started.
                 worker = waiting.become(program)
                 self._num_taken += 1
                 return worker
@@ -166,7 +167,7 @@ class WarmSpares:
         return None
 
     def _loading(self, started):
-        """Those that wait for a place still, and are not ready."""
+        """The spares that are still wanted and not ready yet."""
         with self._lock:
             return {
                 position: each
@@ -177,7 +178,7 @@ class WarmSpares:
 
 @dataclasses.dataclass
 class _Waiting:
-    """A process that loads, or waits for the file at `path`."""
+    """A spare that is loading, or waiting for the file at `path`."""
 
     path: str
     worker: WorkerProcess
@@ -194,13 +195,13 @@ class _Waiting:
         return self.worker.returncode is None and number == str(self.worker.pid)
 
     def runs(self, program: Program) -> bool:
-        """Whether it was started as this program would be, but for the environment."""
-        own = self.worker.program
-        return (own.command, own.cores) == (program.command, program.cores)
+        """Whether it was started with this program's command and cores."""
+        current = self.worker.program
+        return (current.command, current.cores) == (program.command, program.cores)
 
     def become(self, program: Program) -> WorkerProcess:
-        """Has it go on as this program."""
-        # What the program itself has set before it came to wait is its own, and stays.
+        """Makes it continue as this program."""
+        # Variables that the program itself has set before it began to wait are kept.
         before, after = dict(self.worker.program.environment), dict(program.environment)
         before.pop(STANDBY)
         changed = {name: value for name, value in after.items() if before.get(name) != value}
@@ -219,7 +220,7 @@ def _end(waiting):
         worker = each.worker
         with contextlib.suppress(Exception):
             worker.reaper.wait(_END_SECONDS)
-            while not worker.gone and worker.listen():  # How it ended, then the reaper's end.
+            while not worker.gone and worker.listen():  # Its return code, then the reaper's end.
                 time.sleep(_LOOK_SECONDS)
         worker.close()
         for stream in (worker.reaper.stdout, worker.reaper.stderr):

@@ -1,8 +1,8 @@
-"""The error that ends a worker, told to its launcher: in a few lines, and whole for the log.
+"""Sends a worker's fatal error to its launcher: a short form, and the full traceback for the log.
 
-Each worker of a job fails with the same error, and a traceback through TensorFlow and Keras has
-fifty lines. In a worker of `tfparallel launch` what Python calls with an error that nobody caught
-writes one line for the launcher instead, which shows the first of several alike.
+All workers of a job usually fail with the same error, and a traceback through TensorFlow and Keras
+has fifty lines. In a worker of `tfparallel launch`, `sys.excepthook` instead writes one line for
+the launcher, which shows the first of several equal errors.
 """
 
 import dataclasses
@@ -25,23 +25,23 @@ __all__ = [
     "without_frames",
 ]
 
-# Set by the launcher, for its workers.
+# Set by the launcher for its workers.
 WORKER_ERROR = "TFPARALLEL_WORKER_ERROR"
 _MARK = b"\x1etfparallel error "
-# The line for the launcher, wherever it begins: a progress bar may stand before it.
+# The line for the launcher. It may start anywhere: a progress bar may precede it.
 LINE = re.compile(re.escape(_MARK) + rb"[^\n]*\n")
-LINE_BYTES = 1 << 20  # What such a line has at most.
+LINE_BYTES = 1 << 20  # The maximum length of such a line.
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__))
 _MOST_LINES, _MOST_CHARACTERS = 8, 30_000  # A character has up to 12 bytes in JSON.
-_has_launcher = False  # Whether a launcher reads what this process writes.
+_has_launcher = False  # Whether a launcher reads this process's output.
 _KERAS = re.compile(
     r"Exception encountered when calling (?P<where>.*?)\.\n\n(?P<what>.*?)"
     r"(?:\n\nArguments received by .*)?",
     re.DOTALL,
 )
-# AutoGraph gives an error in a `tf.function` its frames in words, above the message: the traceback
-# has those of the code that it has made.
+# AutoGraph writes the frames of an error in a `tf.function` as text above the message: the
+# traceback itself has the frames of the generated code.
 _USER_CODE = "in user code:\n\n"
 _FRAME = re.compile(
     r'^    File "(?P<path>.+)", line (?P<line>\d+), in (?P<name>\S+).*(?:\n {8}(?P<code>.*))?',
@@ -51,12 +51,12 @@ _FRAME = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class WorkerError:
-    """What ended a worker.
+    """The error that ended a worker.
 
     Attributes:
-        lines: The error, and where in the user's own code it came up.
-        place: By which errors of several workers are the same.
-        whole: The traceback; or again the lines, where Python raised nothing.
+        lines: The error, and where it was raised in the user's code.
+        place: The error's type and location; errors with the same place are the same.
+        whole: The traceback; or the lines again if no exception was raised.
     """
 
     lines: Sequence[str]
@@ -65,7 +65,7 @@ class WorkerError:
 
     @property
     def has_traceback(self) -> bool:
-        """Whether `whole` says more than the lines."""
+        """Whether `whole` has more than the lines."""
         return self.whole.splitlines() != list(self.lines)
 
     def to_line(self) -> bytes:
@@ -79,7 +79,7 @@ class WorkerError:
 
     @classmethod
     def from_line(cls, line: bytes) -> "WorkerError | None":
-        """Reads a line; None if it is another one, which may look like one of these."""
+        """Parses a line; None if it is not such a line, even if it looks like one."""
         if not line.startswith(_MARK):
             return None
         try:
@@ -94,11 +94,11 @@ class WorkerError:
 
     @classmethod
     def of(cls, error: BaseException) -> "WorkerError":
-        """Describes an error that nobody caught."""
+        """Describes an uncaught exception."""
         whole = "".join(traceback.format_exception(error))
-        frames, said = _parts(error)
-        frame = next(filter(_is_own, reversed(frames)), None)
-        lines = [_short(said)]
+        frames, message = _parts(error)
+        frame = next(filter(_is_user_code, reversed(frames)), None)
+        lines = [_short(message)]
         if frame is not None:
             place = f"{frame.filename}, line {frame.lineno}"
             in_function = "" if frame.name in ("<module>", "None") else f", in {frame.name}"
@@ -109,8 +109,8 @@ class WorkerError:
 
 
 def tell_launcher() -> None:
-    """Has this process tell its launcher what ends it, if it is a worker that has one."""
-    # Taken away, since what a worker starts has another reader.
+    """Makes this process report its fatal error to its launcher, if it has one."""
+    # Removed from the environment: the worker's child processes have another reader.
     if not os.environ.pop(WORKER_ERROR, "") or sys.excepthook is not sys.__excepthook__:
         return
 
@@ -121,64 +121,64 @@ def tell_launcher() -> None:
         if issubclass(kind, KeyboardInterrupt) or sys.stderr is None:
             sys.__excepthook__(kind, error, trace)
             return
-        _tell(WorkerError.of(error.with_traceback(trace)))
+        _write_line(WorkerError.of(error.with_traceback(trace)))
 
     sys.excepthook = tell
 
 
 def begin_of_line(text: bytes) -> int:
-    """Where a line for the launcher begins in text that has no line's end; -1 if none does."""
+    """Returns where an unfinished line for the launcher begins in text; -1 if there is none."""
     begin = text.find(_MARK)
-    if begin < 0:  # Or its first bytes, at the end.
+    if begin < 0:  # The text may end within the mark.
         begin = text.rfind(_MARK[:1])
     return begin if begin >= 0 and text[begin:].startswith(_MARK[: len(text) - begin]) else -1
 
 
 def say_why(text: str) -> None:
-    """Writes to stderr why this process ends, where no exception says so.
+    """Writes to stderr why this process ends without an exception.
 
-    A launcher shows it once for all of its workers that give the same reason.
+    A launcher shows the same reason of several workers once.
     """
     if _has_launcher:
-        _tell(WorkerError(text.splitlines(), text, f"{text}\n"))
+        _write_line(WorkerError(text.splitlines(), text, f"{text}\n"))
     else:
         print(text, file=sys.stderr)
 
 
-def _tell(error: WorkerError) -> None:
+def _write_line(error: WorkerError) -> None:
     sys.stderr.flush()
     line = error.to_line()
-    while line:  # A signal may interrupt what a full pipe takes.
+    while line:  # A signal may interrupt a write to a full pipe.
         line = line[os.write(2, line) :]
 
 
 def _sendable(text: str) -> str:
-    """The text without lone surrogates, which no stream takes and JSON can hold."""
+    """Escapes lone surrogates, which JSON can hold but streams cannot encode."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def without_frames(text: str) -> list[str]:
-    """The lines of an error of a graph, but for the frames through which its operation was made."""
+    """Returns the lines of a graph error without the frames that created its operation."""
     frames = ('  File "', "    ", "Detected at node")
     return [line for line in text.splitlines() if line.strip() and not line.startswith(frames)]
 
 
 def _parts(error: BaseException) -> tuple[Sequence[traceback.FrameSummary], str]:
-    """The frames of an error, the innermost last, and what it says, its class before it."""
-    found = traceback.extract_tb(error.__traceback__)
+    """Returns an error's frames, innermost last, and its message, prefixed with its class."""
+    traceback_frames = traceback.extract_tb(error.__traceback__)
     text = str(error)
     if not text.startswith(_USER_CODE):
-        return found, f"{type(error).__name__}: {text}"
-    frames, _, said = text.removeprefix(_USER_CODE).partition("\n\n")
+        return traceback_frames, f"{type(error).__name__}: {text}"
+    frames, _, message = text.removeprefix(_USER_CODE).partition("\n\n")
     named = [
         traceback.FrameSummary(each["path"], int(each["line"]), each["name"], line=each["code"])
         for each in _FRAME.finditer(frames)
     ]
-    return [*found, *named], textwrap.dedent(said)
+    return [*traceback_frames, *named], textwrap.dedent(message)
 
 
-def _is_own(frame: traceback.FrameSummary) -> bool:
-    """Whether a frame is of the user's code: neither this package's nor an installed one's."""
+def _is_user_code(frame: traceback.FrameSummary) -> bool:
+    """Whether a frame is in the user's code: neither in this package nor in an installed one."""
     parts = frame.filename.replace(os.sep, "/").split("/")
     return not (
         frame.filename.startswith((_PACKAGE + os.sep, _LIBRARY + os.sep, "<frozen"))
@@ -188,11 +188,11 @@ def _is_own(frame: traceback.FrameSummary) -> bool:
     )
 
 
-def _short(said: str) -> str:
-    kind, colon, text = re.sub(r"\x1b\[\d*m", "", said).strip().partition(": ")
-    found = _KERAS.fullmatch(text)
-    if found is not None:
-        return f"{kind}: {found['what'].strip()} (in {found['where']})"
+def _short(message: str) -> str:
+    kind, colon, text = re.sub(r"\x1b\[\d*m", "", message).strip().partition(": ")
+    match = _KERAS.fullmatch(text)
+    if match is not None:
+        return f"{kind}: {match['what'].strip()} (in {match['where']})"
     lines = without_frames(f"{kind}{colon}{text}")
     more = [f"… and {len(lines) - _MOST_LINES} lines more"] if len(lines) > _MOST_LINES else []
     return "\n".join([*lines[:_MOST_LINES], *more])

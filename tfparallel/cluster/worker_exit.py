@@ -1,4 +1,4 @@
-"""How a worker ended, how a job did, and which of several failures was the first."""
+"""The exit of a worker, the outcome of a job, and the order of failures."""
 
 import dataclasses
 import signal
@@ -10,17 +10,14 @@ __all__ = ["Departure", "Outcome", "WorkerExit", "root_cause_first"]
 
 @dataclasses.dataclass(frozen=True)
 class Departure:
-    """The launcher of another host has left a job that had not ended.
-
-    A signal (`signum`) stopped it, or it left without a word.
-    """
+    """Another host's launcher left a running job: stopped by a signal (`signum`), or lost."""
 
     node: int
     signum: int | None
 
     @property
     def exit_code(self) -> int:
-        """128 + n after signal n, as a shell has it; 1 if nobody knows."""
+        """128 + n after signal n, as in a shell; 1 if unknown."""
         return 1 if self.signum is None else 128 + self.signum
 
     def describe(self) -> str:
@@ -40,12 +37,12 @@ class WorkerExit:
     Attributes:
         worker: The worker's index in the whole job.
         returncode: Its exit code, or minus the number of the signal that killed it.
-        time_seconds: When, counted from the start of the job.
-        stopped: Whether the job was being stopped by then.
+        time_seconds: When it ended, from the start of the job.
+        stopped: Whether the job was already being stopped.
         tail: The last lines of its output.
-        node: The other host that it ran on; None on this one.
-        name: What to call it, if not by its index.
-        told: Where the error that ended it has been shown, if it has.
+        node: The remote host that it ran on; None for this host.
+        name: Its display name, if not its index.
+        error_note: Where its error is shown, if it has been reported.
         lost: The worker whose loss ended it, if one has.
     """
 
@@ -56,12 +53,12 @@ class WorkerExit:
     tail: tuple[str, ...] = ()
     node: int | None = None
     name: str = ""
-    told: str = ""
+    error_note: str = ""
     lost: int | None = None
 
     @property
     def exit_code(self) -> int:
-        """The exit code as a shell has it: 128 + n after signal n."""
+        """The exit code as in a shell: 128 + n after signal n."""
         return self.returncode if self.returncode >= 0 else 128 - self.returncode
 
     def describe(self) -> str:
@@ -75,7 +72,7 @@ class WorkerExit:
         return f"{who}{where} {how} after {self.time_seconds:.1f} s"
 
     def explain(self) -> str:
-        """Returns what `describe` does, what it may mean, and the last lines of the output."""
+        """Returns `describe()`, its likely meaning, and the last lines of the output."""
         text = self.describe()
         if self.returncode == -signal.SIGKILL and not self.stopped:
             text += " (by hand, or by the system for want of memory: see `dmesg`)"
@@ -85,8 +82,8 @@ class WorkerExit:
             text += " (to be started again: it had lost another worker, hung, or was told to end)"
         if self.node is not None:
             text += "; its output is on that host"
-        if self.told:
-            text += f"; {self.told}"
+        if self.error_note:
+            text += f"; {self.error_note}"
         if self.tail:
             text += "; its last lines:\n" + "\n".join(f"    {line}" for line in self.tail)
         return text
@@ -97,11 +94,11 @@ class Outcome:
     """How a job ended.
 
     Attributes:
-        exits: Every worker's end, in the order of the programs.
-        culprit: The worker whose failure ended the job, on whichever host; None if none failed.
-        timed_out: Whether the job was stopped because its time was over.
-        departure: Why the launcher of another host is gone, if that ended the job.
-        has_newcomer: Whether a further host would join, and the workers were stopped for it.
+        exits: Every worker's exit, in the order of the programs.
+        culprit: The worker whose failure ended the job, on any host; None if none failed.
+        timed_out: Whether the job was stopped at its time limit.
+        departure: The departure of another host's launcher, if that ended the job.
+        has_newcomer: Whether the workers were stopped to let another host join.
     """
 
     exits: tuple[WorkerExit, ...]
@@ -112,10 +109,10 @@ class Outcome:
 
 
 def root_cause_first(returncode: int, seen_at: float) -> tuple[bool, float]:
-    """Returns the key by which the failure that caused the others sorts first.
+    """Returns a sort key that puts the root cause of several failures first.
 
-    TensorFlow ends a process that has lost its peers by SIGABRT: that is no better a sign than an
-    exit code. Any other signal comes from outside, or from the worker's own fault.
+    TensorFlow aborts a process that has lost its peers, so SIGABRT ranks with exit codes. Any other
+    signal comes from outside, or from a crash of the worker itself.
     """
     return not (returncode < 0 and returncode != -signal.SIGABRT), seen_at
 

@@ -1,4 +1,4 @@
-"""A worker's process and the reaper that stands between it and the launcher."""
+"""A worker's process, and the reaper between it and the launcher."""
 
 import contextlib
 import dataclasses
@@ -13,22 +13,22 @@ from collections.abc import Mapping, Sequence
 __all__ = ["Program", "WorkerProcess"]
 
 _GUARDIAN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "reaper.py")
-_SECOND_SECONDS = 6.0  # It kills within 5 s.
+_SECOND_SECONDS = 6.0  # The second reaper kills within 5 s.
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What one worker runs.
+    """The program of one worker.
 
     Attributes:
         worker: The worker's index in the whole job.
         command: The program and its arguments.
-        environment: Its whole environment.
-        cores: The CPU cores it may use; all that this process may use if empty.
-        name: What to call it, if not by its index.
-        is_spare: Whether the job goes on without it, if a signal has ended it. A program that fails
-            by itself is at fault.
-        ends_job: Whether the job has succeeded as soon as it has.
+        environment: Its complete environment.
+        cores: The CPU cores it may use; if empty, all cores available to this process.
+        name: Its display name, if not its index.
+        is_spare: Whether the job continues if a signal kills it. A program that exits with an
+            error still fails the job.
+        ends_job: Whether the job has succeeded as soon as this program has.
     """
 
     worker: int
@@ -41,16 +41,16 @@ class Program:
 
 
 class WorkerProcess:
-    """A reaper, and what it says of its worker.
+    """A worker, as reported by its reaper.
 
     Attributes:
-        program: What the worker runs.
-        pid: Its process, once it has started.
-        returncode: How it ended, as `subprocess` has it; None before.
-        ended_at: When, by the monotonic clock.
+        program: The worker's program.
+        pid: The worker's process id, once it has started.
+        returncode: The worker's return code, as in `subprocess`; None while it runs.
+        ended_at: When it ended, by the monotonic clock.
         gone: Whether the reaper has ended, too.
-        control: The socket to the reaper; `listen` reads what it says.
-        reaper: The process that has started as the reaper, now its second.
+        control: The socket to the reaper; `listen` reads its messages.
+        reaper: The process started as the reaper, which is now the second reaper.
     """
 
     def __init__(self, program: Program):
@@ -59,43 +59,43 @@ class WorkerProcess:
         self.returncode: int | None = None
         self.ended_at: float | None = None
         self.gone = False
-        self._heard = b""
+        self._buffer = b""
         self._first: int | None = None
-        self.control, theirs = socket.socketpair()
+        self.control, reaper_end = socket.socketpair()
         cores = ",".join(map(str, program.cores))
         try:
-            # -I -S: it needs none of the user's packages, and starts in a third of the time.
+            # -I -S: it needs no packages of the user, and starts in a third of the time.
             self.reaper = subprocess.Popen(
                 [sys.executable, "-I", "-S", _GUARDIAN, cores, *program.command],
                 env=dict(program.environment),
-                stdin=theirs,
+                stdin=reaper_end,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                # Else Ctrl-C at the terminal would reach it before this process decides.
+                # Otherwise Ctrl-C at the terminal would reach it before this process reacts.
                 start_new_session=True,
             )
         except BaseException:
             self.control.close()
             raise
         finally:
-            theirs.close()
+            reaper_end.close()
         self.control.setblocking(False)
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has been killed, and the job goes on."""
+        """Whether the worker was killed and the job continues without it."""
         return self.program.is_spare and (self.returncode or 0) < 0
 
     def listen(self) -> bool:
-        """Takes in what the reaper says; False once it has gone."""
+        """Reads the reaper's messages; False once the reaper has ended."""
         try:
             heard = self.control.recv(4096)
         except BlockingIOError:
             return True
         except ConnectionError:
             heard = b""
-        *lines, self._heard = (self._heard + heard).split(b"\n")
+        *lines, self._buffer = (self._buffer + heard).split(b"\n")
         for line in lines:
             kind, *values = line.split()
             if kind == b"started":
@@ -113,15 +113,15 @@ class WorkerProcess:
                 self.control.send(bytes([signum]))
 
     def order_death(self) -> None:
-        """Has the reaper kill the worker and all below it."""
-        # A shut direction reads as the end of the file there; the answer still comes back.
+        """Makes the reaper kill the worker and its descendants."""
+        # Shutting down one direction reads as end of file there; the reply still arrives.
         with contextlib.suppress(OSError):
             self.control.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Kills what is left, and closes the socket."""
+        """Kills the remaining processes, and closes the socket."""
         if not self.gone:
-            # The second one kills what the first, which does not answer, leaves.
+            # The first reaper does not respond; the second kills its remaining children.
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                 if self._first is not None:
                     os.kill(self._first, signal.SIGKILL)
@@ -134,7 +134,7 @@ class WorkerProcess:
         self.gone = True
         returncode = self.reaper.wait()
         if self.returncode is None:
-            # Somebody killed both reapers, and the kernel the worker; the rest is left to do.
+            # Both reapers were killed, and the kernel killed the worker; its group remains.
             self.returncode, self.ended_at = returncode or -signal.SIGKILL, time.monotonic()
             if self.pid is not None:
                 with contextlib.suppress(OSError):

@@ -1,16 +1,15 @@
-"""All workers of a job meet before TensorFlow starts: is everyone there, do all agree.
+"""The workers' rendezvous before TensorFlow starts: checks that all are present and agree.
 
-TensorFlow's multi-worker constructor waits for ever for a worker that is
-missing, and says only "Could not start gRPC server" where a port is taken.
-`meet` comes first: it listens on the port that TensorFlow is about to use, and
-ends within its time limit, either with the facts of all workers or with the
-same explanation on every one of them.
+TensorFlow's multi-worker constructor waits without limit for a missing worker, and reports a taken
+port only as "Could not start gRPC server". `meet` runs first: it listens on the port that
+TensorFlow will use, and ends within its time limit, either with the facts of all workers or with
+the same error on every worker.
 
 ```
 worker k                                      worker 0, the chief
-   | -- hello: k, workers, facts -------------> |   held open: a break is a death
+   | -- hello: k, workers, facts -------------> |   kept open: a break means a death
    | <- welcome ------------------------------- |
-   |            ... until all have come, and all agree ...
+   |            ... until all have joined, and all agree ...
    | <- probe --------------------------------- |
    | <- who is there? --- (a new connection) -- |   back to k's own address
    | -- who is there? --> worker k + 1          |   around the ring that TensorFlow builds
@@ -18,9 +17,9 @@ worker k                                      worker 0, the chief
    | <- the facts of all, or the error -------- |
 ```
 
-Whoever does not speak this protocol, with a proof that it knows the job's token
-(wire.py), is disconnected. Messages are not encrypted: who reads the network reads
-the facts, and not the token. All of it is gone when `meet` returns.
+Callers that do not speak this protocol, or cannot prove that they know the job's token (wire.py),
+are disconnected. Messages are not encrypted: they expose the facts to the network, but not the
+token. Nothing remains when `meet` returns.
 """
 
 import asyncio
@@ -39,11 +38,11 @@ from tfparallel.cluster.config_error import refusal, shown
 
 __all__ = ["meet"]
 
-# Once two disagree, the others have this long to come and be compared too.
+# Once two disagree, the others have this long to join and be compared too.
 _GRACE_SECONDS = 10.0
-# For the connections back and around the ring, once all have come.
+# For the connections back and around the ring, once all have joined.
 _PROBE_SECONDS = 5.0
-# To hand the verdict out, beyond the time limit of the meeting.
+# For sending the verdict, beyond the time limit of the rendezvous.
 _VERDICT_SECONDS = 1.0
 _SAME_CLUSTER = "Start all with the same TF_CONFIG cluster, code, versions and flags."
 
@@ -57,29 +56,30 @@ def meet(
     token: str = "",
     may_differ: Collection[str] = (),
 ) -> tuple[dict[str, Any], ...]:
-    """Waits until all workers are there, reach each other, and agree.
+    """Waits until all workers have joined, can reach each other, and agree.
 
-    Every worker calls it, in any order, with the same `workers` and its own index. Afterwards its
-    port is free at once. All workers raise the same error, except one that never reaches the chief.
+    Every worker calls it, in any order, with the same `workers` and its own index. Its port is free
+    as soon as it returns. All workers raise the same error, except one that never reaches the
+    chief.
 
     Args:
         workers: The workers' addresses by index, `"host:port"` or `"[::1]:port"`, with the ports
             that TensorFlow will use.
-        worker_index: Which of them this process is.
-        facts: What all must agree on, as JSON holds it: versions, seed, task file, batch size.
-            `workers` itself is always compared.
-        timeout_seconds: How long to wait. The workers' earliest time limit holds for all.
-        token: The job's secret, which keeps strangers and other jobs out. Without one, a job is
-            known by its list of workers alone.
-        may_differ: Keys of `facts` that are handed on but not compared.
+        worker_index: This process's index in `workers`.
+        facts: JSON values that all must agree on: versions, seed, task file, batch size. `workers`
+            itself is always compared.
+        timeout_seconds: The time limit. The workers' earliest limit applies to all.
+        token: The job's secret, which keeps strangers and other jobs out. Without one, only the
+            list of workers identifies a job.
+        may_differ: Keys of `facts` that are exchanged but not compared.
 
     Returns:
         The facts of every worker, by index.
 
     Raises:
-        ValueError: If an argument cannot be right; all problems in one message.
-        RuntimeError: If the port is taken, a worker is missing, ends, or cannot be reached, two
-            say that they are the same one, or they disagree.
+        ValueError: If an argument is invalid; all problems in one message.
+        RuntimeError: If the port is taken; a worker is missing, ends, or cannot be reached; two
+            workers have the same index; or they disagree.
     """
     workers = list(workers)
     facts = _checked_facts(workers, worker_index, facts, timeout_seconds)
@@ -89,7 +89,7 @@ def meet(
 
 
 def _checked_facts(workers, worker_index, facts, timeout_seconds):
-    """Returns the facts as JSON gives them back; raises one error for all that is wrong."""
+    """Returns the facts after a JSON round trip; raises one error for all problems."""
     problems = [] if workers else ["the list of workers is empty"]
     problems += address_problems((f"workers[{i}]", address) for i, address in enumerate(workers))
     if isinstance(worker_index, bool) or not isinstance(worker_index, int):
@@ -101,7 +101,7 @@ def _checked_facts(workers, worker_index, facts, timeout_seconds):
     try:
         line = wire.encoded({"workers": workers, "facts": dict(facts)})
         facts = json.loads(line)["facts"]
-        # The hello has a few more words.
+        # The hello has a few more fields.
         if len(line) > wire.MAX_BYTES - 1024:
             problems.append(f"facts take {len(line)} bytes of a message's {wire.MAX_BYTES}")
     except (TypeError, ValueError, RecursionError) as error:
@@ -117,10 +117,10 @@ def _checked_facts(workers, worker_index, facts, timeout_seconds):
 
 
 class _Worker(rendezvous_peer.RendezvousPeer):
-    """A worker other than the chief: it goes there, and does what it is told."""
+    """A worker other than the chief: it connects to the chief and follows its orders."""
 
     async def take_part(self):
-        # Where the chief is missing, nobody else can tell who else is.
+        # If the chief is missing, each worker must find out which others are, too.
         survey = self.spawn(self.survey(self._not_seen))
         trouble = "no answer"
         while self.remaining() > 0:
@@ -128,7 +128,7 @@ class _Worker(rendezvous_peer.RendezvousPeer):
                 async with asyncio.timeout(min(rendezvous_peer.GREETING_SECONDS, self.remaining())):
                     connection = await messages.connect(self.workers[0], self._ports)
                 with connection:
-                    # A chief that is slow is not asked twice: it would take the first for dead.
+                    # Never ask a slow chief twice: it would take the first connection for dead.
                     async with asyncio.timeout(self.remaining()):
                         await self.introduce(connection)
                         await connection.send(self._hello())
@@ -142,15 +142,15 @@ class _Worker(rendezvous_peer.RendezvousPeer):
                     raise self._another_job() from None
                 trouble = rendezvous_peer.STRANGER
             except (OSError, ValueError) as error:
-                # A call that the time limit cut short tells nothing.
+                # If cut short by the time limit, keep the earlier problem.
                 trouble = rendezvous_peer.why(error) if self.remaining() > 0 else trouble
             await asyncio.sleep(min(rendezvous_peer.RETRY_SECONDS, self.remaining()))
-        raise self.missing({0: trouble} | {i: why for i, why in self.found.items() if why})
+        raise self.missing({0: trouble} | {i: why for i, why in self.probe_results.items() if why})
 
     def _not_seen(self):
-        """Workers that were seen once count as here: they may give up a moment earlier."""
+        """Workers never seen. One that was seen once counts as present: it may time out first."""
         others = set(range(1, len(self.workers))) - {self.index}
-        return [index for index in sorted(others) if self.found.get(index) != ""]
+        return [index for index in sorted(others) if self.probe_results.get(index) != ""]
 
     def _hello(self):
         return {
@@ -164,7 +164,7 @@ class _Worker(rendezvous_peer.RendezvousPeer):
         }
 
     async def _follow(self, connection):
-        """Does what the chief asks, until it says how the meeting ended."""
+        """Follows the chief's orders until the verdict."""
         try:
             async with asyncio.timeout(self.remaining() + 2 * _VERDICT_SECONDS):
                 while True:
@@ -183,7 +183,7 @@ class _Worker(rendezvous_peer.RendezvousPeer):
 
     async def _reach_next(self, seconds):
         following = (self.index + 1) % len(self.workers)
-        # Worker 0 has been reached: it is the one who asks.
+        # Worker 0 is reachable: it sent this order.
         return await self.probe(following, min(float(seconds), _PROBE_SECONDS)) if following else ""
 
     def _another_job(self):
@@ -202,16 +202,16 @@ class _Worker(rendezvous_peer.RendezvousPeer):
 
 
 class _Chief(rendezvous_peer.RendezvousPeer):
-    """Worker 0: the others come to it, and it tells them how the meeting ended."""
+    """Worker 0: accepts the others' connections, and sends them the verdict."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
         myself = rendezvous_peer.Participant(
             self.index, self.workers, self.facts, socket.gethostname(), os.getpid(), math.inf
         )
-        self._came = {0: myself}
-        # What participants say: (participant, message), in which None stands for "it is gone".
-        self._said = asyncio.Queue()
+        self._participants = {0: myself}
+        # (participant, message) pairs; the message None means that the participant has left.
+        self._inbox = asyncio.Queue()
         self._connected = {}
 
     async def take_part(self):
@@ -221,24 +221,24 @@ class _Chief(rendezvous_peer.RendezvousPeer):
         except RuntimeError as error:
             await self._tell_all({"error": str(error)})
             raise
-        facts = [self._came[index].facts for index in range(len(self.workers))]
+        facts = [self._participants[index].facts for index in range(len(self.workers))]
         await self._tell_all({"facts": facts})
         return facts
 
     async def greet(self, participant):
-        """Stays with a participant until it is gone."""
+        """Reads a participant's messages until it leaves."""
         await participant.connection.send({"welcome": participant.index})
         staying = asyncio.current_task()
         self._connected[staying] = participant
         staying.add_done_callback(self._connected.pop)
-        self._said.put_nowait((participant, {"hello": True}))
+        self._inbox.put_nowait((participant, {"hello": True}))
         with contextlib.suppress(OSError, ValueError):
             while True:
-                self._said.put_nowait((participant, await participant.connection.receive()))
-        self._said.put_nowait((participant, None))
+                self._inbox.put_nowait((participant, await participant.connection.receive()))
+        self._inbox.put_nowait((participant, None))
 
     async def _gather(self):
-        """Waits until all have come; raises if one is missing or two disagree."""
+        """Waits until all have joined; raises if one is missing or two disagree."""
         self.spawn(self.survey(self._absent))
         closing = math.inf
         while self._absent():
@@ -247,7 +247,7 @@ class _Chief(rendezvous_peer.RendezvousPeer):
                     participant, _ = await self._next_message()
             except TimeoutError:
                 break
-            # Whoever came first gives up first, and takes the job along.
+            # The first worker to time out ends the job for all.
             self.deadline = min(self.deadline, time.monotonic() + participant.seconds)
             if closing == math.inf and self._differences():
                 closing = time.monotonic() + _GRACE_SECONDS
@@ -256,15 +256,15 @@ class _Chief(rendezvous_peer.RendezvousPeer):
             raise self.missing({index: self._reason(index) for index in absent})
 
     async def _next_message(self):
-        """What the next participant says, the first time its hello; raises if it is gone."""
-        participant, message = await self._said.get()
+        """Returns a participant and its next message, first its hello; raises if it has left."""
+        participant, message = await self._inbox.get()
         if message is None:
             raise self.error(
                 f"{self.name(participant.index)}, {participant.whereabouts}, ended during the "
                 "rendezvous",
                 f"Look at the output of worker {participant.index}.",
             )
-        present = self._came.setdefault(participant.index, participant)
+        present = self._participants.setdefault(participant.index, participant)
         if present is not participant:
             raise self.error(
                 f"two processes say that they are {self.name(participant.index)}: "
@@ -276,15 +276,15 @@ class _Chief(rendezvous_peer.RendezvousPeer):
     def _check_agreement(self):
         if lines := self._differences():
             absent = self._absent()
-            late = f"; {differences.name_workers(absent)} had not come yet" if absent else ""
-            raise self.error(f"the workers disagree: {'; '.join(lines)}{late}", _SAME_CLUSTER)
+            missing = f"; {differences.name_workers(absent)} had not come yet" if absent else ""
+            raise self.error(f"the workers disagree: {'; '.join(lines)}{missing}", _SAME_CLUSTER)
 
     async def _try_all_connections(self):
-        """Calls every worker back at its address, and has it call the next one in the ring."""
+        """Connects back to every worker, and makes each connect to the next in the ring."""
         others = range(1, len(self.workers))
         seconds = min(_PROBE_SECONDS, max(_VERDICT_SECONDS, self.remaining()))
         for index in others:
-            self.spawn(self._order(self._came[index], {"probe": seconds}))
+            self.spawn(self._order(self._participants[index], {"probe": seconds}))
         calls = self.spawn(self._call_back(others, seconds))
         problems = []
         silent = set(others)
@@ -292,7 +292,7 @@ class _Chief(rendezvous_peer.RendezvousPeer):
             async with asyncio.timeout(seconds + _VERDICT_SECONDS / 2):
                 while silent:
                     participant, message = await self._next_message()
-                    # One more, after all have come, has a longer list of workers.
+                    # A late participant has a longer list of workers.
                     self._check_agreement()
                     silent.discard(participant.index)
                     if trouble := message.get("reached"):
@@ -309,11 +309,11 @@ class _Chief(rendezvous_peer.RendezvousPeer):
             )
 
     async def _call_back(self, indices, seconds):
-        found = await asyncio.gather(*(self.probe(index, seconds) for index in indices))
-        return list(zip(indices, found, strict=True))
+        results = await asyncio.gather(*(self.probe(index, seconds) for index in indices))
+        return list(zip(indices, results, strict=True))
 
     async def _order(self, participant, message):
-        """Sends; that a participant is gone is said by the one who stays with it."""
+        """Sends a message; `greet` reports a participant that has left."""
         with contextlib.suppress(OSError):
             async with asyncio.timeout(_VERDICT_SECONDS):
                 await participant.connection.send(message)
@@ -322,22 +322,22 @@ class _Chief(rendezvous_peer.RendezvousPeer):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_VERDICT_SECONDS):
                 staying, connected = list(self._connected), list(self._connected.values())
-                await asyncio.gather(*(self._order(one, verdict) for one in connected))
-                # They hang up when they have read it; hanging up first could cut it off.
+                await asyncio.gather(*(self._order(peer, verdict) for peer in connected))
+                # They hang up after reading it; hanging up first could cut it off.
                 if staying:
                     await asyncio.wait(staying)
 
     def _absent(self):
-        return [index for index in range(len(self.workers)) if index not in self._came]
+        return [index for index in range(len(self.workers)) if index not in self._participants]
 
     def _reason(self, index):
-        if self.found.get(index) == "":
+        if self.probe_results.get(index) == "":
             return f"it listens there, but does not reach {self.name(0)}"
-        return self.found.get(index, "not looked for yet")
+        return self.probe_results.get(index, "not looked for yet")
 
     def _differences(self):
-        """What differs among those that came, the list of workers first."""
-        came = self._came.items()
-        lists = {index: {"workers": participant.workers} for index, participant in came}
-        facts = {index: participant.facts for index, participant in came}
+        """The differences between the participants, the list of workers first."""
+        participants = self._participants.items()
+        lists = {index: {"workers": participant.workers} for index, participant in participants}
+        facts = {index: participant.facts for index, participant in participants}
         return differences.differences(lists) + differences.differences(facts, self.may_differ)

@@ -1,9 +1,9 @@
-"""What the commands share: their table, the table of their flags, help, mistakes, exit codes.
+"""The command line: tables of commands and flags, help, usage errors, exit codes.
 
-command_table, flag_table   a row a command, a row a flag
-exclusions                  which flags exclude each other
-flags, help                 what is made of the rows
-contradictions              what a row cannot say about flags that are given together
-options                     the flags as they are meant, read once
-runner                      from a line of arguments to a command, and to its exit code
+command_table, flag_table   one row per command, one row per flag
+exclusions                  flags that exclude each other
+flags, help                 absl flags, usage errors and help, generated from the rows
+contradictions              checks of flag combinations that rows cannot express
+options                     the parsed values of flags
+runner                      runs a command from its arguments to its exit code
 """

@@ -1,6 +1,6 @@
-"""Every command: what it does, what it takes, and where it is done.
+"""All commands: their summaries, arguments and modules.
 
-`TABLE` of flag_table.py has their flags.
+Their flags are in `flag_table.TABLE`.
 """
 
 import dataclasses
@@ -15,14 +15,14 @@ class Command:
     """A command.
 
     Attributes:
-        summary: What it does, one sentence.
-        example: A command line that can be pasted.
-        module: Of `commands`, whose `run(values, positional)` does it, and returns the exit code.
-        arguments: What stands behind the name.
-        rules: The function, as "module:name", that says what is wrong beyond the rows of the flags;
-            it is given their values and what is no flag. Its module needs no TensorFlow.
-        loads_tensorflow: Whether the module needs it.
-        workers: The flag by which the command starts itself several times.
+        summary: What it does.
+        example: A command line to paste.
+        module: The module in `commands` whose `run(values, positional)` returns the exit code.
+        arguments: The usage after the command's name.
+        rules: The function, as "module:name", that returns problems beyond the rows of the flags;
+            called with the flags and the positional arguments. Its module imports no TensorFlow.
+        loads_tensorflow: Whether the module imports TensorFlow.
+        workers: The flag that makes the command start itself as several workers.
     """
 
     summary: str
@@ -35,12 +35,12 @@ class Command:
 
     @property
     def is_on_task(self) -> bool:
-        """Whether it takes one task file, and nothing else."""
+        """Whether its only positional argument is a task file."""
         return self.arguments.startswith("TASK.py")
 
     @property
     def runs_program(self) -> bool:
-        """Whether what stands behind `--` is another program's."""
+        """Whether the arguments after `--` are another program."""
         return "PROGRAM" in self.arguments
 
 
@@ -150,7 +150,7 @@ COMMANDS = {
         "bench_train",
         rules="command_line.contradictions:bench_train",
     ),
-    # What `bench pipeline` starts in processes of their own.
+    # Started by `bench pipeline` in separate processes.
     "bench pipeline_job": Command(
         "Measures one pipeline, or plain Keras in one process.",
         "tfparallel bench pipeline models/transformer.py",

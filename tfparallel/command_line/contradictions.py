@@ -1,4 +1,4 @@
-"""What is wrong with the flags of a task's commands, beyond what a row of the table can say."""
+"""Checks of flag combinations of task commands that the rows of the table cannot express."""
 
 import os
 from collections.abc import Sequence
@@ -26,30 +26,30 @@ __all__ = [
 
 
 def in_parallel(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
-    """What is wrong with the flags that say how a task is trained in parallel."""
+    """Returns the problems of the flags for parallel training."""
     problems = []
     if values.parallel == "hybrid" and values.mesh is None:
         problems.append(
             "--parallel=hybrid needs a mesh: how many devices there are along each axis. Received: "
             "no --mesh. Add --mesh=data=2,pipeline=2, for example."
         )
-    problems += _of_options(
+    problems += _option_problems(
         values, _sync_problems, _shard_problems, _micro_batch_problems, _schedule_problems
     )
     count = len(values.devices) if values.devices is not None else values.num_devices
     if values.parallel == "none" and count is not None and count > 1:
-        given = f"--num_devices={count}"
+        flag = f"--num_devices={count}"
         if values.devices is not None:
-            given = f"--devices={','.join(values.devices)}"
+            flag = f"--devices={','.join(values.devices)}"
         problems.append(
-            f"--parallel=none trains on one device. Received: {given}. Use --parallel=data, or one "
+            f"--parallel=none trains on one device. Received: {flag}. Use --parallel=data, or one "
             "device."
         )
     return problems
 
 
 def _sync_problems(options: TrainOptions) -> list[str]:
-    """Which policies go with which parallelism."""
+    """Checks that the parallelism supports the synchronization policy."""
     policy, parallel = options.policy, options.parallel
     in_micro_batches = parallel in ("pipeline", "hybrid")
     is_plain = not (policy.grows or policy.is_local or policy.is_async)
@@ -64,7 +64,7 @@ def _sync_problems(options: TrainOptions) -> list[str]:
 
 
 def _shard_problems(options: TrainOptions) -> list[str]:
-    """Which shares go with which parallelism, and gradients with steps that are added up."""
+    """Checks that the parallelism supports --shard; sharded gradients need accumulation."""
     if options.shard not in ("gradients", "parameters"):
         return []
     if options.parallel != "data":
@@ -95,24 +95,27 @@ def _micro_batch_problems(options: TrainOptions) -> list[str]:
 
 
 def _schedule_problems(options: TrainOptions) -> list[str]:
-    """Whether there is such a schedule, where the number of stages is known."""
+    """Checks that the schedule exists, if the number of stages is known."""
     number = options.mesh.pipeline
     if options.parallel == "pipeline":
         number = len(options.devices or ()) or options.num_devices
     if options.parallel not in ("pipeline", "hybrid") or not number:
         return []
-    asked = options.of_pipeline()
+    pipeline = options.of_pipeline()
     try:
         make_schedule(
-            asked["schedule"], number, asked["num_micro_batches"], asked["chunks_per_device"]
+            pipeline["schedule"],
+            number,
+            pipeline["num_micro_batches"],
+            pipeline["chunks_per_device"],
         )
     except ScheduleError as error:
         return [str(error)]
     return []
 
 
-def _of_options(values, *checks) -> list[str]:
-    """What checks of what is meant find; nothing where it cannot be read, as its row tells."""
+def _option_problems(values, *checks) -> list[str]:
+    """Runs checks on the parsed options; skips them if parsing fails, which the rows report."""
     try:
         options = TrainOptions.of(values)
         return [problem for check_options in checks for problem in check_options(options)]
@@ -121,7 +124,7 @@ def _of_options(values, *checks) -> list[str]:
 
 
 def train(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
-    """Likewise of `train`."""
+    """Returns the problems of the flags of `train`."""
     problems = in_parallel(values, positional)
     for name, what in (("checkpoint_dir", "checkpoint folder"), ("tensorboard", "folder")):
         path = getattr(values, name)
@@ -137,7 +140,7 @@ def train(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
 
 
 def check(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
-    """Likewise of `check`."""
+    """Returns the problems of the flags of `check`."""
     problems = in_parallel(values, positional)
     if values.parallel == "none":
         problems.append(
@@ -154,8 +157,8 @@ def check(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
 
 
 def plan(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
-    """Likewise of `plan`."""
-    problems = _of_options(values, _micro_batch_problems, _schedule_problems)
+    """Returns the problems of the flags of `plan`."""
+    problems = _option_problems(values, _micro_batch_problems, _schedule_problems)
     if values.parallel == "pipeline" and values.num_devices == 1:
         problems.append(
             "A pipeline has a device for each stage, two or more. Received: --parallel=pipeline "
@@ -165,11 +168,11 @@ def plan(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
 
 
 def bench(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
-    """Likewise of `bench all_reduce` and the other collectives."""
+    """Returns the problems of `bench all_reduce` and the other collectives."""
     problems = []
     if not positional or positional[0] not in COLLECTIVES:
-        alike = nearest(positional[0].replace("-", "_"), COLLECTIVES) if positional else None
-        fix = f"Did you mean {alike}?" if alike else "Example: tfparallel bench all_reduce"
+        match = nearest(positional[0].replace("-", "_"), COLLECTIVES) if positional else None
+        fix = f"Did you mean {match}?" if match else "Example: tfparallel bench all_reduce"
         problems.append(
             f"The name of a collective is required: {', '.join(COLLECTIVES)}; or `train TASK.py`, "
             f"or `pipeline TASK.py`. Received: {list(positional)}. {fix}"
@@ -193,17 +196,17 @@ def bench(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
 
 
 def counts_of(values: flags.FlagValues, item_bytes: int) -> list[int]:
-    """Returns the counts of elements that a sweep takes.
+    """Returns the element counts of a sweep.
 
     Raises:
-        ValueError: If the flags leave none.
+        ValueError: If there are none.
     """
     sizes = parse_bytes(values.min_bytes), parse_bytes(values.max_bytes)
     return sweep(*sizes, values.step_factor, item_bytes)
 
 
 def size_problems(values: flags.FlagValues, item_bytes: int) -> list[str]:
-    """What is wrong with the sizes of a sweep."""
+    """Returns the problems of a sweep's sizes."""
     try:
         counts_of(values, item_bytes)
     except ValueError as error:
@@ -213,11 +216,11 @@ def size_problems(values: flags.FlagValues, item_bytes: int) -> list[str]:
 
 def _bench_task_problems(values, task) -> list[str]:
     names = ("min_bytes", "max_bytes", "step_factor")
-    given = [f"--{name}={getattr(values, name)}" for name in names if values[name].present]
-    if task and given:
+    size_flags = [f"--{name}={getattr(values, name)}" for name in names if values[name].present]
+    if task and size_flags:
         return [
             "With a task file the sizes are those of the model's gradients. Received: "
-            f"{task[0]} and {', '.join(given)}. Drop the file or the sizes."
+            f"{task[0]} and {', '.join(size_flags)}. Drop the file or the sizes."
         ]
     if task and values.save_profile:
         return [
@@ -228,7 +231,7 @@ def _bench_task_problems(values, task) -> list[str]:
 
 
 def bench_pipeline(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
-    """Likewise of `bench pipeline`."""
+    """Returns the problems of the flags of `bench pipeline`."""
     problems = []
     for name in ("num_devices", "num_micro_batches"):
         problems += _number_problems(values, name)
@@ -241,15 +244,15 @@ def bench_pipeline(values: flags.FlagValues, positional: Sequence[str]) -> list[
 
 
 def bench_train(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
-    """Likewise of `bench train`."""
+    """Returns the problems of the flags of `bench train`."""
     return _number_problems(values, "nproc_per_node")
 
 
 def _number_problems(values, name: str) -> list[str]:
-    given = getattr(values, name)
-    if given and all(text.isdecimal() and int(text) >= 1 for text in given):
+    texts = getattr(values, name)
+    if texts and all(text.isdecimal() and int(text) >= 1 for text in texts):
         return []
     return [
         f"--{name} must be whole numbers of at least 1, such as 1,2,4. Received: "
-        f"--{name}={','.join(given)}."
+        f"--{name}={','.join(texts)}."
     ]

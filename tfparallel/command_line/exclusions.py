@@ -1,4 +1,4 @@
-"""Which flags exclude each other, a row for each reason."""
+"""Mutually exclusive flags, one row per reason."""
 
 import dataclasses
 
@@ -7,12 +7,12 @@ __all__ = ["EXCLUDES", "Excludes"]
 
 @dataclasses.dataclass(frozen=True)
 class Excludes:
-    """Flags that do not go together.
+    """Flags that cannot be combined.
 
     Attributes:
-        these: Two or more: a flag, or one of its values, as "sync=async".
-        why: A sentence.
-        fix: What to do about it.
+        these: Two or more flags, or values of flags, such as "sync=async".
+        why: The reason, as a sentence.
+        fix: How to fix it.
     """
 
     these: tuple[str, ...]

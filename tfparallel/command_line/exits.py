@@ -1,4 +1,4 @@
-"""How a command ends: exit codes, and the errors that stand for them."""
+"""Exit codes of commands, and the exceptions that map to them."""
 
 import os
 import signal
@@ -13,28 +13,28 @@ __all__ = ["LostError", "StartError", "UsageError", "run_command"]
 
 
 class UsageError(Exception):
-    """A mistake on the command line; its text is shown and the exit code is 2."""
+    """A usage error; its text is printed, and the exit code is 2."""
 
 
 class StartError(Exception):
-    """The workers of a job could not start together; its text is shown and the exit code is 1."""
+    """The workers of a job could not start; the text is printed, and the exit code is 1."""
 
 
 class LostError(Exception):
-    """Another worker has ended; the text is shown and this process ends at once.
+    """Another worker was lost; the text is printed, and this process exits at once.
 
-    Its code is 75: the same command may go on.
+    The exit code is 75: the same command can resume.
     """
 
 
 def run_command(name: str, run: Callable[[], int], input_errors: tuple[type, ...]) -> int:
-    """Runs a program's body and turns the user's mistakes into exit code 2.
+    """Runs a command's body, and turns the user's mistakes into exit code 2.
 
     Args:
         name: The sub-command, for the message.
         run: The body.
-        input_errors: The exceptions that are mistakes in the input, beside
-            `UsageError`. Anything else keeps its traceback.
+        input_errors: Exceptions that report invalid input, in addition to `UsageError`. All others
+            keep their traceback.
 
     Returns:
         The exit code.
@@ -42,7 +42,7 @@ def run_command(name: str, run: Callable[[], int], input_errors: tuple[type, ...
     try:
         return _flushed(name, run())
     except BrokenPipeError:
-        # Whoever read the output has gone (`| head`).
+        # The output's reader has gone (`| head`).
         _drop_output()
         return 128 + signal.SIGPIPE
     except (UsageError, *input_errors) as error:
@@ -58,12 +58,12 @@ def run_command(name: str, run: Callable[[], int], input_errors: tuple[type, ...
         say_why(f"tfparallel {name}: {error}")
         sys.stdout.flush()
         sys.stderr.flush()
-        # Past TensorFlow's own end, which waits seconds for the workers that are gone.
+        # Skip TensorFlow's shutdown, which waits seconds for the lost workers.
         os._exit(TRY_AGAIN)
 
 
 def _flushed(name, code):
-    """Writes what is left of the output; returns the exit code, 1 where a full disk spoils a 0."""
+    """Flushes the output; returns the exit code, or 1 instead of 0 if the output is incomplete."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -77,5 +77,5 @@ def _flushed(name, code):
 
 
 def _drop_output():
-    """Drops what cannot be written: at its end Python would try again, and fail with code 120."""
+    """Discards unwritable output: at exit Python would try again, and fail with code 120."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""What a row of the table says of a flag."""
+"""A row of the table of flags."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -9,28 +9,28 @@ __all__ = ["Flag"]
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A flag of some commands.
+    """A flag of one or more commands.
 
     Attributes:
         name: Its name.
-        commands: Those that have it.
-        text: What it is for.
-        default: What it is where it is absent.
+        commands: The commands that have it.
+        text: Its help text.
+        default: Its default value.
         kind: "text", "whole" and "real" numbers, "switch", "list" and "repeated" text; "workers" is
-            a number of processes, or what there is to count.
-        choices: The words that it takes, with what each means, or without.
-        shown: What `--help` has behind "=", where kind and choices do not say it.
-        if_absent: Which of the choices an absent flag means, where the default is None.
-        also: Other names of it.
-        elsewhere: How other tools call it.
-        choices_elsewhere: How other tools call some of its choices.
-        least: The lowest number that it takes.
-        most: The highest.
-        above: Any number that it takes is higher.
-        ending: What a file that it names ends in, if it writes one.
-        read: Makes of the text what is meant; raises a ValueError that says what is wrong.
-        only_with: What it needs: another flag, or one of its values, as "parallel=data|hybrid".
-        needs_package: What must be installed for it, and how.
+            a number of processes, or the kind of device to count.
+        choices: The allowed values, with or without their meanings.
+        shown: The placeholder after "=" in `--help`, if not derived from kind and choices.
+        if_absent: The choice that an absent flag means, if the default is None.
+        also: Aliases.
+        elsewhere: Its names in other tools.
+        choices_elsewhere: Names of its choices in other tools.
+        least: The minimum.
+        most: The maximum.
+        above: The exclusive minimum.
+        ending: The required ending of the file that it names, if it writes one.
+        read: Parses the text; raises a ValueError with the problem.
+        only_with: A required flag, or values of it, such as "parallel=data|hybrid".
+        needs_package: The required package, and how to install it.
     """
 
     name: str

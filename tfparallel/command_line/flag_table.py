@@ -1,6 +1,6 @@
-"""Every flag of every command, one row each; a flag that means another thing elsewhere has two.
+"""All flags of all commands, one row each; a flag with two meanings has two rows.
 
-What absl defines, what `--help` shows and what is told of a mistake is made from these rows.
+absl's definitions, `--help` and usage errors are generated from these rows.
 """
 
 from tfparallel.bench.sizes import ITEM_BYTES, MIN_WARMUP
@@ -23,9 +23,9 @@ _IN_PARALLEL = "train, check, bench pipeline_job"
 _STAGES = "parallel=pipeline|hybrid|auto"
 _MATPLOTLIB = ("matplotlib", "'tfparallel[bench]'")
 _OF_RECOMPUTES = ("holds the activations", "holds inputs alone", "but for the last micro-batch")
-_PROCESSES = ("n", "np", "nproc", "nprocs", "num_processes", "workers")  # Elsewhere.
+_PROCESSES = ("n", "np", "nproc", "nprocs", "num_processes", "workers")  # In other tools.
 
-# The words of PyTorch's users, and of papers.
+# Terms of PyTorch users and of papers.
 _PARALLELISMS = {
     "ddp": "data", "dp": "data", "mirrored": "data", "horovod": "data", "pp": "pipeline",
     "tp": "tensor", "3d": "hybrid", "mesh": "hybrid", "single": "none",
@@ -39,7 +39,7 @@ _PRECISIONS = {
     "half": "mixed_float16", "mixed": "mixed_float16",
 }  # fmt: skip
 
-# Topics, in the order in which a person decides.
+# Topics, in the order in which a user decides.
 TABLE = {
     "The parallelism": (
         Flag("parallel", _IN_PARALLEL, "How the model is trained on several devices.", "data",

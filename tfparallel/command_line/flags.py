@@ -1,4 +1,4 @@
-"""From the rows of the table: the flags that absl reads, and what is told of a mistake."""
+"""Defines and parses absl flags from the rows of the table, and reports usage errors."""
 
 import difflib
 import importlib.util
@@ -22,7 +22,7 @@ __all__ = ["defined", "flag_problems", "nearest", "parsed", "resolved", "value_o
 
 
 class Counted(int):
-    """What a word came to on this host; another host may have more.
+    """The number that a word such as "gpu" means on this host; other hosts may differ.
 
     Attributes:
         text: The word.
@@ -32,7 +32,7 @@ class Counted(int):
 
 
 class _Workers(flags.ArgumentParser):
-    """Reads --nproc_per_node, as torchrun does."""
+    """Parses --nproc_per_node like torchrun."""
 
     syntactic_help = "a number, gpu, cpu or auto"
 
@@ -59,16 +59,16 @@ _DEFINE = {
     "repeated": flags.DEFINE_multi_string,
 }
 
-# What a task file says, and no flag.
+# Settings that belong in the task file rather than in flags.
 _IN_TASK = dict.fromkeys(("loss", "metrics", "optimizer"), "in `compile_model(model)`")
 _IN_TASK |= dict.fromkeys(("learning_rate", "lr"), "the optimizer's, in `compile_model(model)`")
 
-# A text means the same in every command.
+# A flag's text is parsed the same way in every command.
 _READERS = {row.name: row.read for rows in TABLE.values() for row in rows if row.read is not None}
 
 
 def defined(command: str) -> flags.FlagValues:
-    """Returns the flags of a command, not parsed yet."""
+    """Returns the flags of a command, unparsed."""
     values = flags.FlagValues()
     for name, flag in flags_of(command).items():
         if flag.choices is not None:
@@ -83,12 +83,12 @@ def defined(command: str) -> flags.FlagValues:
 
 
 def parsed(command: str, values: flags.FlagValues, arguments: Sequence[str]) -> list[str]:
-    """Fills the flags of a command; returns what is no flag.
+    """Parses the flags of a command; returns the positional arguments.
 
     Raises:
-        UsageError: If a flag is unknown, has a value of the wrong kind, or is given by two names.
+        UsageError: If a flag is unknown, has a value of the wrong type, or is given by two names.
     """
-    spelled = [_spelled(values, text) for text in arguments]
+    spelled = [_with_underscores(values, text) for text in arguments]
     try:
         positional = values([command, *spelled])[1:]
     except flags.UnrecognizedFlagError as error:
@@ -96,7 +96,7 @@ def parsed(command: str, values: flags.FlagValues, arguments: Sequence[str]) -> 
         typed = typed if typed in arguments else f"-{typed}"
         raise UsageError(_unknown(command, typed)) from error
     except flags.IllegalFlagValueError as error:
-        raise UsageError(_in_words(command, str(error))) from error
+        raise UsageError(_value_error(command, str(error))) from error
     except flags.Error as error:
         name = str(error).removeprefix("Missing value for flag ")
         if name != str(error):
@@ -106,20 +106,20 @@ def parsed(command: str, values: flags.FlagValues, arguments: Sequence[str]) -> 
         typed = {text.partition("=")[0] for text in spelled}
         names = [f"--{each}" for each in (name, *flag.also) if f"--{each}" in typed]
         if len(names) > 1:
-            told = [text for text in spelled if text.partition("=")[0] in names]
+            clashing = [text for text in spelled if text.partition("=")[0] in names]
             raise UsageError(
-                f"{names[1]} is another name for {names[0]}. Received: {' with '.join(told)}. "
+                f"{names[1]} is another name for {names[0]}. Received: {' with '.join(clashing)}. "
                 "Drop one of the two."
             )
     return positional
 
 
-def _in_words(command, told):
-    """What absl says of a value that cannot be, as a sentence."""
-    found = re.fullmatch(r"flag --(\w+)=(.*?): (.*)", told, re.DOTALL)
-    if found is None:
-        return told
-    name, value, problem = found.groups()
+def _value_error(command, message):
+    """Rewrites absl's message about an invalid value as a full error."""
+    match = re.fullmatch(r"flag --(\w+)=(.*?): (.*)", message, re.DOTALL)
+    if match is None:
+        return message
+    name, value, problem = match.groups()
     kinds = {
         "invalid literal for int": "a whole number",
         "could not convert": "a number",
@@ -138,12 +138,12 @@ def _in_words(command, told):
         elif alike := nearest(typed, row.choices):
             fix = f" Did you mean --{name}={alike}?"
     if required is None:
-        return told
+        return message
     return f"--{name} must be {required}. Received: --{name}={value}.{fix}"
 
 
 def nearest(typed: str, words: Iterable[str]) -> str | None:
-    """Returns the word that was probably meant, if there is one.
+    """Returns the closest match for a mistyped word, or None.
 
     Example:
         >>> nearest("micro_batches", ["num_micro_batches", "global_batch_size"])
@@ -157,60 +157,60 @@ def nearest(typed: str, words: Iterable[str]) -> str | None:
 
 
 def _is_any(typed: str, words: Iterable[str]) -> bool:
-    """Whether it is one of some words, wherever its underscores are."""
+    """Whether it is one of some words, ignoring underscores."""
     return typed.replace("_", "") in [word.replace("_", "") for word in words]
 
 
 def _unknown(command, typed):
-    """What is wrong with a flag that there is not, and what was meant."""
+    """Returns the error for an unknown flag, with a suggestion."""
     name = typed.lstrip("-").replace("-", "_")
     rows = flags_of(command)
-    meant = [f"--{each.name}" for each in rows.values() if _is_any(name, each.elsewhere)]
+    equivalents = [f"--{each.name}" for each in rows.values() if _is_any(name, each.elsewhere)]
     others = [other for other in COMMANDS if " " not in other and name in flags_of(other)]
-    if meant:
-        fix = f"Here it is {' or '.join(meant)}."
+    if equivalents:
+        fix = f"Here it is {' or '.join(equivalents)}."
     elif name in _IN_TASK and COMMANDS[command].is_on_task:
         fix = f"The task file says it: {_IN_TASK[name]}."
-    elif alike := nearest(name, [word for row in rows.values() for word in (row.name, *row.also)]):
-        fix = f"Did you mean --{alike}?"
+    elif match := nearest(name, [word for row in rows.values() for word in (row.name, *row.also)]):
+        fix = f"Did you mean --{match}?"
     else:
         fix = f"It is a flag of `{'`, `'.join(others)}`. " if others else ""
         fix += f"`tfparallel {command} --help` shows the flags."
-    if COMMANDS[command].runs_program and not meant:
+    if COMMANDS[command].runs_program and not equivalents:
         fix += f" A program's own flags come after the program: `-- PROGRAM {typed}`."
     return f"{typed} is no flag of `{command}`. {fix}"
 
 
-def _spelled(values, argument):
-    """A flag that is written with dashes, as torchrun's may be, with underscores."""
-    found = re.fullmatch(r"--(no-)?([a-z][a-z0-9-]*)(=.*)?", argument, re.DOTALL)
-    if found is None or "-" not in (found[1] or "") + found[2]:
+def _with_underscores(values, argument):
+    """Replaces dashes in a flag's name, which torchrun allows, by underscores."""
+    match = re.fullmatch(r"--(no-)?([a-z][a-z0-9-]*)(=.*)?", argument, re.DOTALL)
+    if match is None or "-" not in (match[1] or "") + match[2]:
         return argument
-    name = found[2].replace("-", "_")
-    whole = (found[1] or "").replace("-", "_") + name
+    name = match[2].replace("-", "_")
+    whole = (match[1] or "").replace("-", "_") + name
     if whole in values:
-        return f"--{whole}{found[3] or ''}"
-    return f"--{'no' * bool(found[1])}{name}{found[3] or ''}" if name in values else argument
+        return f"--{whole}{match[3] or ''}"
+    return f"--{'no' * bool(match[1])}{name}{match[3] or ''}" if name in values else argument
 
 
 def flag_problems(command: str, values: flags.FlagValues) -> list[str]:
-    """Returns what the rows say is wrong with the values, each for itself and together."""
+    """Returns the problems of the values according to the rows, singly and combined."""
     rows = flags_of(command)
-    problems = [problem for row in rows.values() for problem in _alone(row, values)]
+    problems = [problem for row in rows.values() for problem in _value_problems(row, values)]
     for row in rows.values():
-        problems += _without(row, values)
+        problems += _requirement_problems(row, values)
     for excludes in EXCLUDES:
-        if all(_holds(values, each) for each in excludes.these):
-            given = [_shown(values, each.partition("=")[0]) for each in excludes.these]
-            problems.append(f"{excludes.why} Received: {' with '.join(given)}. {excludes.fix}")
+        if all(_is_met(values, each) for each in excludes.these):
+            received = [_as_typed(values, each.partition("=")[0]) for each in excludes.these]
+            problems.append(f"{excludes.why} Received: {' with '.join(received)}. {excludes.fix}")
     return problems
 
 
-def _alone(row: Flag, values) -> Iterator[str]:
+def _value_problems(row: Flag, values) -> Iterator[str]:
     value = values[row.name].value
     if value is None:
         return
-    received = f"Received: {_shown(values, row.name)}."
+    received = f"Received: {_as_typed(values, row.name)}."
     if row.least is not None or row.above is not None:
         lowest = row.least if row.least is not None else math.nextafter(row.above, math.inf)
         highest = row.most if row.most is not None else math.inf
@@ -227,7 +227,7 @@ def _alone(row: Flag, values) -> Iterator[str]:
         except ValueError as error:
             yield f"--{row.name}: {error}"
     if row.ending is not None:
-        yield from _unwritable(row, value, received)
+        yield from _path_problems(row, value, received)
     if row.needs_package is not None:
         package, name = row.needs_package
         if importlib.util.find_spec(package) is None:
@@ -237,8 +237,8 @@ def _alone(row: Flag, values) -> Iterator[str]:
             )
 
 
-def _unwritable(row: Flag, path: str, received: str) -> Iterator[str]:
-    """Why a file could not be written at the end."""
+def _path_problems(row: Flag, path: str, received: str) -> Iterator[str]:
+    """Yields the reasons why a file could not be written."""
     if not path.endswith(tuple(row.ending.split(" or "))):
         yield f"The path must end in {row.ending}. {received}"
     parent = os.path.dirname(os.path.abspath(path))
@@ -251,37 +251,37 @@ def _unwritable(row: Flag, path: str, received: str) -> Iterator[str]:
         yield f"The folder cannot be written to. {received}"
 
 
-def _without(row: Flag, values) -> Iterator[str]:
-    """What a flag needs, where that is not there."""
-    if row.only_with is None or not _is_given(values, row.name) or _holds(values, row.only_with):
+def _requirement_problems(row: Flag, values) -> Iterator[str]:
+    """Yields the error for a flag without the flag that it requires."""
+    if row.only_with is None or not _is_set(values, row.name) or _is_met(values, row.only_with):
         return
     name, _, words = row.only_with.partition("=")
     first, *others = f"--{row.only_with}".split("|")
     needed = f"{', '.join([first, *others[:-1]])} or {others[-1]}" if others else first
-    beside = f" with {_shown(values, name)}" if values[name].value is not None else " alone"
+    beside = f" with {_as_typed(values, name)}" if values[name].value is not None else " alone"
     yield (
-        f"--{row.name} is for {needed}. Received: {_shown(values, row.name)}{beside}. Drop "
+        f"--{row.name} is for {needed}. Received: {_as_typed(values, row.name)}{beside}. Drop "
         f"--{row.name}, or {'take' if words else 'add'} {first}."
     )
 
 
-def _holds(values, condition: str) -> bool:
-    """Whether a flag is given, or has one of the values that the condition names."""
+def _is_met(values, condition: str) -> bool:
+    """Whether a flag is set, or has one of the values in the condition."""
     name, _, words = condition.partition("=")
     if name not in values:
         return False
     if not words:
-        return _is_given(values, name)
+        return _is_set(values, name)
     return str(values[name].value).partition(":")[0] in words.split("|")
 
 
-def _is_given(values: flags.FlagValues, name: str) -> bool:
-    """Whether a flag says something else than it says where it is absent."""
+def _is_set(values: flags.FlagValues, name: str) -> bool:
+    """Whether a flag differs from its default."""
     return values[name].value != values[name].default
 
 
-def _shown(values, name: str) -> str:
-    """A flag as it may be typed."""
+def _as_typed(values, name: str) -> str:
+    """Formats a flag as it is typed."""
     value = values[name].value
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no{name}"
@@ -291,12 +291,12 @@ def _shown(values, name: str) -> str:
 
 
 def value_of(values: flags.FlagValues, name: str) -> Any:
-    """Returns what a flag means: its text as it is read."""
+    """Returns the parsed value of a flag."""
     value, read = values[name].value, _READERS.get(name)
     return value if value is None or read is None else read(value)
 
 
 def resolved(values: flags.FlagValues) -> dict[str, Any]:
-    """Returns every flag with its value, those left at None aside."""
-    every = {name: values[name].value for name in sorted(values) if name not in ("?", "json")}
-    return {name: value for name, value in every.items() if value is not None}
+    """Returns all flags that are not None, with their values."""
+    all_values = {name: values[name].value for name in sorted(values) if name not in ("?", "json")}
+    return {name: value for name, value in all_values.items() if value is not None}

@@ -1,4 +1,4 @@
-"""What `--help` shows: an example first, then the flags by topic, each choice named once."""
+"""Formats `--help`: an example, then the flags by topic, with their choices."""
 
 import shutil
 import textwrap
@@ -11,39 +11,39 @@ from tfparallel.command_line.flag_table import TABLE
 __all__ = ["help_text"]
 
 _WIDEST = 100
-_COLUMN = 28  # Where the text of a flag begins.
+_COLUMN = 28  # Where a flag's text begins.
 _SHOWN = {"whole": "N", "real": "N", "list": "A,B", "workers": "N|gpu|cpu|auto"}
 
 
 def help_text(command: str) -> str:
-    """Returns what `--help` shows, as wide as the terminal, or as a page."""
+    """Returns the text of `--help`, as wide as the terminal, up to 100 columns."""
     width = min(_WIDEST, shutil.get_terminal_size((_WIDEST, 24)).columns)
-    told = COMMANDS[command]
+    entry = COMMANDS[command]
     lines = [
-        f"usage: tfparallel {command} {told.arguments}",
+        f"usage: tfparallel {command} {entry.arguments}",
         "",
         "example:",
-        # In one line, so that it can be pasted.
-        f"  {told.example}",
+        # On one line, for pasting.
+        f"  {entry.example}",
         "",
-        *textwrap.wrap(told.summary, width),
+        *textwrap.wrap(entry.summary, width),
     ]
     for topic, rows in TABLE.items():
-        own = [row for row in rows if command in row.commands.split(", ")]
-        if own:
+        topic_rows = [row for row in rows if command in row.commands.split(", ")]
+        if topic_rows:
             lines += ["", f"{topic}:"]
-        for row in own:
-            lines += _described(row, width)
+        for row in topic_rows:
+            lines += _flag_lines(row, width)
     return "\n".join(lines)
 
 
-def _described(row: Flag, width) -> Iterator[str]:
+def _flag_lines(row: Flag, width) -> Iterator[str]:
     head = "  " + ", ".join([_head(row), *(f"--{name}" for name in row.also)])
     meanings = row.choices if isinstance(row.choices, dict) else {}
-    # A default of 0 is worth telling, and equals False.
-    is_told = row.default is not None and row.default is not False and row.default != []
-    is_told &= not meanings
-    text = row.text + (f" (default: {_as_typed(row.default)})" if is_told else "")
+    # `is not False`: a default of 0 is shown, although 0 == False.
+    shows_default = row.default is not None and row.default is not False and row.default != []
+    shows_default &= not meanings
+    text = row.text + (f" (default: {_as_typed(row.default)})" if shows_default else "")
     room = max(width - _COLUMN, 30)
     body = textwrap.wrap(text, room)
     longest = max(map(len, meanings), default=0)
@@ -81,5 +81,5 @@ def _placeholder(row: Flag) -> str:
 def _as_typed(value) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    # With spaces, where a line may end.
+    # With spaces, to allow line breaks.
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -1,4 +1,4 @@
-"""How a task is trained in parallel, where, and on how much at a time: the flags, read once."""
+"""The flags of parallel training as parsed values."""
 
 import dataclasses
 from typing import Any
@@ -16,24 +16,24 @@ _STAGED = ("pipeline", "hybrid")
 
 @dataclasses.dataclass(frozen=True)
 class TrainOptions:
-    """What the flags of the same names say, as they are meant: bytes, a mesh, a policy.
+    """The values of the flags with the same names, parsed: bytes, a mesh, a policy.
 
     Attributes:
         parallel: "none", "data", "model", "tensor", "pipeline", "hybrid", or "auto" for a plan.
-        mesh: The axes of hybrid; else one device.
+        mesh: The mesh of hybrid; otherwise one device.
         num_devices, devices, device_type, split_gpu: The devices.
         strategy, start_timeout, stall_timeout, allow_independent_workers: The workers.
-        global_batch_size: Rows of a step, over all devices.
-        seed: Fixes the weights and the order of the data.
-        precision, jit_compile: The type to compute in, and whether XLA compiles; None as the task.
-        all_reduce, calibrate, bucket_bytes, compression, shard: Sums and updates.
+        global_batch_size: Rows per step, over all devices.
+        seed: Fixes the initial weights and the order of the data.
+        precision, jit_compile: The dtype policy, and whether to use XLA; None as in the task.
+        all_reduce, calibrate, bucket_bytes, compression, shard: Gradient reduction and updates.
         sync: When the weights are updated.
-        num_micro_batches, schedule, chunks_per_device, recompute, batch_normalization: A pipeline;
-            None where nobody said.
-        balance: What stages are evened out by; None where nobody said.
-        device_memory: What a device may hold.
-        num_trials: How many meshes of a plan are tried.
-        convolutions: What tensor parallelism splits convolutions by.
+        num_micro_batches, schedule, chunks_per_device, recompute, batch_normalization: The
+            pipeline; None if not given.
+        balance: The quantity by which stages are balanced; None if not given.
+        device_memory: The memory limit of a device, in bytes.
+        num_trials: The number of meshes of a plan to try.
+        convolutions: The axis along which tensor parallelism splits convolutions.
     """
 
     parallel: str
@@ -71,34 +71,34 @@ class TrainOptions:
         """Reads the flags of a command.
 
         Raises:
-            ValueError: If a text cannot be read.
+            ValueError: If a flag's text cannot be parsed.
         """
         names = [field.name for field in dataclasses.fields(cls) if field.name in values]
-        given = {name: getattr(values, name) for name in names}
+        arguments = {name: getattr(values, name) for name in names}
         for name in ("mesh", "bucket_bytes", "device_memory"):
             if name in values:
-                given[name] = value_of(values, name)
-        if given.get("devices") is not None:
-            given["devices"] = tuple(given["devices"])
-        return cls(**{name: value for name, value in given.items() if value is not None})
+                arguments[name] = value_of(values, name)
+        if arguments.get("devices") is not None:
+            arguments["devices"] = tuple(arguments["devices"])
+        return cls(**{name: value for name, value in arguments.items() if value is not None})
 
-    def told(self, values: flags.FlagValues) -> dict[str, Any]:
-        """The flags as they were given, but for what was chosen instead: for a report."""
-        asked, found = type(self).of(values), resolved(values)
+    def configuration(self, values: flags.FlagValues) -> dict[str, Any]:
+        """Returns the flags for a report, with the values chosen by a plan."""
+        original, configuration = type(self).of(values), resolved(values)
         for field in dataclasses.fields(self):
             chosen = getattr(self, field.name)
-            if chosen != getattr(asked, field.name):
-                found[field.name] = str(chosen) if isinstance(chosen, Mesh) else chosen
-        return {name: value for name, value in found.items() if value is not None}
+            if chosen != getattr(original, field.name):
+                configuration[field.name] = str(chosen) if isinstance(chosen, Mesh) else chosen
+        return {name: value for name, value in configuration.items() if value is not None}
 
     @property
     def policy(self) -> Synchronization:
-        """What `sync` says."""
+        """The synchronization policy, parsed from `sync`."""
         return Synchronization.parse(self.sync)
 
     @property
     def num_pieces(self) -> int:
-        """Into how many micro-batches the rows of a replica are split."""
+        """The number of micro-batches into which a replica's rows are split."""
         if self.num_micro_batches is not None:
             return self.num_micro_batches
         if self.parallel == "pipeline":
@@ -106,7 +106,7 @@ class TrainOptions:
         return 4 if self.mesh.pipeline > 1 else 1
 
     def of_pipeline(self) -> dict[str, Any]:
-        """What is said of a pipeline, as `pipeline_parallel` takes it."""
+        """Returns the pipeline arguments of `pipeline_parallel`."""
         return {
             "num_micro_batches": self.num_pieces,
             "schedule": self.schedule or "1f1b",
@@ -117,20 +117,20 @@ class TrainOptions:
         }
 
     def of_layers(self) -> dict[str, Any]:
-        """What is said of how a model's layers are shared out, as the builders take it."""
+        """Returns the builders' arguments for dividing a model's layers among devices."""
         if self.parallel == "data":
             return {}
         if self.parallel == "tensor":
             return {"convolutions": self.convolutions}
-        found = {
+        arguments = {
             "balance": self.balance or "memory",
             "device_memory": self.device_memory,
             "batch_size": self.global_batch_size,
         }
         if self.parallel == "hybrid":
-            found["mesh"] = self.mesh
-            found["allow_independent_workers"] = self.allow_independent_workers
-            found["shard"] = self.shard
+            arguments["mesh"] = self.mesh
+            arguments["allow_independent_workers"] = self.allow_independent_workers
+            arguments["shard"] = self.shard
         if self.parallel not in _STAGED:
-            return found
-        return found | self.of_pipeline() | {"sync": self.sync}
+            return arguments
+        return arguments | self.of_pipeline() | {"sync": self.sync}

@@ -1,6 +1,6 @@
-"""Runs a command: its flags, its mistakes, its own workers; then what it does.
+"""Runs a command: parses its flags, reports usage errors, starts its workers.
 
-TensorFlow takes seconds to load: help and mistakes are answered before.
+TensorFlow takes seconds to load: help and usage errors come first.
 """
 
 import importlib
@@ -24,7 +24,7 @@ from tfparallel.task import TaskError
 __all__ = ["TFPARALLEL", "checked", "run", "run_job"]
 
 TFPARALLEL = (sys.executable, "-m", "tfparallel")
-_DEADLINE_SECONDS = 900.0  # Of a job.
+_DEADLINE_SECONDS = 900.0  # For a job.
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
@@ -32,10 +32,10 @@ def run(name: str, arguments: Sequence[str]) -> int:
 
     Args:
         name: A key of `COMMANDS`.
-        arguments: What stands behind it.
+        arguments: The arguments after the command's name.
     """
     command = COMMANDS[name]
-    # Of a command of two words, the first says enough.
+    # For a two-word command, the first word is enough.
     return run_command(name.partition(" ")[0], lambda: _run(name, command, arguments), (TaskError,))
 
 
@@ -50,7 +50,7 @@ def _run(name: str, command: Command, arguments: Sequence[str]) -> int:
         if code is not None:
             return code
     if command.loads_tensorflow:
-        # Of several workers each would say so.
+        # With several workers, each would print it.
         with Activity("loading TensorFlow", is_shown=os.environ.get("WORLD_SIZE", "1") == "1"):
             importlib.import_module("tfparallel.startup").prepare()
     module = importlib.import_module(f"tfparallel.commands.{command.module}")
@@ -58,17 +58,17 @@ def _run(name: str, command: Command, arguments: Sequence[str]) -> int:
 
 
 def checked(name: str, arguments: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
-    """Reads the arguments of a command, and tells all that is wrong with them at once.
+    """Parses and checks the arguments of a command; reports all problems at once.
 
     Args:
         name: A key of `COMMANDS`.
-        arguments: What stands behind it.
+        arguments: The arguments after the command's name.
 
     Returns:
-        Its flags, and what is no flag: for `launch` what stands behind `--`.
+        The flags, and the positional arguments: for `launch`, the command after `--`.
 
     Raises:
-        UsageError: If something is wrong.
+        UsageError: If there are problems.
     """
     command, values = COMMANDS[name], defined(name)
     if command.runs_program:
@@ -91,7 +91,7 @@ def checked(name: str, arguments: Sequence[str]) -> tuple[flags.FlagValues, list
 
 
 def _positional_problems(name: str, command: Command, positional: list[str]) -> list[str]:
-    """What is wrong with what is no flag, where the command says all of it."""
+    """Returns the problems of positional arguments that the command's usage determines."""
     if command.is_on_task:
         if len(positional) != 1:
             bare = [word for word in positional if word.partition("=")[0] in flags_of(name)]
@@ -117,11 +117,11 @@ def _positional_problems(name: str, command: Command, positional: list[str]) -> 
 def _run_as_workers(
     name: str, arguments: Sequence[str], number: int | None, flag: str
 ) -> int | None:
-    """Runs the same command in so many processes: `--num_workers=3` is `launch` of three.
+    """Runs the same command in several processes: `--num_workers=3` launches three workers.
 
     Returns:
-        The job's exit code; None where the command is to run in this process, because the flag is
-        absent or this process is one of the workers.
+        The job's exit code; None to run the command in this process, because the flag is absent or
+        this process is one of the workers.
     """
     if number is None:
         return None
@@ -136,23 +136,23 @@ def _run_as_workers(
             f"This process is one of {cluster.num_workers} workers already ({cluster.source}). "
             f"Received: --{flag}={number}. Drop the flag."
         )
-    again = (*TFPARALLEL, *name.split(), *arguments)
-    return run("launch", [f"--nproc_per_node={number}", "--", *again])
+    command = (*TFPARALLEL, *name.split(), *arguments)
+    return run("launch", [f"--nproc_per_node={number}", "--", *command])
 
 
 def run_job(what: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Runs a command to its end in processes of its own, for a benchmark that measures it.
+    """Runs a benchmark's command in separate processes, and waits for its end.
 
     Args:
-        what: The run, in words, for an error.
-        command: What is run.
-        environment: Variables beside those of this process.
+        what: The run's name, for an error.
+        command: The command.
+        environment: Environment variables to add to this process's.
 
     Raises:
         StartError: If it fails, or has not ended after 15 minutes.
     """
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             env={**os.environ, **environment},
             stdout=subprocess.PIPE,
@@ -165,5 +165,7 @@ def run_job(what: str, command: Sequence[str], environment: Mapping[str, str]) -
             f"{what} has not ended within {_DEADLINE_SECONDS:.0f} s. Ask for fewer --steps, or a "
             "smaller batch."
         ) from error
-    if done.returncode:
-        raise StartError(f"{what} failed with exit code {done.returncode}:\n{done.stdout[-3000:]}")
+    if process.returncode:
+        raise StartError(
+            f"{what} failed with exit code {process.returncode}:\n{process.stdout[-3000:]}"
+        )

@@ -1,1 +1,1 @@
-"""The programs behind the `tfparallel` command: a file for each, and what starts a parallelism."""
+"""The sub-commands of `tfparallel`, one module each, and their common setup."""

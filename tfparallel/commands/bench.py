@@ -1,4 +1,4 @@
-"""`tfparallel bench all_reduce`: which collective algorithm is fast here, and is it right."""
+"""`tfparallel bench all_reduce`: measures and verifies collective algorithms."""
 
 import csv
 import importlib
@@ -32,12 +32,12 @@ from tfparallel.task import Task, TaskError, load_task
 
 __all__ = ["run"]
 
-# What TensorFlow takes by itself, between devices and between workers.
+# TensorFlow's defaults, between devices and between workers.
 _DEFAULTS = ("tf_reduce_to_one", "reduce_to_one", "ring")
 
 
 def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
-    """Measures and shows; returns 1 if an element was wrong."""
+    """Runs the measurement and prints it; returns 1 if an element was wrong."""
     collective, task_path, *_ = [*positional, None]
     started = _start(values)
     if task_path is None:
@@ -48,7 +48,7 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
     world, contenders = _participants(collective, values, started, parts)
     is_chief = world.ranks[0] == 0
     say = print if is_chief else lambda *_, **__: None
-    found: Iterable[Row] = measure(
+    results: Iterable[Row] = measure(
         world,
         contenders,
         counts,
@@ -58,11 +58,11 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
         warmup_iters=values.warmup_iters,
     )
     if parts is not None:
-        found = list(found)
-        say(_advice(found, len(parts)))  # What was asked comes before what it rests on.
+        results = list(results)
+        say(_advice(results, len(parts)))  # The advice comes before the data.
     say("\n".join(table.header(_settings(collective, world, values, parts))), flush=True)
     rows: list[Row] = []
-    for row in found:
+    for row in results:
         rows.append(row)
         say(table.line(row), flush=True)
     say("\n".join(table.footer(rows)), flush=True)
@@ -72,7 +72,7 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
 
 
 def _start(values: flags.FlagValues) -> ProcessGroup | list[str]:
-    """Joins the workers of the job, or makes this process's devices: before anything is built."""
+    """Joins the job's workers, or creates this process's devices, before building anything."""
     try:
         if values.device_type == "cpu":
             device_lib.hide_gpus()
@@ -94,13 +94,13 @@ def _start(values: flags.FlagValues) -> ProcessGroup | list[str]:
 def _participants(
     collective: str, values: flags.FlagValues, started: ProcessGroup | list[str], parts
 ) -> tuple[World, list[Contender]]:
-    """Who takes part and what is measured: the workers of a job, or this process's devices."""
+    """Returns the ranks and contenders: the job's workers, or this process's devices."""
     if isinstance(started, ProcessGroup):
-        every, refused = worker_contenders(started)
-        found = [c for c in every if collective in c.collectives]
-        lacking = {c.name: f"it has no {collective}" for c in every if c not in found}
-        names = _chosen(values, [c.name for c in found], refused | lacking)
-        return Workers(started), [c for c in found if c.name in names]
+        candidates, refused = worker_contenders(started)
+        contenders = [c for c in candidates if collective in c.collectives]
+        lacking = {c.name: f"it has no {collective}" for c in candidates if c not in contenders}
+        names = _chosen(values, [c.name for c in contenders], refused | lacking)
+        return Workers(started), [c for c in contenders if c.name in names]
     if collective != "all_reduce":
         raise UsageError(
             "Between the devices of one process all_reduce is measured. Processes are required for "
@@ -129,7 +129,7 @@ def _chosen(values, runnable: Sequence[str], refused: dict[str, str]) -> list[st
 
 
 def _settings(collective, world, values, parts) -> dict[str, object]:
-    found = versions()
+    package_versions = versions()
     sizes = f"{values.min_bytes} to {values.max_bytes}, factor {values.step_factor}"
     if parts is not None:
         sizes = f"the {len(parts)} gradients of the model, together"
@@ -143,19 +143,19 @@ def _settings(collective, world, values, parts) -> dict[str, object]:
         if collective in REDUCING
         else "every element exact",
         "machine": f"{os.cpu_count()} logical cores, {platform.machine()}",
-        "versions": ", ".join(f"{name} {version}" for name, version in found.items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in package_versions.items()),
     }
 
 
 def _conclude(values: flags.FlagValues, world: World, rows: Sequence[Row]) -> None:
-    """Prints the cost model and the winners of a sweep, and writes what the flags ask for."""
+    """Prints the cost model and the winners of a sweep, and writes the requested files."""
     shared = isinstance(world, OneProcess)
     is_sweep = len({row.size_bytes for row in rows}) > 1
     num_cores = os.cpu_count() if len(set(world.names)) == 1 else None
-    found = cost_fit.fitted(rows, shared, num_cores) if is_sweep else {}
+    models = cost_fit.fitted(rows, shared, num_cores) if is_sweep else {}
     winners = ", ".join(f"{name} from {size} B" for size, name in cost_fit.fastest(rows))
     print(f"# Fastest, as measured : {winners}")
-    for transport, model in found.items():
+    for transport, model in models.items():
         print(f"# Cost model, {transport:<8} : {cost_fit.describe(model)}")
     bandwidth = None
     if values.plot is not None or values.report is not None:
@@ -171,7 +171,7 @@ def _conclude(values: flags.FlagValues, world: World, rows: Sequence[Row]) -> No
                 "memory_bandwidth": bandwidth,
                 "versions": versions(),
             },
-            "models": {name: cost_fit.as_json(model) for name, model in found.items()},
+            "models": {name: cost_fit.as_json(model) for name, model in models.items()},
             "rows": [row.as_json() for row in rows],
         }
         write_report(values.report, content)
@@ -185,10 +185,10 @@ def _conclude(values: flags.FlagValues, world: World, rows: Sequence[Row]) -> No
         print(f"wrote {values.csv}")
     if values.plot is not None:
         title = f"{rows[0].collective}, {rows[0].dtype}, {world.place}"
-        # Matplotlib is an extra: loaded where it is asked for.
+        # Matplotlib is an optional dependency: import it only if needed.
         plot = importlib.import_module("tfparallel.bench.plot")
         plot.draw_sweep(
-            values.plot, rows, title=title, models=found, bandwidth=bandwidth, shared=shared
+            values.plot, rows, title=title, models=models, bandwidth=bandwidth, shared=shared
         )
         print(f"wrote {values.plot}")
     if values.save_profile:
@@ -199,7 +199,7 @@ def _conclude(values: flags.FlagValues, world: World, rows: Sequence[Row]) -> No
 
 
 def _gradient_counts(task: Task) -> list[int]:
-    """The elements of each gradient of a task's model."""
+    """Returns the number of elements of each gradient of a task's model."""
     model = task.build_model()
     if not model.built:
         data, _ = task.load_data()
@@ -220,7 +220,7 @@ def _gradient_counts(task: Task) -> list[int]:
 
 
 def _advice(rows: Sequence[Row], num_tensors: int) -> str:
-    """One line: which algorithm to take for a model, and what it saves."""
+    """Recommends an algorithm for a model, with the time it saves, in one line."""
     default = next((row for name in _DEFAULTS for row in rows if row.algorithm == name), None)
     best = min(rows, key=lambda row: row.median_seconds)
     size = f"{rows[0].size_bytes / 1e6:.3g} MB in {num_tensors} tensors"

@@ -1,4 +1,4 @@
-"""`tfparallel bench pipeline TASK.py`: stages, micro-batches and schedules, measured."""
+"""`tfparallel bench pipeline TASK.py`: measures stages, micro-batches and schedules."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ _THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
 
 
 def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
-    """Measures each pipeline that the flags name, and plain Keras; returns the exit code."""
+    """Measures the pipelines named by the flags, and plain Keras; returns the exit code."""
     (path,) = positional
     plain = _run(path, values, ["--parallel=none"], num_processes=1)
     print(f"plain Keras, one process on one core: {_ms(plain['step_seconds'])} a step", flush=True)
@@ -28,16 +28,16 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
     for number, schedule, micro_batches, recompute in itertools.product(
         values.num_devices, values.schedule, values.num_micro_batches, values.recompute
     ):
-        asked = ["--parallel=pipeline", f"--num_micro_batches={micro_batches}"]
-        asked += [f"--schedule={schedule}", f"--recompute={recompute}"]
+        pipeline_flags = ["--parallel=pipeline", f"--num_micro_batches={micro_batches}"]
+        pipeline_flags += [f"--schedule={schedule}", f"--recompute={recompute}"]
         if values.batch_normalization is not None:
-            asked.append(f"--batch_normalization={values.batch_normalization}")
+            pipeline_flags.append(f"--batch_normalization={values.batch_normalization}")
         row = {
             "num_devices": int(number),
             "schedule": schedule,
             "num_micro_batches": int(micro_batches),
             "recompute": recompute,
-            **_run(path, values, asked, num_processes=int(number)),
+            **_run(path, values, pipeline_flags, num_processes=int(number)),
         }
         row["over_one_process"] = plain["step_seconds"] / row["step_seconds"]
         rows.append(row)
@@ -52,21 +52,21 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
     return 0
 
 
-def _run(path, values, asked, num_processes) -> dict[str, Any]:
-    """Measures one of them, in processes of its own; returns what the job reports."""
+def _run(path, values, pipeline_flags, num_processes) -> dict[str, Any]:
+    """Measures one pipeline in separate processes; returns the job's report."""
     with tempfile.TemporaryDirectory() as folder:
         report = os.path.join(folder, "row.json")
-        job = [*TFPARALLEL, "bench", "pipeline_job", path, *asked, f"--report={report}"]
+        job = [*TFPARALLEL, "bench", "pipeline_job", path, *pipeline_flags, f"--report={report}"]
         job += [f"--steps={values.steps}", f"--global_batch_size={values.global_batch_size}"]
         if num_processes > 1:
             job = [*TFPARALLEL, "launch", f"--nproc_per_node={num_processes}", "--", *job]
-        run_job(f"{' '.join(asked)} on {num_processes} processes", job, _THREADS)
-        found = json.loads(pathlib.Path(report).read_text())
+        run_job(f"{' '.join(pipeline_flags)} on {num_processes} processes", job, _THREADS)
+        result = json.loads(pathlib.Path(report).read_text())
         for rank in range(1, num_processes):
-            own = json.loads(pathlib.Path(f"{report}.{rank}").read_text())
-            for name, peak in own.items():
-                found[name].append(peak)
-        return found
+            peaks = json.loads(pathlib.Path(f"{report}.{rank}").read_text())
+            for name, peak in peaks.items():
+                result[name].append(peak)
+        return result
 
 
 _HEAD = (
@@ -83,7 +83,7 @@ def _cells(row) -> tuple[str, ...]:
         f"{row['over_one_after_the_other']:.2f}", f"{row['ideal_over_one_after_the_other']:.2f}",
         f"{row['bubble']:.0%}/{row['simulated_bubble']:.0%}", _ms(row["simulated_step_seconds"]),
         f"{row['simulated_step_seconds'] / row['step_seconds']:.2f}",
-        _mib(_of_tensors(row)), _mib(row["peak_memory_bytes"]),
+        _mib(_tensor_bytes(row)), _mib(row["peak_memory_bytes"]),
     )  # fmt: skip
 
 
@@ -91,8 +91,8 @@ def _line(cells) -> str:
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS, strict=True)).rstrip()
 
 
-def _of_tensors(row) -> list[int | None]:
-    """By process: what its tensors took, on its GPUs where it has some, else on the host."""
+def _tensor_bytes(row) -> list[int | None]:
+    """Returns the bytes of tensors by process: on its GPUs if it has any, else on the host."""
     on_host, on_gpus = row["peak_tensor_bytes"], row["peak_gpu_bytes"]
     return [
         sum(gpus.values()) if gpus else host for host, gpus in zip(on_host, on_gpus, strict=True)
@@ -100,7 +100,7 @@ def _of_tensors(row) -> list[int | None]:
 
 
 def _mib(sizes: Sequence[int | None]) -> str:
-    """By process: the most that its tensors took, or all of it."""
+    """Formats sizes by process in MiB."""
     return ", ".join("?" if size is None else f"{size / 2**20:.0f}" for size in sizes)
 
 
@@ -109,8 +109,8 @@ def _ms(seconds: float) -> str:
 
 
 def _plot(path, task, plain, rows) -> None:
-    """Draws steps over micro-batches, a line for each number of stages and schedule."""
-    from matplotlib.figure import Figure  # Heavy, and an extra: pictures alone need it.
+    """Draws step time over micro-batches, a line per number of stages and schedule."""
+    from matplotlib.figure import Figure  # Heavy and optional: only plots need it.
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -118,11 +118,11 @@ def _plot(path, task, plain, rows) -> None:
     for row in rows:
         kind = row["num_devices"], row["schedule"], row["recompute"]
         by_kind.setdefault(kind, []).append(row)
-    for (number, schedule, recompute), own in by_kind.items():
+    for (number, schedule, recompute), group in by_kind.items():
         label = f"{number} stages, {schedule}" + f", recompute {recompute}" * (recompute != "never")
-        x = [row["num_micro_batches"] for row in own]
-        (line,) = axes.plot(x, [1e3 * row["step_seconds"] for row in own], "o-", label=label)
-        simulated = [1e3 * row["simulated_step_seconds"] for row in own]
+        x = [row["num_micro_batches"] for row in group]
+        (line,) = axes.plot(x, [1e3 * row["step_seconds"] for row in group], "o-", label=label)
+        simulated = [1e3 * row["simulated_step_seconds"] for row in group]
         axes.plot(x, simulated, "--", color=line.get_color(), linewidth=0.8)
     axes.axhline(1e3 * plain["step_seconds"], color="black", linewidth=0.8)
     axes.annotate("plain Keras, one core", (x[-1], 1e3 * plain["step_seconds"]), fontsize=8,

@@ -1,6 +1,6 @@
-"""One measurement of `bench pipeline`, in processes of its own, each on a core of its own.
+"""One measurement of `bench pipeline`, in separate processes with one core each.
 
-That program starts them: `tfparallel bench pipeline_job TASK.py --parallel=…`.
+`bench pipeline` starts them: `tfparallel bench pipeline_job TASK.py --parallel=…`.
 """
 
 import os
@@ -33,13 +33,13 @@ _NUM_TIMELINES = 7
 
 
 def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
-    """Measures what the flags say, and writes it as JSON.
+    """Measures the pipeline given by the flags, and writes the result as JSON.
 
-    A process that has served process 0 to its end writes what its own tensors took, to a file that
-    has its rank behind the report's name.
+    Processes other than 0 write the peak bytes of their tensors when process 0 ends, to the
+    report's path with their rank appended.
     """
     (path,) = positional
-    if hasattr(os, "sched_setaffinity"):  # Before TensorFlow makes its threads.
+    if hasattr(os, "sched_setaffinity"):  # Before TensorFlow creates its threads.
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[Cluster.from_env().worker_index % len(cores)]})
     try:
@@ -51,41 +51,41 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
     keras.utils.set_random_seed(values.seed)
     task = load_task(path)
     data, _ = task.load_data()
-    batch, _ = first_batches(  # The last one is short.
+    batch, _ = first_batches(  # The last batch is short.
         data, global_batch_size=values.global_batch_size, seed=values.seed, num_batches=2
     )
     batch = keras.tree.map_structure(tf.convert_to_tensor, batch)
     model = parallelism.build(task.build_model)
     task.compile_model(model)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "versions": versions(),
         "num_parameters": model.count_params(),
         "num_examples": len(keras.tree.flatten(batch)[0]),
     }
-    model._symbolic_build(data_batch=batch)  # The metrics' variables: Keras's own first act.
+    model._symbolic_build(data_batch=batch)  # Creates the metrics' variables, as `fit` does first.
     step = tf.function(model.train_step, autograph=False)
-    found["step_seconds"] = _median_seconds(lambda: step(batch), values.steps)
+    result["step_seconds"] = _median_seconds(lambda: step(batch), values.steps)
     if parallelism.name == "pipeline":
-        found |= _of_pipeline(model, batch, found["step_seconds"])
+        result |= _pipeline_results(model, batch, result["step_seconds"])
     else:
-        found["peak_memory_bytes"] = [peak_memory_bytes()]
-        found |= {name: [peak] for name, peak in _peaks_of_this_process().items()}
-    write_report(values.report, found)
+        result["peak_memory_bytes"] = [peak_memory_bytes()]
+        result |= {name: [peak] for name, peak in _peaks_of_this_process().items()}
+    write_report(values.report, result)
     return 0
 
 
 def _peaks_of_this_process() -> dict[str, Any]:
-    """What its tensors took, on the host and on each of its GPUs."""
+    """Returns the peak bytes of this process's tensors, on the host and on each GPU."""
     return {
         "peak_tensor_bytes": peak_tensor_bytes(),
         "peak_gpu_bytes": peak_bytes_of_gpus(list_devices("GPU")),
     }
 
 
-def _of_pipeline(model, batch, step_seconds) -> dict[str, Any]:
-    # Before anything else takes memory.
-    own = _peaks_of_this_process()
-    peaks = [held.get("peak_memory_bytes", 0) for held in held_by_device(model)]
+def _pipeline_results(model, batch, step_seconds) -> dict[str, Any]:
+    # Before the measurements below allocate memory.
+    local_peaks = _peaks_of_this_process()
+    peaks = [entry.get("peak_memory_bytes", 0) for entry in held_by_device(model)]
     timelines = measured_timelines(model, batch, _NUM_TIMELINES)
     passes, stages = median_timeline(timelines), stage_seconds(timelines)
     simulated = simulate(model.schedule, stages)
@@ -95,7 +95,7 @@ def _of_pipeline(model, batch, step_seconds) -> dict[str, Any]:
     serial = number * sum(stage.forward + stage.backward for stage in stages)
     return {
         "peak_memory_bytes": peaks,
-        **{name: [peak] for name, peak in own.items()},
+        **{name: [peak] for name, peak in local_peaks.items()},
         "stages": [vars(stage) for stage in stages],
         "passes_seconds": passes.makespan,
         "update_seconds": update,
@@ -112,7 +112,7 @@ def _of_pipeline(model, batch, step_seconds) -> dict[str, Any]:
 
 
 def _update_seconds(model) -> float:
-    """Of the optimizer alone, with gradients as large as the weights: with zeros it takes less."""
+    """Times the optimizer alone. The weights serve as gradients: zeros would be faster."""
 
     @tf.function(autograph=False)
     def update():

@@ -1,4 +1,4 @@
-"""`tfparallel bench train TASK.py`: how a training scales over workers, and what holds it up."""
+"""`tfparallel bench train TASK.py`: measures scaling over workers, and names the bottleneck."""
 
 import dataclasses
 import importlib
@@ -27,13 +27,13 @@ _PARTS = ("input", "compute", "reduction", "waiting", "between")
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """One run.
+    """The measurements of one run.
 
     Attributes:
-        num_workers: Its workers.
-        global_batch_size: Rows of a step.
-        splits: Where the time of each worker's step goes.
-        sent_bytes: What a worker handed to the others in a step.
+        num_workers: The number of workers.
+        global_batch_size: Rows per step.
+        splits: The breakdown of the step time, by worker.
+        sent_bytes: Bytes that a worker sends per step.
     """
 
     num_workers: int
@@ -43,21 +43,21 @@ class Scaling:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """The time of a step."""
         return max(split.total for split in self.splits)
 
     @property
     def examples_per_second(self) -> float:
-        """Of all workers."""
+        """The throughput of all workers."""
         return self.global_batch_size / self.seconds
 
     def mean(self, part: str) -> float:
-        """A part of the step's time, on average over the workers."""
+        """Returns a part of the step time, averaged over the workers."""
         return sum(getattr(split, part) for split in self.splits) / len(self.splits)
 
 
 def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
-    """Trains on each number of workers, and says how it scales; returns the exit code."""
+    """Trains on each number of workers, and prints the scaling; returns the exit code."""
     (path,) = positional
     numbers = sorted({int(text) for text in values.nproc_per_node})
     rows = values.global_batch_size
@@ -82,10 +82,10 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
         )
         print(f"{counted(number, 'worker')}: {verdicts[number]}")
     if values.report is not None:
-        found: dict[str, Any] = {"task": path, "verdicts": verdicts}
+        report: dict[str, Any] = {"task": path, "verdicts": verdicts}
         for name, runs in scalings.items():
-            found[name] = [dataclasses.asdict(run) for run in runs.values()]
-        write_report(values.report, found)
+            report[name] = [dataclasses.asdict(run) for run in runs.values()]
+        write_report(values.report, report)
     if values.plot is not None:
         plot = importlib.import_module("tfparallel.bench.plot")
         title = f"{os.path.basename(path)}: {verdicts[numbers[-1]].partition(':')[0]}"
@@ -96,10 +96,10 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
     return 0
 
 
-def _run(path, values, num_workers, global_batch_size, most) -> Scaling:
-    told = f"{counted(num_workers, 'worker')}, {global_batch_size} rows a step …"
-    print(told, file=sys.stderr, flush=True)
-    threads = str(max(1, len(available_cores()) // most))
+def _run(path, values, num_workers, global_batch_size, max_workers) -> Scaling:
+    progress = f"{counted(num_workers, 'worker')}, {global_batch_size} rows a step …"
+    print(progress, file=sys.stderr, flush=True)
+    threads = str(max(1, len(available_cores()) // max_workers))
     with tempfile.TemporaryDirectory(prefix="tfparallel_bench_") as folder:
         report = os.path.join(folder, "report.json")
         train = [*TFPARALLEL, "train", path, "--parallel=data", "--num_devices=1", "--epochs=1"]
@@ -116,11 +116,11 @@ def _run(path, values, num_workers, global_batch_size, most) -> Scaling:
             f"A run of {num_workers} workers", [*launch, "--", *train], environment | os.environ
         )
         with open(report, encoding="utf-8") as file:
-            found = json.load(file)
-    parts = found.get("time_of_a_step_seconds")
+            results = json.load(file)
+    parts = results.get("time_of_a_step_seconds")
     if not parts:
         raise StartError(f"A run of {values.steps} steps says too little. Take more --steps.")
-    sent = sum((found.get("sent_bytes_in_a_step") or {}).values())
+    sent = sum((results.get("sent_bytes_in_a_step") or {}).values())
     return Scaling(num_workers, global_batch_size, [Split(**part) for part in parts], sent)
 
 

@@ -1,4 +1,4 @@
-"""`tfparallel check TASK.py`: does a model train in parallel to the weights of one device."""
+"""`tfparallel check TASK.py`: verifies that parallel training matches training on one device."""
 
 import importlib
 import inspect
@@ -28,13 +28,13 @@ __all__ = ["run"]
 
 
 def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
-    """Checks the task file as the flags say, and prints what it saw.
+    """Checks the task file according to the flags, and prints the result.
 
     Returns:
-        0 if nothing differs, or if nothing is refused; else 1.
+        0 if no variable differs, or, with --prove, if the model is accepted; else 1.
 
     Raises:
-        TaskError: If the task file breaks its contract.
+        TaskError: If the task file violates its contract.
         UsageError: If the devices do not exist.
     """
     (path,) = positional
@@ -43,8 +43,8 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
 
 def _check(path: str, values: flags.FlagValues) -> int:
     started = time.perf_counter()
-    # All three before the task file is imported: it may start TensorFlow's
-    # runtime, and make layers, which take their type when they are made.
+    # All three before the task file is imported: it may start TensorFlow's runtime, and create
+    # layers, whose dtype is fixed at creation.
     parallelism, options, _ = start_chosen_parallelism(
         path, TrainOptions.of(values), {"command": "check"}
     )
@@ -101,7 +101,7 @@ def _check(path: str, values: flags.FlagValues) -> int:
             "Only one device takes part, so nothing is divided: add --num_devices=2 "
             "--device_type=cpu."
         )
-    ran = parallelism.all_reduce_report(built[-1])
+    all_reduce = parallelism.all_reduce_report(built[-1])
     joined = getattr(built[-1], "why_joined", None) or False
     parallelism.say(str(report))
     if values.plot is not None and parallelism.is_chief:
@@ -113,13 +113,13 @@ def _check(path: str, values: flags.FlagValues) -> int:
         has_pieces = parallelism.name in ("data", "pipeline", "hybrid")
         content = {
             "command": "check",
-            "configuration": {"task": path, **options.told(values)},
+            "configuration": {"task": path, **options.configuration(values)},
             "devices": parallelism.devices,
             "num_workers": parallelism.num_workers,
             "versions": versions(),
             **report.to_json(),
             **({"layout": built[-1].layout.to_json()} if parallelism.name != "none" else {}),
-            **({"all_reduce": ran} if ran is not None else {}),
+            **({"all_reduce": all_reduce} if all_reduce is not None else {}),
             **({"joined_outputs": joined} if has_pieces else {}),
             "peak_memory_bytes": peak_memory_bytes(),
             **({"peak_gpu_bytes": peaks} if peaks else {}),
@@ -131,7 +131,7 @@ def _check(path: str, values: flags.FlagValues) -> int:
 
 
 def _prove(path: str, values: flags.FlagValues) -> int:
-    """Judges the model of a task file, and prints where the rows are in what each layer makes."""
+    """Judges a task file's model, and prints where the batch rows are in each layer's output."""
     use_precision(values.precision)
     keras.utils.set_random_seed(values.seed)
     task = load_task(path)

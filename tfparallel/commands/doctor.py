@@ -1,4 +1,4 @@
-"""`tfparallel doctor`: says what will fail on this host, in this cluster, with these versions."""
+"""`tfparallel doctor`: diagnoses this host, cluster and set of versions."""
 
 import dataclasses
 import os
@@ -21,7 +21,7 @@ _COLOURS = {"ok": 32, "warn": 33, "broken": 31}
 
 
 def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
-    """Says it; returns 1 if something is broken."""
+    """Prints the findings; returns 1 if something is broken."""
     if values.suggest:
         return _suggest()
     with Activity("looking at this host") as activity:
@@ -36,7 +36,7 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
                 progress=activity.say,
             )
         )
-    print("\n".join(_told(findings)))
+    print("\n".join(_report_lines(findings)))
     if values.report is not None:
         report = {
             "command": "doctor",
@@ -52,15 +52,15 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
 
 def _suggest() -> int:
     try:
-        found = suggested(this_machine())
+        suggestion = suggested(this_machine())
     except ValueError as error:
         raise UsageError(str(error)) from error
-    print(f"{found.command}\n  why: {found.why}\n{found.then}")
+    print(f"{suggestion.command}\n  why: {suggestion.why}\n{suggestion.then}")
     return 0
 
 
-def _told(findings: list[Finding]) -> Iterator[str]:
-    """The verdict, what is wrong and what is well; then what TensorFlow's strategies do wrong."""
+def _report_lines(findings: list[Finding]) -> Iterator[str]:
+    """Yields the verdict and the findings, problems first; then faults of TensorFlow's own."""
     of_host = [finding for finding in findings if not finding.is_upstream]
     yield _verdict(of_host)
     of_host.sort(key=lambda finding: -VERDICTS.index(finding.verdict))
@@ -84,12 +84,12 @@ def _told(findings: list[Finding]) -> Iterator[str]:
 def _verdict(findings: list[Finding]) -> str:
     counts = {name: sum(finding.verdict == name for finding in findings) for name in VERDICTS}
     counted = ", ".join(f"{count} {name}" for name, count in counts.items())
-    told = {
+    texts = {
         "ok": "ready: training works here",
         "warn": "ready, with warnings",
         "broken": "broken: " + ", ".join(f.check for f in findings if f.verdict == "broken"),
     }
-    return f"verdict: {told[worst(findings)]} ({counted})"
+    return f"verdict: {texts[worst(findings)]} ({counted})"
 
 
 def _line(finding: Finding) -> str:
@@ -98,6 +98,6 @@ def _line(finding: Finding) -> str:
     if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
         verdict = f"\x1b[{_COLOURS[finding.verdict]}m{verdict}\x1b[0m"
     advice = f" -> {finding.advice}" if finding.advice else ""
-    # An error of several lines stays one finding.
+    # Indent the further lines of a finding.
     text = f"\n{' ' * (width + 2)}".join(f"{finding.meaning}{advice}".splitlines())
     return f"{verdict}  {finding.check}: {text}"

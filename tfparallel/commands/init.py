@@ -1,4 +1,4 @@
-"""`tfparallel init [FILE]`: writes a task file that runs, by flags or by a short dialogue."""
+"""`tfparallel init [FILE]`: writes a runnable task file, from flags or a short dialogue."""
 
 import importlib
 import os
@@ -21,20 +21,20 @@ _DEFAULTS = {"kind": "image", "data": SAMPLE, "parallel": "data"}
 def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
     """Writes the file, and returns the exit code."""
     path = _path(positional)
-    asked = _asked(values)
-    data = _data(asked, path, values.target)
-    parallelism = f"--parallel={asked['parallel']}"
-    if asked["parallel"] != "none":
+    answers = _answers(values)
+    data = _data(answers, path, values.target)
+    parallelism = f"--parallel={answers['parallel']}"
+    if answers["parallel"] != "none":
         parallelism += " --num_devices=2"
     commands = [f"tfparallel train {shlex.quote(path)} {parallelism}"]
-    if asked["parallel"] != "none":
+    if answers["parallel"] != "none":
         commands.append(f"tfparallel check {shlex.quote(path)} {parallelism}")
     templates = importlib.import_module("tfparallel.task_files.templates")
-    text = templates.task_file(asked["kind"], data, commands)
+    text = templates.task_file(answers["kind"], data, commands)
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
-    found = data.summary if data else "a sample of data"
-    print(f"wrote {path}: {_PREDICTS[asked['kind']]}; {found}")
+    summary = data.summary if data else "a sample of data"
+    print(f"wrote {path}: {_PREDICTS[answers['kind']]}; {summary}")
     print("next:\n" + "\n".join(f"  {command}" for command in commands))
     return 0
 
@@ -44,7 +44,7 @@ def _path(positional) -> str:
 
 
 def problems(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
-    """What is wrong with the file to write, and with the flags beyond their rows."""
+    """Returns the problems of the output file, and of the flags beyond their rows."""
     problems = _path_problems(positional, _path(positional), values.force)
     if values.target is not None and not (values.data or "").endswith(".csv"):
         problems.append(
@@ -74,31 +74,31 @@ def _path_problems(positional, path, force) -> list[str]:
     return []
 
 
-def _asked(values) -> dict[str, str]:
-    """What the flags say, and where they do not, the person at the terminal."""
-    given = {name: getattr(values, name) for name in _DEFAULTS}
+def _answers(values) -> dict[str, str]:
+    """Returns the values of the flags; asks the user at the terminal for missing ones."""
+    flag_values = {name: getattr(values, name) for name in _DEFAULTS}
     if values.kind is None and values.data is not None:
-        # The file's ending may tell.
-        fitting = [n for n, kind in KINDS.items() if values.data.endswith(tuple(kind.endings))]
-        given["kind"] = fitting[0] if len(fitting) == 1 else None
-    if given["kind"] is None and not sys.stdin.isatty():
+        # The file's ending may identify the kind.
+        kinds = [n for n, kind in KINDS.items() if values.data.endswith(tuple(kind.endings))]
+        flag_values["kind"] = kinds[0] if len(kinds) == 1 else None
+    if flag_values["kind"] is None and not sys.stdin.isatty():
         raise UsageError(
             "--kind is required when there is no terminal. Received: no --kind. Add "
             f"--kind={'|'.join(KINDS)}."
         )
-    if given["kind"] is not None:
-        # A command line that says the most important thing asks nothing.
-        return {name: value or _DEFAULTS[name] for name, value in given.items()}
+    if flag_values["kind"] is not None:
+        # With --kind on the command line, do not ask.
+        return {name: value or _DEFAULTS[name] for name, value in flag_values.items()}
     kind = _choose("What is to be predicted?", "kind", _PREDICTS)
     answers = {"kind": kind}
-    if given["data"] is None:
+    if flag_values["data"] is None:
         endings = " or ".join(KINDS[kind].endings)
         print(f"Data: a file of yours ({endings}), or a sample that runs at once?")
         answers["data"] = _ask("data", SAMPLE, lambda text: data_problems(kind, text))
-    if given["parallel"] is None:
+    if flag_values["parallel"] is None:
         choices = flags_of("init")["parallel"].choices
         answers["parallel"] = _choose("How will it be trained first?", "parallel", choices)
-    return {name: answers.get(name) or given[name] for name in _DEFAULTS}
+    return {name: answers.get(name) or flag_values[name] for name in _DEFAULTS}
 
 
 def _choose(question: str, name: str, choices: Mapping[str, str]) -> str:
@@ -124,13 +124,13 @@ def _ask(name: str, default: str, problems_of: Callable[[str], list[str]]) -> st
         print("\n".join(problems))
 
 
-def _data(asked, path, target):
-    if asked["data"] == SAMPLE:
+def _data(answers, path, target):
+    if answers["data"] == SAMPLE:
         return None
-    if problems := data_problems(asked["kind"], asked["data"]):
+    if problems := data_problems(answers["kind"], answers["data"]):
         raise UsageError("\n".join(problems))
     data_files = importlib.import_module("tfparallel.task_files.data_files")
     try:
-        return data_files.read_data_file(asked["kind"], asked["data"], path, target)
+        return data_files.read_data_file(answers["kind"], answers["data"], path, target)
     except data_files.DataFileError as error:
         raise UsageError(str(error)) from error

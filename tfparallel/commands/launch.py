@@ -24,10 +24,10 @@ _NO_COMMAND = (
     "A command is required after `--`. Received: none. Example: tfparallel launch "
     "--nproc_per_node=2 -- python my_script.py"
 )
-_GRACE_OF_A_SCHEDULER = 60.0  # Its own are minutes, and a save may take one.
-# What the launcher of each host is given, too.
+_GRACE_OF_A_SCHEDULER = 60.0  # Schedulers allow minutes, and a save may take one.
+# Flags that are passed to the launcher of each host.
 _HANDED_ON = ("nproc_per_node", "max_restarts", "standby", "start_timeout", "log_dir", "transport")
-_MIN_TOKEN = 16  # Characters; a stranger must not guess it.
+_MIN_TOKEN = 16  # Characters; must be hard to guess.
 
 
 def run(values: flags.FlagValues, command: Sequence[str]) -> int:
@@ -37,7 +37,7 @@ def run(values: flags.FlagValues, command: Sequence[str]) -> int:
         The exit code: the culprit's, or 128 + n after signal n.
     """
     if values.emit is not None:
-        print(_emitted(values, command, NodeRange.parse(values.nnodes)), end="")
+        print(_job_file(values, command, NodeRange.parse(values.nnodes)), end="")
         return 0
     try:
         with _signals_raise():
@@ -50,16 +50,16 @@ def run(values: flags.FlagValues, command: Sequence[str]) -> int:
         say(f"stopped by {name}")
         return 128 + request.signum
     except BrokenPipeError:
-        raise  # Nobody reads the output any more; `run_command` ends quietly.
+        raise  # The output's reader has gone; `run_command` ends quietly.
     except (OSError, RuntimeError) as error:
         say(str(error))
         return 1
 
 
-def _emitted(values: flags.FlagValues, command: Sequence[str], nodes: NodeRange) -> str:
-    """The file that submits the job."""
-    # As it was written: the host that submits may have other devices.
-    given = {
+def _job_file(values: flags.FlagValues, command: Sequence[str], nodes: NodeRange) -> str:
+    """Returns the job file."""
+    # Keep words such as "gpu": the submitting host may have other devices.
+    forwarded = {
         name: getattr(values[name].value, "text", values[name].value)
         for name in _HANDED_ON
         if values[name].present
@@ -68,7 +68,7 @@ def _emitted(values: flags.FlagValues, command: Sequence[str], nodes: NodeRange)
     job = JobFile(
         name=values.job_name or job_name_of(command),
         command=command,
-        launch_flags=[f"--{name}={value}" for name, value in given.items()],
+        launch_flags=[f"--{name}={value}" for name, value in forwarded.items()],
         nnodes=nodes.maximum,
         min_nnodes=nodes.minimum if nodes.is_elastic else None,
         grace_seconds=grace,
@@ -81,14 +81,14 @@ def _emitted(values: flags.FlagValues, command: Sequence[str], nodes: NodeRange)
 
 
 def problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
-    """What is wrong with the flags, and with the command behind `--`."""
-    problems = _of_any_job(values)
+    """Returns the problems of the flags, and of the command after `--`."""
+    problems = _common_problems(values)
     if values.emit is not None:
         if not command:
             problems.append(_NO_COMMAND)
         else:
-            with _collecting(problems):
-                _emitted(values, command, _readable(values.nnodes) or NodeRange(1, 1, False))
+            with _collect_problems(problems):
+                _job_file(values, command, _node_range(values.nnodes) or NodeRange(1, 1, False))
         return problems
     if values.standby and command and not imports_tfparallel(command):
         problems.append(
@@ -96,15 +96,15 @@ def problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
             "`python SCRIPT` with `import tfparallel` at the top level of the script. Received: "
             f"{' '.join(command)}. Drop --standby, or write such a command."
         )
-    if (nodes := _readable(values.nnodes)) is not None:
-        with _collecting(problems):
+    if (nodes := _node_range(values.nnodes)) is not None:
+        with _collect_problems(problems):
             problems += _node_problems(values, nodes, node_rank_of(values.node_rank, nodes))
         problems += _identity_problems(values, nodes)
     if values.bind_cores and values.nproc_per_node >= 1:
         if not hasattr(os, "sched_setaffinity"):
             problems.append("--bind_cores needs Linux. Received: another system. Drop the flag.")
         else:
-            with _collecting(problems):
+            with _collect_problems(problems):
                 core_shares(available_cores(), values.nproc_per_node)
     if values.log_dir is not None:
         try:
@@ -124,22 +124,22 @@ def problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
     return problems
 
 
-def _readable(nnodes: str) -> NodeRange | None:
-    """What it says; None if it says nothing that can be, as its row has told."""
+def _node_range(nnodes: str) -> NodeRange | None:
+    """Parses --nnodes; None if it is invalid, which the flag's row reports."""
     with contextlib.suppress(ValueError):
         return NodeRange.parse(nnodes)
     return None
 
 
-def _of_any_job(values: flags.FlagValues) -> list[str]:
-    """What is wrong whether the job is started or its file printed."""
+def _common_problems(values: flags.FlagValues) -> list[str]:
+    """Returns the problems of flags that apply with and without --emit."""
     problems = []
     number = values.nproc_per_node
     text = getattr(number, "text", number)
-    if number < 1 and not (values.emit and text != number):  # A word counts elsewhere.
-        here = ", and this host has no GPU" if text == "gpu" else ""
+    if number < 1 and not (values.emit and text != number):  # A word is resolved on each host.
+        no_gpu = ", and this host has no GPU" if text == "gpu" else ""
         problems.append(
-            f"--nproc_per_node must be at least 1. Received: --nproc_per_node={text}{here}."
+            f"--nproc_per_node must be at least 1. Received: --nproc_per_node={text}{no_gpu}."
         )
     if values.standby and not values.max_restarts and ":" not in values.nnodes:
         problems.append(
@@ -178,7 +178,7 @@ def _node_problems(values, nodes, rank):
     if values.rdzv_endpoint is not None:
         endpoints = values.rdzv_endpoint.split(",") if nodes.is_elastic else [values.rdzv_endpoint]
         for endpoint in endpoints:
-            with _collecting(problems):
+            with _collect_problems(problems):
                 split_address(endpoint)
     if values.local_addr is not None:
         if nodes.are_one:
@@ -186,7 +186,7 @@ def _node_problems(values, nodes, rank):
                 "--local_addr is for a job on several hosts and needs --nnodes. Received: "
                 f"--local_addr={values.local_addr} alone."
             )
-        with _collecting(problems):
+        with _collect_problems(problems):
             split_address(join_address(values.local_addr, 1))
     return problems
 
@@ -222,7 +222,7 @@ def _command_problems(command):
 
 
 @contextlib.contextmanager
-def _collecting(problems: list[str]) -> Iterator[None]:
+def _collect_problems(problems: list[str]) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
@@ -231,9 +231,9 @@ def _collecting(problems: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Turns the signals that end a program into `StopRequest`; one that is ignored stays so.
+    """Turns termination signals into `StopRequest`; ignored signals stay ignored.
 
-    After the first of them only Ctrl-C has an effect: the workers have time to save their state.
+    After the first signal only Ctrl-C has an effect: the workers need time to save their state.
     """
     is_stopping = False
 
@@ -246,7 +246,7 @@ def _signals_raise() -> Iterator[None]:
     names = [signal.SIGINT, signal.SIGHUP, *SIGNALS]
     before = {name: signal.getsignal(name) for name in names}
     for name, handler in before.items():
-        # `nohup`, or `&` in a script.
+        # Ignored under `nohup`, or with `&` in a script.
         if handler is not signal.SIG_IGN:
             signal.signal(name, stop)
     try:

@@ -1,4 +1,4 @@
-"""The body of `tfparallel launch`: rounds of workers, until they succeed or nobody goes on."""
+"""The body of `tfparallel launch`: runs rounds of workers until the job succeeds or gives up."""
 
 import contextlib
 import glob
@@ -36,7 +36,7 @@ __all__ = ["TOKEN", "launched", "say"]
 
 TOKEN = "TFPARALLEL_JOB_TOKEN"
 _USAGE_EXIT_CODE = 2
-# Between two starts; also at most half of what the launchers of other hosts wait for this one.
+# Between two attempts; also at most half of the time that other hosts wait for this one.
 _MOST_WAIT_SECONDS = 60.0
 
 
@@ -44,23 +44,23 @@ def launched(values: flags.FlagValues, command: Sequence[str], nodes: NodeRange)
     """Runs the workers of this host, and returns the exit code of `launch`.
 
     Args:
-        values: Its flags, which are right.
-        command: What each worker runs.
-        nodes: How many hosts the job has.
+        values: The validated flags.
+        command: The command of each worker.
+        nodes: The number of hosts.
 
     Raises:
         RuntimeError: If the hosts cannot meet.
-        StopRequest: If a signal says so.
+        StopRequest: On a signal.
     """
     environment = dict(os.environ)
     environment[WORKER_ERROR] = "1"
     if values.transport is not None:
         environment[ALL_REDUCE] = values.transport
     with contextlib.ExitStack() as stack:
-        own = None
+        temporary = None
         if not environment.get(FOLDER) and not values.log_dir:
-            own = stack.enter_context(OwnFolder("tfparallel_flight_"))
-        folder = environment.get(FOLDER) or os.path.abspath(values.log_dir or own.path)
+            temporary = stack.enter_context(OwnFolder("tfparallel_flight_"))
+        folder = environment.get(FOLDER) or os.path.abspath(values.log_dir or temporary.path)
         environment[FOLDER] = folder
         code = 1
         try:
@@ -75,8 +75,8 @@ def launched(values: flags.FlagValues, command: Sequence[str], nodes: NodeRange)
         finally:
             if code and any(glob.iglob(os.path.join(folder, f"*{SUFFIX}"))):
                 say(f"what each worker did last: tfparallel trace {folder}")
-                if own is not None:
-                    own.keep()
+                if temporary is not None:
+                    temporary.keep()
 
 
 def _run_with_restarts(values, command, nodes, environment, standbys):
@@ -86,7 +86,7 @@ def _run_with_restarts(values, command, nodes, environment, standbys):
             standbys.stop_preparing()
         outcome = _run_once(values, command, nodes, attempt, environment, standbys)
         if outcome.departure is not None:
-            # The others cannot meet without it.
+            # The others cannot meet again without it.
             _report(outcome.departure.describe(), outcome)
             return outcome.departure.exit_code
         if outcome.culprit is None:
@@ -99,7 +99,7 @@ def _run_with_restarts(values, command, nodes, environment, standbys):
             try:
                 time.sleep(seconds)
             except StopRequest as request:
-                # Nothing runs: what workers that end with this code leave has been saved.
+                # No worker is running, and workers that end with this code have saved their state.
                 can_go_on = outcome.culprit.returncode == TRY_AGAIN
                 request.has_saved |= can_go_on and request.signum in SIGNALS
                 raise
@@ -151,7 +151,7 @@ def _run_elastic(values, command, nodes, environment, standbys):
                 say("the job has ended")
                 return 0
             except StopRequest as request:
-                # Between two rounds, all that a round leaves has been saved.
+                # Between two rounds, the state of the last one has been saved.
                 request.has_saved |= patience.num_nodes > 0 and request.signum in SIGNALS
                 raise
             with meeting.news as news:
@@ -161,7 +161,7 @@ def _run_elastic(values, command, nodes, environment, standbys):
                 if not (outcome.culprit or outcome.departure or outcome.has_newcomer):
                     meetings.end()
                     return 0
-                _hold_back(outcome, meetings, news)
+                _delay_newcomers(outcome, meetings, news)
                 code = _report_change(outcome, news)
                 if code is None:
                     code = patience.end(outcome.culprit, meeting)
@@ -173,8 +173,8 @@ def _run_elastic(values, command, nodes, environment, standbys):
                 news.tell_coming_again()
 
 
-def _hold_back(outcome, meetings, news):
-    """Has hosts that would join wait, if the one at which the round failed had just joined."""
+def _delay_newcomers(outcome, meetings, news):
+    """Makes joining hosts wait, if the round failed at a host that had just joined."""
     node, departure = None, outcome.departure
     if outcome.culprit is not None:
         node = news.node if outcome.culprit.node is None else outcome.culprit.node
@@ -194,10 +194,10 @@ def _next_round(values, meetings):
 
 
 class _Patience:
-    """How often the workers of this host may fail, and whether the job goes on after a failure.
+    """Counts the failures of this host's workers, and decides whether the job continues.
 
     Attributes:
-        num_nodes: How many hosts the last round had; 0 before the first.
+        num_nodes: The number of hosts in the last round; 0 before the first.
     """
 
     def __init__(self, values, nodes, environment):
@@ -207,15 +207,15 @@ class _Patience:
         self.num_nodes = 0
 
     def begin(self, news):
-        """Takes note of a round."""
-        # The workers of a host that is told to end take those of all others with them. But if all
-        # hosts are there again, they ended by themselves, and may do so once more.
+        """Records the start of a round."""
+        # When a host is stopped, its workers take down those of all other hosts. But if all hosts
+        # are back, the workers failed on their own, and may do so once more.
         self._tries_again &= news.num_nodes == self.num_nodes
         self.num_nodes = news.num_nodes
         news.leaves_on_failure = self._num_failures == self._values.max_restarts
 
     def end(self, culprit, meeting) -> int | None:
-        """Returns the exit code of this launcher if it, or the whole job, ends with the round."""
+        """Returns this launcher's exit code if it, or the whole job, ends with this round."""
         news = meeting.news
         if culprit is not None and culprit.node is None and news.departure is None:
             folder = self._environment[FOLDER]
@@ -236,7 +236,7 @@ class _Patience:
 
 
 def _report_change(outcome: Outcome, news) -> int | None:
-    """Says why a round has ended; returns the exit code if it was the last."""
+    """Reports why a round ended; returns the exit code if it was the last."""
     if news.departure is not None:
         _report(f"{news.departure.describe()}; the job goes on with the remaining hosts", outcome)
         return None
@@ -249,7 +249,7 @@ def _report_change(outcome: Outcome, news) -> int | None:
 
 
 def _leaving(culprit, news):
-    """The host that goes, if it has failed too often."""
+    """Returns the host that leaves because it has failed too often, if any."""
     if culprit is None or culprit.node not in news.leaving or culprit.returncode == TRY_AGAIN:
         return set()
     return {culprit.node}
@@ -303,7 +303,7 @@ def _run(
     with contextlib.ExitStack() as stack:
         output_filter = OutputFilter(
             screen.write,
-            _keeping(values, programs, attempt, stack),
+            _log_writer(values, programs, attempt, stack),
             has_gpu=has_nvidia_gpu(),
             is_quiet=wants_quiet(),
         )
@@ -327,23 +327,23 @@ def _run(
     return with_errors(outcome, output_filter.errors, values.log_dir)
 
 
-def _keeping(
+def _log_writer(
     values: flags.FlagValues,
     programs: Sequence[Program],
     attempt: int,
     stack: contextlib.ExitStack,
 ) -> Callable[[int, bytes], None]:
-    """Returns what keeps each worker's whole output in its file, if that is wanted."""
+    """Returns a function that writes each worker's output to its log, if --log_dir is given."""
     if values.log_dir is None:
         return lambda worker, text: None
 
-    is_told = False
+    has_reported = False
 
     def tell(error: OSError) -> None:
-        nonlocal is_told
-        if not is_told:
+        nonlocal has_reported
+        if not has_reported:
             say(f"the output is not kept whole in --log_dir={values.log_dir} ({error.strerror})")
-        is_told = True
+        has_reported = True
 
     suffix = f".restart_{attempt}" if attempt else ""
     logs = {}
@@ -364,6 +364,6 @@ def _report(cause: str, outcome: Outcome) -> None:
 
 
 def say(text: str) -> None:
-    """Says something to whoever started the job."""
+    """Prints a message of the launcher."""
     with contextlib.suppress(BrokenPipeError):
         print(f"tfparallel launch: {text}", file=sys.stderr, flush=True)

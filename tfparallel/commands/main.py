@@ -1,6 +1,6 @@
-"""The `tfparallel` command: finds the program for a sub-command and runs it.
+"""The `tfparallel` command: dispatches to a sub-command.
 
-TensorFlow is not imported here, so that usage and mistakes show at once.
+TensorFlow is not imported here: usage and errors appear at once.
 """
 
 import difflib
@@ -59,14 +59,14 @@ def usage() -> str:
 
 
 def versions() -> str:
-    """Returns the text of `tfparallel --version`: its own, and of what it stands on."""
-    # Twenty milliseconds, which `--help` does without.
+    """Returns the text of `tfparallel --version`: the versions of tfparallel and its base."""
+    # The import takes twenty milliseconds, which `--help` can save.
     installed = importlib.import_module("tfparallel.installed")
-    found = []
+    parts = []
     for name in ("tfparallel", "tensorflow", "keras"):
         version = installed.version_of(name)
-        found.append(f"{name}: not installed" if version is None else f"{name} {version}")
-    return ", ".join([*found, f"Python {platform.python_version()}"])
+        parts.append(f"{name}: not installed" if version is None else f"{name} {version}")
+    return ", ".join([*parts, f"Python {platform.python_version()}"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    if (of_two := f"{name} {rest[0]}" if rest else name) in _OF_TWO_WORDS:
-        name, rest = of_two, rest[1:]
-    # What the table of flags is made of, `--help` of all commands does without.
+    if (two_words := f"{name} {rest[0]}" if rest else name) in _OF_TWO_WORDS:
+        name, rest = two_words, rest[1:]
+    # The general `--help` does not need the modules behind the table of flags.
     return importlib.import_module("tfparallel.command_line.runner").run(name, rest)

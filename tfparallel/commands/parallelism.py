@@ -1,4 +1,4 @@
-"""The parallelism that `--parallel` names: its devices and workers, and the model."""
+"""Starts the parallelism named by `--parallel`: its devices, its workers, and the model."""
 
 import dataclasses
 import os
@@ -36,18 +36,18 @@ _BUILDERS = {"model": model_parallel, "tensor": tensor_parallel}
 
 @dataclasses.dataclass(frozen=True)
 class Parallelism:
-    """Where a model is trained.
+    """A parallelism, with its devices and workers.
 
     Attributes:
-        name: What `--parallel` says.
+        name: The value of `--parallel`.
         devices: The devices of this worker.
-        strategy: What joins the workers of a job; None for one process.
-        cut: How layers are shared out to the devices, as the builder takes it.
-        all_reduce: What sums the replicas of this process, as `tfparallel.MirroredStrategy` takes
-            it: `all_reduce` and `calibrate`.
-        sync: When the weights are updated, as `data_parallel` takes it.
-        shard: What each replica keeps a share of, as `data_parallel` takes it.
-        num_servers: How many processes hold the weights of asynchronous workers; 0 for none.
+        strategy: The strategy of a multi-worker job; None for one process.
+        cut: The builder's arguments for dividing layers among devices.
+        all_reduce: `tfparallel.MirroredStrategy`'s arguments for summing over the replicas of this
+            process: `all_reduce` and `calibrate`.
+        sync: When the weights are updated; `data_parallel`'s argument.
+        shard: What is sharded over the replicas; `data_parallel`'s argument.
+        num_servers: The number of parameter servers of asynchronous workers; 0 for none.
     """
 
     name: str
@@ -66,25 +66,25 @@ class Parallelism:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process speaks and writes for all workers."""
+        """Whether this process is the chief, which prints and writes files for all workers."""
         return self.workers is None or self.workers.worker_index == 0
 
     @property
     def num_workers(self) -> int:
-        """How many processes train the model."""
+        """The number of processes that train the model."""
         if self.num_servers:
             return len(self.devices)
         return self.workers.num_workers if self.workers is not None else 1
 
     @property
     def num_pieces(self) -> int:
-        """Into how many parts a batch is cut, over all replicas."""
+        """The number of pieces of a global batch, over all replicas."""
         mesh = self.cut.get("mesh", Mesh())
         return mesh.data * self.cut.get("num_micro_batches", 1)
 
     @property
     def text_of_size(self) -> str:
-        """How many devices and workers there are, in words."""
+        """The number of devices and workers, in words."""
         number = counted(len(self.devices), "device")
         if self.num_servers:
             return counted(self.num_workers, "worker")
@@ -93,7 +93,7 @@ class Parallelism:
         return f"{self.num_workers} workers with {number} each"
 
     def say(self, text: str) -> None:
-        """Prints, on the chief alone."""
+        """Prints on the chief only."""
         if self.is_chief:
             print(text, flush=True)
 
@@ -118,19 +118,19 @@ class Parallelism:
         if self.all_reduce and len(self.devices) > 1:
             try:
                 strategy = MirroredStrategy(self.devices, **self.all_reduce)
-            except ValueError as error:  # Another machine's profile.
+            except ValueError as error:  # The profile of another machine.
                 raise UsageError(f"--all_reduce: {error}") from error
             return data_parallel(build_model, strategy, **update)
         return data_parallel(build_model, devices=self.devices, **update)
 
     def all_reduce_report(self, model: keras.Model) -> dict[str, Any] | None:
-        """What summed the gradients, for a report; None where nobody chose it."""
+        """Reports how gradients were summed; None if it was not configured."""
         if not self.all_reduce and self.strategy is None:
             return None
         return all_reduce_report(model)
 
     def _in_stages(self, builder, build_model):
-        # The program is to run anyway; the function leaves the choice to its caller.
+        # A command runs with empty stages; the function leaves the choice to its caller.
         options = {"devices": self.devices, "allow_empty_stages": True, **self.cut}
         model = builder(build_model, **options)
         layout = model.layout
@@ -143,7 +143,7 @@ class Parallelism:
         return model
 
     def as_built(self, model: keras.Model) -> str:
-        """The same in words as by `str`, with what the model tells."""
+        """Returns `str(self)`, with the share of split weights of the built model."""
         share = getattr(getattr(model, "layout", None), "share_in_parts", None)
         return str(self) if share is None else f"{self}, {share:.0%} of the weights in parts"
 
@@ -181,15 +181,15 @@ class Parallelism:
 
 
 def start_parallelism(options: TrainOptions, facts: Mapping[str, Any]) -> Parallelism:
-    """Finds or makes the devices that the flags ask for, and meets the other workers.
+    """Finds or creates the devices that the flags name, and joins the other workers.
 
     Args:
-        options: What the flags say.
-        facts: What all workers must agree on.
+        options: The flags.
+        facts: Values that all workers must agree on.
 
     Raises:
-        UsageError: If the flags do not fit this machine, or the job that the process is part of.
-        StartError: If the other workers are missing or do not agree.
+        UsageError: If the flags do not match this machine or this process's job.
+        StartError: If other workers are missing or disagree.
     """
     try:
         hide_gpus_if_unused(options)
@@ -219,7 +219,7 @@ def start_parallelism(options: TrainOptions, facts: Mapping[str, Any]) -> Parall
             num_devices = num_devices or 2
             device_lib.split_gpu(num_devices)
         if options.devices is not None:
-            devices = _named(options.devices)
+            devices = _named_devices(options.devices)
         else:
             devices = device_lib.choose_devices(
                 num_devices=num_devices, device_type=options.device_type
@@ -261,7 +261,7 @@ def start_parallelism(options: TrainOptions, facts: Mapping[str, Any]) -> Parall
 
 
 def _parallelism_with_servers(options, facts) -> Parallelism:
-    """In the chief the parallelism; the other processes serve it, and do not come back."""
+    """Returns the parallelism on the chief; other processes serve it and never return."""
     roles, policy = Roles.from_env(), options.policy
     if roles is None:
         raise UsageError(
@@ -279,13 +279,13 @@ def _parallelism_with_servers(options, facts) -> Parallelism:
 
 
 def hide_gpus_if_unused(options: TrainOptions) -> None:
-    """Hides the GPUs where the flags ask for CPUs alone."""
+    """Hides the GPUs if the flags name only CPUs."""
     named = options.devices or []
     if options.device_type == "cpu" or (bool(named) and all("cpu" in n.lower() for n in named)):
         device_lib.hide_gpus()
 
 
-def _named(names) -> list[str]:
+def _named_devices(names) -> list[str]:
     try:
         return device_lib.choose_devices(devices=names)
     except ValueError as error:
@@ -307,16 +307,16 @@ def _all_reduce(options, devices) -> dict[str, Any]:
             "--num_workers=2."
         )
     if options.all_reduce != "auto":
-        cross_device.make(options.all_reduce, devices)  # Before anything is loaded or traced.
+        cross_device.make(options.all_reduce, devices)  # Fail before anything is loaded or traced.
     return {"all_reduce": options.all_reduce, "calibrate": options.calibrate}
 
 
-def _typed(mesh: Mesh) -> str:
+def _as_typed(mesh: Mesh) -> str:
     return str(mesh).replace(" ", "")
 
 
 def _num_devices(options, num_workers: int) -> int | None:
-    """How many devices of this process there are to be; None for all."""
+    """Returns the number of devices for this process; None for all."""
     if options.parallel == "none":
         return 1
     if options.parallel != "hybrid":
@@ -325,25 +325,25 @@ def _num_devices(options, num_workers: int) -> int | None:
     if mesh.data % num_workers:
         raise UsageError(
             f"Each of {num_workers} workers has as many replicas as the others. Received: --mesh="
-            f"{_typed(mesh)}. Take data={num_workers}, or a multiple of it."
+            f"{_as_typed(mesh)}. Take data={num_workers}, or a multiple of it."
         )
     number = mesh.size // num_workers
     if options.num_devices not in (None, number):
         of_each = " on each worker" if num_workers > 1 else ""
         raise UsageError(
-            f"A mesh of {mesh} has {number} devices{of_each}. Received: --mesh={_typed(mesh)} "
+            f"A mesh of {mesh} has {number} devices{of_each}. Received: --mesh={_as_typed(mesh)} "
             f"with --num_devices={options.num_devices}. Drop --num_devices, or take another mesh."
         )
     return number
 
 
 def _devices_of_processes(options, cluster: Cluster, facts) -> list[str]:
-    """In process 0 the devices of all; the others serve it, and do not come back."""
+    """Returns the devices of all processes in process 0; the others serve it and never return."""
     if options.devices is not None or options.num_devices is not None:
-        given = "--devices" if options.devices is not None else "--num_devices"
+        flag = "--devices" if options.devices is not None else "--num_devices"
         raise UsageError(
             f"The stages are the {cluster.num_workers} processes of the job ({cluster.source}), "
-            f"with all devices that each has. Received: {given}. Drop it, or start one process."
+            f"with all devices that each has. Received: {flag}. Drop it, or start one process."
         )
     if options.device_type == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -356,11 +356,11 @@ def _devices_of_processes(options, cluster: Cluster, facts) -> list[str]:
 def _check_independent(options, cluster: Cluster) -> None:
     if cluster.num_workers > 1 and not options.allow_independent_workers:
         is_local = options.parallel != "data"
-        asked = f"--parallel={options.parallel}" if is_local else "--strategy=mirrored"
+        flag = f"--parallel={options.parallel}" if is_local else "--strategy=mirrored"
         raise UsageError(
             f"This process is one of {cluster.num_workers} workers ({cluster.source}), and "
-            f"{asked} would train {cluster.num_workers} separate models. --parallel=data "
-            f"--strategy=multi_worker trains one. Received: {asked}. If separate models are meant, "
+            f"{flag} would train {cluster.num_workers} separate models. --parallel=data "
+            f"--strategy=multi_worker trains one. Received: {flag}. If separate models are meant, "
             "add --allow_independent_workers."
         )
     if options.strategy == "multi_worker":

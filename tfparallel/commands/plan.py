@@ -1,7 +1,7 @@
-"""`tfparallel plan TASK.py`: which mesh of devices is the fastest for a task, and does it fit.
+"""`tfparallel plan TASK.py`: finds the fastest mesh of devices for a task, and whether it fits.
 
-With `--parallel=model` which layers go where; with `--parallel=pipeline` what each device does, and
-when. All are views of one plan (`planning/planner.py`).
+With `--parallel=model` it shows the placement of layers; with `--parallel=pipeline` the timeline of
+each device. All are views of one plan (`planning/planner.py`).
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from tfparallel.texts import aligned, counted, seconds_text, size_text
 
 __all__ = ["run"]
 
-_View = tuple[list[str], dict[str, Any]]  # What is printed, and what a report says of it.
+_View = tuple[list[str], dict[str, Any]]  # The printed lines, and the report's content.
 
 
 def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
@@ -37,11 +37,11 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
     options = TrainOptions.of(values)
     devices = _devices(options)
     plan = plan_task(load_task(path), options.num_devices, options, devices)
-    lines, told = _VIEWS[options.parallel](path, options, plan)
+    lines, details = _VIEWS[options.parallel](path, options, plan)
     print("\n".join(lines))
     _draw(path, values, plan)
     if values.report is not None:
-        content = {"command": "plan", "task": path, **plan.as_json(), **told}
+        content = {"command": "plan", "task": path, **plan.as_json(), **details}
         write_report(values.report, content | {"versions": versions()})
     for name in ("draw", "trace", "report"):
         if getattr(values, name) is not None:
@@ -50,7 +50,7 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
 
 
 def _devices(options: TrainOptions) -> list[str]:
-    """The devices for trials. Without trials two, if there are two, to time a tiny model on."""
+    """The devices for trials. Without trials, two if available, to time a tiny model."""
     if options.num_trials:
         try:
             return device_lib.choose_devices(num_devices=options.num_devices)
@@ -63,7 +63,7 @@ def _devices(options: TrainOptions) -> list[str]:
 
 
 def _command(path: str, options: TrainOptions, candidate: Candidate) -> str:
-    """The command that trains a task as a candidate says."""
+    """Returns the command that trains a task on a candidate's mesh."""
     mesh, parallelism = candidate.mesh, candidate.parallelism
     parts = [f"tfparallel train {shlex.quote(path)} --parallel={parallelism}"]
     if parallelism == "hybrid":
@@ -79,7 +79,7 @@ def _command(path: str, options: TrainOptions, candidate: Candidate) -> str:
                 parts.append(f"--{name}={getattr(options, name)}")
     if candidate.balance not in (None, "memory" if parallelism == "model" else "time"):
         parts.append(f"--balance={candidate.balance}")
-    # A cut by memory alone is the same under any limit.
+    # A cut balanced by memory alone does not depend on the limit.
     is_limited = options.parallel != "auto" and candidate.balance not in (None, "memory")
     if is_limited and options.device_memory is not None:
         parts.append(f"--device_memory={options.device_memory}")
@@ -89,7 +89,7 @@ def _command(path: str, options: TrainOptions, candidate: Candidate) -> str:
 
 
 def _all_meshes(path: str, options: TrainOptions, plan: Plan) -> _View:
-    """Every mesh, ranked, and why the first is it."""
+    """Lists all meshes by rank, and why the first is best."""
     first = plan.first
     if first is None:
         head = [nothing_fits(plan)]
@@ -101,7 +101,7 @@ def _all_meshes(path: str, options: TrainOptions, plan: Plan) -> _View:
             f"  {_command(path, options, first)}",
             f"why: {plan.why}",
         ]
-    return [*head, "", *_table(plan), "", *_rests_on(plan)], {}
+    return [*head, "", *_table(plan), "", *_basis(plan)], {}
 
 
 def _table(plan: Plan) -> list[str]:
@@ -110,21 +110,26 @@ def _table(plan: Plan) -> list[str]:
     for candidate in plan.ranked:
         name = candidate.name
         measured = candidate.measured_seconds
-        own_trial = ["–" if measured is None else seconds_text(measured)] * len(head)
+        trial = ["–" if measured is None else seconds_text(measured)] * len(head)
         if candidate.prediction is None:
-            rows.append((name, *own_trial, *6 * ["–"], candidate.why_not))
+            rows.append((name, *trial, *6 * ["–"], candidate.why_not))
             continue
         if candidate.mesh.pipeline > 1:
             name += f", {candidate.num_micro_batches} micro-batches"
-        own = candidate.prediction
-        seconds = (own.step_seconds, own.passes_seconds, own.sums_seconds, own.update_seconds)
-        seconds = (*seconds, own.copies_seconds)
-        texts = (*own_trial, *map(seconds_text, seconds), size_text(candidate.held_bytes))
+        prediction = candidate.prediction
+        seconds = (
+            prediction.step_seconds,
+            prediction.passes_seconds,
+            prediction.sums_seconds,
+            prediction.update_seconds,
+        )
+        seconds = (*seconds, prediction.copies_seconds)
+        texts = (*trial, *map(seconds_text, seconds), size_text(candidate.held_bytes))
         rows.append((name, *texts, candidate.why_not or ""))
     return aligned(rows)
 
 
-def _rests_on(plan: Plan) -> list[str]:
+def _basis(plan: Plan) -> list[str]:
     rows = " and ".join(map(str, plan.measured_rows))
     lines = [
         f"measured in {plan.seconds:.0f} s, layer by layer, at {rows} rows; the steps are "
@@ -152,7 +157,7 @@ def _rests_on(plan: Plan) -> list[str]:
 
 
 def _layers_on_devices(path: str, options: TrainOptions, plan: Plan) -> _View:
-    """Which layers go where, on as few devices as do; on all if nobody says what one may hold."""
+    """Shows the placement of layers on as few devices as suffice; on all without a limit."""
     limit = "" if options.device_memory is None else f" of {size_text(options.device_memory)}"
     by_number = sorted(plan.ranked, key=lambda candidate: candidate.mesh.size)
     largest = {c.mesh.size: c.held_bytes for c in by_number if c.prediction is not None}
@@ -166,9 +171,9 @@ def _layers_on_devices(path: str, options: TrainOptions, plan: Plan) -> _View:
             "",
         ]
     else:
-        held = first.prediction.held_bytes
+        bytes_by_device = first.prediction.held_bytes
         stages = [stage.as_json() for stage in first.prediction.stages]
-        stages = [{**stage, "held_bytes": held[stage["device"]]} for stage in stages]
+        stages = [{**stage, "held_bytes": bytes_by_device[stage["device"]]} for stage in stages]
         rows = [("stage", "layers", "parameters", "memory", "time", "received a batch")]
         rows += [
             (str(index), _names(stage["layers"]), size_text(stage["parameter_bytes"]),
@@ -209,14 +214,14 @@ def _what_fits(path, options, plan, first, limit) -> list[str]:
             f"--global_batch_size={options.global_batch_size}{memory}",
         ]
     parallelism = "none"
-    if plan.num_devices > 1:  # What fits one is faster on copies than on parts.
+    if plan.num_devices > 1:  # A model that fits one device is faster replicated than split.
         parallelism = "data"
         line = line.replace("--parallel=none", f"--parallel=data --num_devices={plan.num_devices}")
     return [f"fits one device{limit}; take --parallel={parallelism}; the command:", f"  {line}"]
 
 
 def _one_pipeline(path: str, options: TrainOptions, plan: Plan) -> _View:
-    """What each device of a pipeline does, and when."""
+    """Shows the timeline of each device of a pipeline."""
     (candidate,) = plan.ranked
     if candidate.prediction is None:
         raise UsageError(f"The model cannot be trained in this pipeline: {candidate.why_not}.")
@@ -231,7 +236,7 @@ def _one_pipeline(path: str, options: TrainOptions, plan: Plan) -> _View:
         for index, stage in enumerate(stages)
     ]  # fmt: skip
     serial = step - prediction.passes_seconds + sum(timeline.busy)
-    most = schedule.most_in_flight()
+    most_in_flight = schedule.most_in_flight()
     lines = [
         f"{_title(path, candidate)}; the command:",
         f"  {_command(path, options, candidate)}",
@@ -247,8 +252,10 @@ def _one_pipeline(path: str, options: TrainOptions, plan: Plan) -> _View:
         f"{theoretical_bubble(schedule):.0%}",
         *(
             f"device {device}: holds {number} at most of the micro-batches' activations, "
-            f"{size_text(held)} in all"
-            for device, (number, held) in enumerate(zip(most, prediction.held_bytes, strict=True))
+            f"{size_text(size_bytes)} in all"
+            for device, (number, size_bytes) in enumerate(
+                zip(most_in_flight, prediction.held_bytes, strict=True)
+            )
         ),
     ]
     if candidate.why_not is not None:
@@ -258,7 +265,7 @@ def _one_pipeline(path: str, options: TrainOptions, plan: Plan) -> _View:
         "num_micro_batches": schedule.num_micro_batches,
         "stages": stages,
         "held_bytes": list(prediction.held_bytes),
-        "most_in_flight": most,
+        "most_in_flight": most_in_flight,
         "step_seconds": step,
         "one_after_the_other_seconds": serial,
         "bubble": timeline.bubble,
@@ -285,7 +292,7 @@ def _title(path: str, candidate: Candidate) -> str:
 
 
 def _draw(path: str, values: flags.FlagValues, plan: Plan) -> None:
-    """Draws the timeline of a pipeline, and writes it as a trace, where that is asked for."""
+    """Draws the timeline of a pipeline, and writes it as a trace, if requested."""
     if values.trace is None and values.draw is None:
         return
     timeline = plan.ranked[0].prediction.timeline

@@ -1,4 +1,4 @@
-"""`tfparallel plan all_reduce`: what an all-reduce would take on a cluster that is not there."""
+"""`tfparallel plan all_reduce`: predicts the time of an all-reduce on a hypothetical cluster."""
 
 import json
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from tfparallel.texts import aligned, size_text
 __all__ = ["problems", "run"]
 
 _MAX_RANKS = 2**16
-# Packets of trees are counted in Python, a message at a time.
+# The simulation of trees counts packets in Python, one message at a time.
 _MAX_TREE_RANKS = 256
 
 
@@ -61,7 +61,7 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
 
 
 def problems(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
-    """What is wrong beyond the rows of the flags."""
+    """Returns the problems of the flags beyond their rows."""
     problems = []
     if values.ranks is None or not 2 <= values.ranks <= _MAX_RANKS:
         problems.append(
@@ -92,11 +92,11 @@ def _fitted(path) -> CostModel:
     try:
         with open(path, encoding="utf-8") as file:
             models = json.load(file)["models"]
-        # That of most times, where several transports were measured.
-        found = max(models.values(), key=lambda model: len(model["residuals"]))
+        # If several transports were measured, take the one with the most times.
+        fields = max(models.values(), key=lambda model: len(model["residuals"]))
         return CostModel(
-            found["alpha"], found["beta"], found["gamma"], found["fixed"], found["transport"],
-            residuals=tuple(found["residuals"]),
+            fields["alpha"], fields["beta"], fields["gamma"], fields["fixed"], fields["transport"],
+            residuals=tuple(fields["residuals"]),
         )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(

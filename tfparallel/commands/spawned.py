@@ -1,4 +1,4 @@
-"""What each worker of `tfparallel.spawn` runs: `python -m tfparallel.commands.spawned FOLDER`."""
+"""The program of a `tfparallel.spawn` worker: `python -m tfparallel.commands.spawned FOLDER`."""
 
 import importlib
 import linecache
@@ -17,7 +17,7 @@ __all__ = ["main"]
 
 
 def main(folder: str) -> int:
-    """Calls the function that the folder holds; the chief writes there what it returns.
+    """Calls the function stored in the folder; the chief writes its result there.
 
     Returns:
         The exit code: 1 if the function raised.
@@ -25,20 +25,20 @@ def main(folder: str) -> int:
     cluster = Cluster.from_env()
     with open(os.path.join(folder, "call.pickle"), "rb") as file:
         settings = pickle.load(file)
-        # GPUs are hidden before TensorFlow looks for them.
+        # Hide GPUs before TensorFlow looks for them.
         if settings["device_type"] != "cpu" and has_nvidia_gpu():
             os.environ.update(cluster.device_environment())
         sys.argv[:] = settings["argv"]
         linecache.cache.update(settings["sources"])
         if settings["names_tensorflow"]:
-            # Now and quietly; else with the function's modules, and its chatter.
+            # Load TensorFlow now, quietly; otherwise unpickling would load it, with its chatter.
             prepare()
         _set_up_devices(settings["num_devices"], settings["device_type"])
         function, args, kwargs = pickle.load(file)
     try:
         result = function(*args, **kwargs)
     except Exception as error:
-        # From the function's own frame on.
+        # Start at the function's own frame.
         traceback.print_exception(error.with_traceback(error.__traceback__.tb_next))
         return 1
     if cluster.is_chief:
@@ -48,7 +48,7 @@ def main(folder: str) -> int:
 
 def _set_up_devices(num_devices, device_type):
     if num_devices is None and device_type != "gpu":
-        # A function that needs no TensorFlow does not wait for it.
+        # A function that does not use TensorFlow need not wait for it.
         return
     devices = importlib.import_module("tfparallel.devices")
     if device_type == "cpu":
@@ -63,7 +63,7 @@ def _write_result(folder: str, result: Any) -> None:
     try:
         with open(f"{path}.unfinished", "wb") as file:
             cloudpickle.dump(result, file)
-    # What a class's own code raises when it is pickled can be anything.
+    # A class's own pickling code may raise anything.
     except Exception as error:
         raise RuntimeError(
             "What the function returned must be something that another process can be sent. "

@@ -1,6 +1,6 @@
-"""What a command on a task file begins with: the type to compute in, a plan, the parallelism.
+"""The common setup of commands on a task file: precision, plan and parallelism.
 
-Under `--parallel=auto` the parallelism is the one that the plan puts first.
+With `--parallel=auto`, the parallelism is the plan's first candidate.
 """
 
 import dataclasses
@@ -39,12 +39,12 @@ _OF_A_PIPELINE = ("num_micro_batches", "schedule", "chunks_per_device", "recompu
 
 
 def use_precision(precision: str | None) -> None:
-    """Makes all layers that are made from now on compute in a type.
+    """Sets the dtype policy of all layers created from now on.
 
-    Call it before the task file is imported, which may make layers.
+    Call it before importing the task file, which may create layers.
 
     Args:
-        precision: What `--precision` says; None leaves Keras's own.
+        precision: The value of `--precision`; None keeps Keras's default.
     """
     if precision is not None:
         keras.config.set_floatx("float64" if precision == "float64" else "float32")
@@ -54,39 +54,38 @@ def use_precision(precision: str | None) -> None:
 def compiling(
     compile_model: Callable[[keras.Model], None], jit_compile: bool | None
 ) -> Callable[[keras.Model], None]:
-    """What compiles a task's model as the task does, and for XLA as the flag says.
+    """Returns a function that compiles a task's model, and applies `--jit_compile`.
 
     Args:
-        compile_model: The task's own.
-        jit_compile: What `--jit_compile` says; None leaves the task's choice.
+        compile_model: The task's function.
+        jit_compile: The value of `--jit_compile`; None keeps the task's choice.
     """
 
-    def compile_as_asked(model: keras.Model) -> None:
+    def compile_with_flag(model: keras.Model) -> None:
         compile_model(model)
         if jit_compile is not None:
             model.jit_compile = jit_compile
             if (saved := compile_arguments(model)) is not None:
                 saved["jit_compile"] = model.jit_compile
 
-    return compile_as_asked
+    return compile_with_flag
 
 
 def start_chosen_parallelism(
     path: str, options: TrainOptions, facts: Mapping[str, Any]
 ) -> tuple[Parallelism, TrainOptions, Plan | None]:
-    """Starts the parallelism that the flags name; under `--parallel=auto` the one that is planned.
+    """Starts the parallelism named by the flags; with `--parallel=auto`, the planned one.
 
     Args:
         path: The task file.
-        options: What the flags say.
-        facts: What all workers must agree on.
+        options: The flags.
+        facts: Values that all workers must agree on.
 
     Returns:
-        The parallelism, the options with what was chosen, and the plan that it comes from, if it
-        does.
+        The parallelism, the options updated with the choice, and the plan, if there is one.
 
     Raises:
-        UsageError: If nothing fits; and as `start_parallelism`.
+        UsageError: If nothing fits; also the errors of `start_parallelism`.
     """
     if options.parallel != "auto":
         return start_parallelism(options, facts), options, None
@@ -100,7 +99,7 @@ def start_chosen_parallelism(
             raise UsageError(nothing_fits(plan))
     chosen = _chosen(options, first, devices)
     parallelism = start_parallelism(chosen, facts)
-    if first.mesh.pipeline > 1:  # The very stages whose step was predicted.
+    if first.mesh.pipeline > 1:  # Exactly the stages whose step was predicted.
         cut = {**parallelism.cut, "layers_per_stage": first.layers_per_stage}
         parallelism = dataclasses.replace(parallelism, cut=cut)
     parallelism.say(f"--parallel=auto takes {first.name} (--parallel={first.parallelism}): {why}")
@@ -108,7 +107,7 @@ def start_chosen_parallelism(
 
 
 def _devices(options) -> list[str]:
-    """All devices there are to choose from; the CPU is split before anything starts TensorFlow."""
+    """Returns the devices to choose from; splits the CPU before TensorFlow's runtime starts."""
     try:
         cluster = Cluster.from_env()
         if cluster.num_workers > 1 and not options.allow_independent_workers:
@@ -131,12 +130,12 @@ def _planned(path, options, devices) -> Plan:
     try:
         return plan_task(load_task(path), len(devices), options, devices)
     finally:
-        # The model that is trained has the names that it would have had without a plan.
+        # Reset Keras's name counters: the trained model gets the same names as without a plan.
         keras.backend.clear_session()
 
 
 def _chosen(options: TrainOptions, first: Candidate, devices: list[str]) -> TrainOptions:
-    """The options as if what was chosen had been asked for."""
+    """Returns the options as if the user had requested the chosen candidate."""
     mesh = first.mesh
     by_name = options.devices is not None
     chosen: dict[str, Any] = {
@@ -160,33 +159,33 @@ def _chosen(options: TrainOptions, first: Candidate, devices: list[str]) -> Trai
 def plan_task(
     task: Task, num_devices: int, options: TrainOptions, devices: Sequence[str]
 ) -> Plan:
-    """Plans so many devices for a task, and shows on stderr what is measured.
+    """Plans a task on `num_devices` devices, and shows the progress on stderr.
 
     Args:
         task: The task.
-        num_devices: How many devices there are.
-        options: What the flags say; of `parallel`, what is planned: "auto", "model" or "pipeline".
-        devices: Those devices; used for `--num_trials` alone.
+        num_devices: The number of devices.
+        options: The flags; `parallel` selects the plan: "auto", "model" or "pipeline".
+        devices: The devices; used only for `--num_trials`.
 
     Raises:
-        UsageError: If the model's layers cannot be seen.
+        UsageError: If the model's layers cannot be determined.
         TaskError: If no mesh can be trained.
     """
-    asked = options.of_pipeline()
+    pipeline = options.of_pipeline()
     choices = Choices(
         batch_size=options.global_batch_size,
         device_memory=options.device_memory,
         num_micro_batches=options.num_micro_batches,
-        schedule=asked["schedule"],
-        chunks_per_device=asked["chunks_per_device"],
-        recompute=asked["recompute"],
+        schedule=pipeline["schedule"],
+        chunks_per_device=pipeline["chunks_per_device"],
+        recompute=pipeline["recompute"],
         balances=_BALANCES[options.parallel] if options.balance is None else (options.balance,),
         parallelism=options.parallel,
     )
     try:
         with Activity("building the model") as activity:
             batch = None
-            if options.num_trials:  # A mistake in it is told before anything is measured.
+            if options.num_trials:  # Report mistakes in the data before measuring anything.
                 activity.say("loading the data")
                 batch = batch_of(task, options.global_batch_size)
             plan = make_plan(
@@ -207,18 +206,18 @@ def plan_task(
 
 
 def nothing_fits(plan: Plan) -> str:
-    """Says what no mesh of a plan fits, by how much, and what to do."""
+    """Returns the error for a plan of which no mesh fits: by how much, and what to do."""
     limit = size_text(plan.choices.device_memory)
     of_devices = f"{counted(plan.num_devices, 'device')} of {limit}"
-    least = min((c for c in plan.ranked if c.held_bytes is not None), key=lambda c: c.held_bytes)
+    closest = min((c for c in plan.ranked if c.held_bytes is not None), key=lambda c: c.held_bytes)
     return (
-        f"nothing fits {of_devices}: {least.name} comes closest, {least.why_not}. "
+        f"nothing fits {of_devices}: {closest.name} comes closest, {closest.why_not}. "
         f"{what_fits(plan)}"
     )
 
 
 def what_fits(plan: Plan) -> str:
-    """Says what would make something fit, each by itself."""
+    """Returns the changes that would each make some mesh fit."""
     if not plan.would_fit:
         return "Take an optimizer with less state, or smaller layers."
     *others, last = map(str, plan.would_fit)
@@ -228,12 +227,12 @@ def what_fits(plan: Plan) -> str:
 def trial_builder(
     task: Task, devices: Sequence[str], options: TrainOptions
 ) -> Callable[[Candidate], keras.Model]:
-    """Returns what builds a task's model as `--parallel=auto` would on a candidate's mesh.
+    """Returns a function that builds a task's model on a candidate's mesh, as in training.
 
     Args:
         task: The task.
-        devices: Those that the plan was made for.
-        options: What the flags say.
+        devices: The devices of the plan.
+        options: The flags.
     """
     compile_model = compiling(task.compile_model, options.jit_compile)
 
@@ -248,11 +247,11 @@ def trial_builder(
         if candidate.parallelism == "hybrid":
             cut |= {"mesh": mesh, "allow_independent_workers": True}
             cut |= {"batch_normalization": options.batch_normalization}
-        own = list(devices[: mesh.size])
-        chosen = Parallelism(candidate.parallelism, own, cut=cut, shard=candidate.shard)
+        mesh_devices = list(devices[: mesh.size])
+        chosen = Parallelism(candidate.parallelism, mesh_devices, cut=cut, shard=candidate.shard)
         try:
             model = chosen.build(task.build_model)
-        except UsageError as error:  # Of this mesh, and not of the next.
+        except UsageError as error:  # Only this mesh is unsuitable.
             raise ValueError(str(error)) from error
         compile_model(model)
         return model

@@ -1,4 +1,4 @@
-"""`tfparallel trace FOLDER`: what each worker of a job did last, and who was waited for."""
+"""`tfparallel trace FOLDER`: shows what each worker did last, and which one the others awaited."""
 
 import json
 import os
@@ -13,7 +13,7 @@ __all__ = ["problems", "run"]
 
 
 def problems(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
-    """What is wrong with the folder."""
+    """Returns the problems of the folder."""
     problems = []
     if len(positional) != 1:
         problems.append(
@@ -30,7 +30,7 @@ def problems(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
 
 
 def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
-    """Says it, and returns the exit code."""
+    """Prints the last events of each worker, and returns the exit code."""
     try:
         records = read_job(positional[0])
     except (ValueError, OSError) as error:

@@ -43,15 +43,15 @@ from tfparallel.user_log import notice
 
 __all__ = ["run"]
 
-_NUM_EVENTS = 4000  # Of each worker's flight record, the last.
+_NUM_EVENTS = 4000  # The last ones of each worker's flight record.
 
 
 def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
-    """Trains the task file as the flags say, and returns the exit code.
+    """Trains the task file according to the flags, and returns the exit code.
 
     Raises:
-        TaskError: If the task file breaks its contract.
-        UsageError: If the devices or the checkpoint do not fit the flags.
+        TaskError: If the task file violates its contract.
+        UsageError: If the devices or the checkpoint do not match the flags.
     """
     started = time.perf_counter()
     (path,) = positional
@@ -59,8 +59,8 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
         report, is_chief = _train(path, values, TrainOptions.of(values))
     if values.report is not None and is_chief:
         seconds = time.perf_counter() - started
-        told = {"command": "train", **report, "wall_time_seconds": seconds}
-        write_report(values.report, told)
+        content = {"command": "train", **report, "wall_time_seconds": seconds}
+        write_report(values.report, content)
     if "failure" in report:
         print(f"tfparallel train: {report['failure']}", file=sys.stderr)
         return 1
@@ -72,14 +72,14 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
 
 
 def _train(path, values, options: TrainOptions) -> tuple[dict[str, Any], bool]:
-    """Returns what a report says of the training, and whether this process speaks for all."""
-    # Before the task file is imported: its imports may start TensorFlow's
-    # runtime, and the CPU cannot be split after that.
+    """Returns the training's report, and whether this process is the chief."""
+    # Before the task file is imported: its imports may start TensorFlow's runtime, after which
+    # the CPU cannot be split.
     parallelism, options, plan = start_chosen_parallelism(path, options, _facts(path, values))
     use_precision(values.precision)
     keras.utils.set_random_seed(values.seed)
     task = load_task(path)
-    own_callbacks = _callbacks(task, values.callbacks)
+    task_callbacks = _callbacks(task, values.callbacks)
     train_data, validation_data = task.load_data()
     try:
         batches = EpochBatches(
@@ -98,7 +98,7 @@ def _train(path, values, options: TrainOptions) -> tuple[dict[str, Any], bool]:
         for name in ("seed", "global_batch_size", "steps_per_epoch")
     }
 
-    # Again, so that the weights do not depend on what load_data drew.
+    # Again: the initial weights must not depend on load_data's random numbers.
     keras.utils.set_random_seed(values.seed)
     model = parallelism.build(task.build_model)
     compiling(task.compile_model, values.jit_compile)(model)
@@ -109,7 +109,7 @@ def _train(path, values, options: TrainOptions) -> tuple[dict[str, Any], bool]:
     )
     step_time, sent_bytes = StepTime(), SentBytes()
     callbacks = [batches, NaNGuard(stop=values.stop_on_nan), step_time, sent_bytes]
-    callbacks += own_callbacks
+    callbacks += task_callbacks
     if values.tensorboard is not None:
         callbacks.append(keras.callbacks.TensorBoard(values.tensorboard))
     size = parallelism.text_of_size
@@ -134,7 +134,7 @@ def _train(path, values, options: TrainOptions) -> tuple[dict[str, Any], bool]:
         callbacks.append(preemption)
     recorder: Any = contextlib.nullcontext()
     if parallelism.workers is None and not parallelism.num_servers:
-        # Workers that are to know nothing of each other have records of their own, too.
+        # Independent workers each keep a record, too.
         recorder = FlightRecorder.if_enabled(int(os.environ.get("RANK", "0")), 1)
         if isinstance(recorder, FlightRecorder):
             callbacks = [recorder.step_end, *callbacks, recorder]
@@ -146,8 +146,8 @@ def _train(path, values, options: TrainOptions) -> tuple[dict[str, Any], bool]:
                 epochs=values.epochs or task.epochs or 1,
                 validation_data=validation,
                 callbacks=callbacks,
-                shuffle=False,  # The batches come shuffled.
-                verbose=0,  # `EpochLines` speaks.
+                shuffle=False,  # The batches are already shuffled.
+                verbose=0,  # `EpochLines` prints the progress.
             )
     except ForeignCheckpointError as error:
         raise UsageError(str(error)) from error
@@ -161,7 +161,7 @@ def _train(path, values, options: TrainOptions) -> tuple[dict[str, Any], bool]:
     if parallelism.workers is not None:  # Before the workers exchange their records.
         traffic = parallelism.workers.traffic
         sent, num_sums = traffic.read(), traffic.num_sums
-    records = _records_of_all(parallelism.workers, bool(values.report or values.trace))
+    records = _gather_records(parallelism.workers, bool(values.report or values.trace))
     if values.trace and parallelism.is_chief:
         if records:
             with open(values.trace, "w", encoding="utf-8") as file:
@@ -174,7 +174,7 @@ def _train(path, values, options: TrainOptions) -> tuple[dict[str, Any], bool]:
         with chief_only.path_of_chief(values.save, parallelism.is_chief) as save_path:
             model.save(save_path)
     report = {
-        "configuration": {"task": path, **options.told(values)},
+        "configuration": {"task": path, **options.configuration(values)},
         "model": {"name": model.name, "num_parameters": model.count_params()},
         "data": _report_of_data(parallelism, batches, model, values.global_batch_size),
         "versions": versions(),
@@ -196,22 +196,22 @@ def _train(path, values, options: TrainOptions) -> tuple[dict[str, Any], bool]:
     if checkpoint is not None and checkpoint.resumed is not None:
         report["resumed_at_epoch"] = checkpoint.resumed["epoch"] + 1
         report["resumed_at_step"] = checkpoint.resumed["step"]
-    kept = {key: value for key, value in report.items() if value not in (None, {})}
-    return kept, parallelism.is_chief
+    non_empty = {key: value for key, value in report.items() if value not in (None, {})}
+    return non_empty, parallelism.is_chief
 
 
-def _callbacks(task: Task, are_wanted: bool | None) -> list[keras.callbacks.Callback]:
-    """Those of the task file."""
-    if are_wanted and not task.has_callbacks:
+def _callbacks(task: Task, is_enabled: bool | None) -> list[keras.callbacks.Callback]:
+    """Returns the callbacks of the task file."""
+    if is_enabled and not task.has_callbacks:
         raise UsageError(
             "--callbacks needs a function callbacks() in the task file, which returns a list of "
             f"Keras callbacks. Received: --callbacks with {task.path}, which has none."
         )
-    return [] if are_wanted is False else task.callbacks()
+    return [] if is_enabled is False else task.callbacks()
 
 
 def _facts(path: str, values: flags.FlagValues) -> dict[str, Any]:
-    """What the workers of one job must agree on."""
+    """Returns the facts that all workers of a job must agree on."""
     with open(path, "rb") as file:
         digest = hashlib.sha256(file.read()).hexdigest()[:16]
     names = ("seed", "global_batch_size", "epochs", "steps_per_epoch")
@@ -228,7 +228,7 @@ def _report_of_data(parallelism, batches, model, global_batch_size) -> dict[str,
 
 
 def _report_of_parallelism(parallelism: Parallelism, model: keras.Model) -> dict[str, Any]:
-    """Where the model was trained, and how its weights were updated."""
+    """Reports where the model was trained, and how its weights were updated."""
     report: dict[str, Any] = {
         "devices": parallelism.devices,
         "num_workers": parallelism.num_workers,
@@ -251,23 +251,23 @@ def _report_of_parallelism(parallelism: Parallelism, model: keras.Model) -> dict
         report["compression"] = parallelism.strategy.compression
     if parallelism.num_servers:
         report |= {"num_servers": parallelism.num_servers, "staleness": model.staleness}
-        report["num_reductions"] = 0  # Nothing is summed between workers.
+        report["num_reductions"] = 0  # Asynchronous workers sum nothing.
         number, of_a_step = model.staleness["updates"], model.bytes_of_a_step
         report["sent_bytes"] = {name: number * size for name, size in of_a_step.items()}
     return report
 
 
 def _build(model: keras.Model, dataset: tf.data.Dataset) -> None:
-    """Makes the variables of a model that waits for its first batch: a checkpoint has them too."""
+    """Builds a model that is built by its first batch: a checkpoint needs its variables."""
     if not model.built:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(next(iter(dataset)))
         model(x)
 
 
 @contextlib.contextmanager
-def _folder_for_records(are_wanted: bool) -> Iterator[None]:
-    """Makes a folder for flight records, where no launcher has."""
-    if not are_wanted or os.environ.get(FOLDER):
+def _folder_for_records(is_enabled: bool) -> Iterator[None]:
+    """Creates a folder for flight records, unless the launcher has."""
+    if not is_enabled or os.environ.get(FOLDER):
         yield
         return
     with tempfile.TemporaryDirectory(prefix="tfparallel_flight_") as folder:
@@ -278,30 +278,30 @@ def _folder_for_records(are_wanted: bool) -> Iterator[None]:
             del os.environ[FOLDER]
 
 
-def _records_of_all(workers: ProcessGroup | None, is_wanted: bool) -> list[WorkerRecord]:
-    """The flight records of all workers, on each of them, if one wants them and all recorded.
+def _gather_records(workers: ProcessGroup | None, wants_records: bool) -> list[WorkerRecord]:
+    """Gathers the flight records of all workers, if any worker wants them and all have one.
 
-    All workers call it, whatever they want.
+    A collective: all workers must call it.
     """
 
-    def exchange(own):
-        return [own] if workers is None else workers.exchange(own, "the records of steps")
+    def exchange(value):
+        return [value] if workers is None else workers.exchange(value, "the records of steps")
 
     try:
-        found = exchange(_own_record()) if any(exchange(is_wanted)) else []
-    except (tf.errors.OpError, WorkerLostError):  # A worker has ended: what was trained is there.
+        records = exchange(_local_record()) if any(exchange(wants_records)) else []
+    except (tf.errors.OpError, WorkerLostError):  # A worker has ended; the training is complete.
         return []
-    if not all(found):
+    if not all(records):
         return []
     return [
         WorkerRecord(
             each["about"], {}, Event(*each["now"]), "", tuple(Event(*e) for e in each["events"])
         )
-        for each in found
+        for each in records
     ]
 
 
-def _own_record() -> dict[str, Any] | None:
+def _local_record() -> dict[str, Any] | None:
     if Marks.current is None:
         return None
     record = read_record(Marks.current.record.path)

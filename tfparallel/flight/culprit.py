@@ -90,7 +90,7 @@ def with_errors(
         text += "; --log_dir=DIR keeps the whole traceback"
     else:
         text += f"; the whole traceback is in {log_dir}"
-    culprit = dataclasses.replace(culprit, tail=(), told=text)
+    culprit = dataclasses.replace(culprit, tail=(), error_note=text)
     # Workers with the same error failed on their own, even if the first had ended before them.
     exits = tuple(
         dataclasses.replace(exit_, stopped=False) if exit_.worker in alike else exit_

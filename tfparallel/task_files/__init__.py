@@ -1,1 +1,1 @@
-"""The task files that `tfparallel init` writes: with a sample of data, or for a user's own file."""
+"""The task files written by `tfparallel init`: with sample data, or for a user's data file."""

@@ -1,4 +1,4 @@
-"""What is in a user's data file, and the lines that read it: for `tfparallel init`."""
+"""Inspects a user's data file, and generates the code that reads it, for `tfparallel init`."""
 
 import csv
 import dataclasses
@@ -21,16 +21,16 @@ __all__ = [
 ]
 
 _MOST_CLASSES = 100
-_ENCODING = "utf-8-sig"  # UTF-8; the mark with which Excel begins a file is no part of it.
+_ENCODING = "utf-8-sig"  # UTF-8, without the byte order mark that Excel writes.
 _OTHER_DELIMITERS = {";": "';'", "\t": "tabs", "|": "'|'"}
 
 
-# Features are numbered: a column may have a name that Keras does not take.
+# Features are numbered: Keras may not accept a column's name.
 _OF_COLUMNS = {
     "NUMBERS": ("number", "[[float(row[name])] for row in rows]", "float_normalized"),
     "WORDS": ("word", "[[row[name]] for row in rows]", "string_categorical"),
 }
-_UNKNOWN = "[UNK]"  # What FeatureSpace calls a word that it has not seen.
+_UNKNOWN = "[UNK]"  # FeatureSpace's token for an unknown word.
 _SHUFFLE = "rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]\n"
 _FEATURES = """
 space = FeatureSpace(features, output_mode="concat")
@@ -42,21 +42,21 @@ return (x[:end], y[:end]), (x[end:], y[end:])
 
 
 class DataFileError(ValueError):
-    """A data file that a task cannot be written for; the text says what is required."""
+    """A data file that does not suit the task; the text says what is required."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DataFile:
-    """A data file.
+    """The generated code for a data file.
 
     Attributes:
-        summary: What was found in it.
-        imports: What its lines need.
-        constants: What the model must know of it.
-        load: The lines that read it.
+        summary: A summary of its content.
+        imports: The imports of the code.
+        constants: The constants that the model needs.
+        load: The code that reads it.
         has_classes: Whether the targets are classes.
-        split: The lines that return its rows for training and validation; None for the template's.
-        scale: Mean and deviation of targets that are numbers; None where the model need not know.
+        split: The code that returns the rows for training and validation; None for the template's.
+        scale: Mean and deviation of numeric targets; None if the model does not need them.
     """
 
     summary: str
@@ -69,20 +69,20 @@ class DataFile:
 
 
 def read_data_file(kind: str, path: str, task_path: str, target: str | None) -> DataFile:
-    """Looks into a data file.
+    """Inspects a data file.
 
     Args:
         kind: "image", "table", "text" or "series".
-        path: Its path, of a file that exists.
-        task_path: That of the task file, which names it from where it is itself.
-        target: The column of a .csv file to be predicted; None for the last of a table, and the
-            first of a series.
+        path: The path of an existing file.
+        task_path: The path of the task file, which refers to the data by a relative path.
+        target: The column of a .csv file to predict; None for the last of a table, and the first
+            of a series.
 
     Raises:
-        DataFileError: If what is in it does not suit the kind.
+        DataFileError: If its content does not suit the kind.
     """
-    seen = os.path.relpath(path, os.path.dirname(os.path.abspath(task_path)))
-    named = f"DATA = pathlib.Path(__file__).parent / {seen!r}\n"
+    relative_path = os.path.relpath(path, os.path.dirname(os.path.abspath(task_path)))
+    named = f"DATA = pathlib.Path(__file__).parent / {relative_path!r}\n"
     try:
         if kind == "text":
             return _text(path, named)
@@ -94,22 +94,22 @@ def read_data_file(kind: str, path: str, task_path: str, target: str | None) -> 
 
 
 def lines_of_images(shape: Sequence[int]) -> str:
-    """The constants of a task on images of that height, width and number of channels."""
+    """Returns the constants of a task on images of shape (height, width, channels)."""
     return f"SHAPE = {tuple(shape)}  # Height, width, channels.\n"
 
 
 def lines_of_table(num_inputs: int) -> str:
-    """The constants of a task on so many columns of numbers."""
+    """Returns the constants of a task on `num_inputs` numeric columns."""
     return f"NUM_INPUTS = {num_inputs}\n"
 
 
 def lines_of_text() -> str:
-    """The constants of a task on a text."""
+    """Returns the constants of a task on a text."""
     return "LENGTH = 64  # The model reads so many characters at a time.\n"
 
 
 def lines_of_series(length: int, num_series: int) -> str:
-    """The constants of a task on series, of which the model looks back `length` steps."""
+    """Returns the constants of a task on series; the model looks back `length` steps."""
     return f"LENGTH = {length}  # The model looks back so many steps.\nNUM_SERIES = {num_series}\n"
 
 
@@ -136,7 +136,7 @@ def _npz(kind, path, named) -> DataFile:
         )
     imports = "import pathlib\n"
     if kind == "series":
-        constants = named + _looking_back(x.shape[1] if x.ndim == 2 else 1, len(x))
+        constants = named + _series_constants(x.shape[1] if x.ndim == 2 else 1, len(x))
         load = 'with np.load(DATA) as arrays:\n    values = arrays["x"]\n'
         return DataFile(f"{len(x):,} steps", imports, constants, load, False)
     y = arrays["y"]
@@ -195,7 +195,7 @@ def _arrays(path, needed) -> dict[str, np.ndarray]:
     except DataFileError:
         raise
     except ValueError as error:
-        # NumPy has read the header of an array of Python objects, which only pickle can read.
+        # The array holds Python objects, which only pickle can read.
         name = next(name for name in needed if name not in arrays)
         raise DataFileError(
             "The arrays must hold numbers; Python objects are pickled, and pickles are not read, "
@@ -206,7 +206,7 @@ def _arrays(path, needed) -> dict[str, np.ndarray]:
 
 
 def _rows(path) -> tuple[list[str], list[dict[str, str]]]:
-    """The names in a .csv file's first line, and a row for each line below it."""
+    """Returns the names in a .csv file's first line, and its rows."""
     with open(path, newline="", encoding=_ENCODING) as file:
         reader = csv.DictReader(file)
         try:
@@ -244,7 +244,7 @@ def _csv(kind, path, named, target) -> DataFile:
     chosen = target
     if chosen is None and names:
         chosen = names[-1] if kind == "table" else next(iter(of_numbers), None)
-    # A column of many different texts, as of names or notes, says nothing of the next row.
+    # A column of many different texts, such as names or notes, does not generalize to new rows.
     of_words = [
         name
         for name in names
@@ -263,15 +263,15 @@ def _csv(kind, path, named, target) -> DataFile:
         if chosen not in of_numbers:
             raise DataFileError(f"The column must hold numbers. Received: --target={chosen}.")
         columns = [chosen, *(name for name in inputs if name in of_numbers)]
-        constants = f"{named}COLUMNS = {_listed(columns)}  # The first is predicted.\n"
-        constants += _looking_back(len(columns), len(rows))
+        constants = f"{named}COLUMNS = {_list_literal(columns)}  # The first is predicted.\n"
+        constants += _series_constants(len(columns), len(rows))
         read += "values = np.array([[float(row[name]) for name in COLUMNS] for row in rows])\n"
         summary = f"{len(rows):,} steps of {chosen}"
         return DataFile(summary, "import csv\nimport pathlib\n", constants, read, False)
     numbers = [name for name in inputs if name in of_numbers]
     words = [name for name in inputs if name in of_words]
-    found = _table(rows, chosen, chosen in of_numbers, numbers, words)
-    if found is None:
+    table = _table(rows, chosen, chosen in of_numbers, numbers, words)
+    if table is None:
         raise DataFileError(
             f"A column of numbers, or of at most {_MOST_CLASSES} classes, is required. Received: "
             f"--target={chosen} with {len({row[chosen] for row in rows})} different texts."
@@ -279,28 +279,28 @@ def _csv(kind, path, named, target) -> DataFile:
     left_out = [name for name in names if name not in inputs and name != chosen]
     if left_out:
         many = f"; left out, since of more than {_MOST_CLASSES} different texts: "
-        found = dataclasses.replace(found, summary=found.summary + many + ", ".join(left_out))
-    return dataclasses.replace(found, constants=named + found.constants, load=read + found.load)
+        table = dataclasses.replace(table, summary=table.summary + many + ", ".join(left_out))
+    return dataclasses.replace(table, constants=named + table.constants, load=read + table.load)
 
 
 def _table(rows, target, is_number, numbers, words) -> DataFile | None:
-    """The lines of a table; None if its target is neither a number nor a class."""
+    """Returns the code for a table; None if its target is neither a number nor a class."""
     texts = [row[target] for row in rows]
     classes = sorted(set(texts))
     is_whole = all(text.strip().lstrip("-").isdigit() for text in classes)
     has_classes = len(classes) <= _MOST_CLASSES and (is_whole or not is_number)
     if not has_classes and not is_number:
         return None
-    # As the task file does it: what the rows for validation hold must not shape the features.
+    # The same split as in the task file: validation rows must not shape the features.
     order = np.random.default_rng(0).permutation(len(rows))
-    for_training = [rows[i] for i in order[: len(rows) * 4 // 5]]
-    known = [{row[name] for row in for_training} - {_UNKNOWN} for name in words]
-    num_inputs = len(numbers) + sum(len(texts) + 1 for texts in known)
+    training_rows = [rows[i] for i in order[: len(rows) * 4 // 5]]
+    vocabularies = [{row[name] for row in training_rows} - {_UNKNOWN} for name in words]
+    num_inputs = len(numbers) + sum(len(texts) + 1 for texts in vocabularies)
     constants = f"TARGET = {_quoted(target)}\n"
     if numbers:
-        constants += f"NUMBERS = {_listed(numbers)}\n"
+        constants += f"NUMBERS = {_list_literal(numbers)}\n"
     if words:
-        constants += f"WORDS = {_listed(words)}  # Of a few different texts.\n"
+        constants += f"WORDS = {_list_literal(words)}  # Of a few different texts.\n"
     about = "  # One for each number and each word, and one for unknown words."
     constants += f"NUM_INPUTS = {num_inputs}{about if words else ''}\n"
     load, scale = _SHUFFLE, None
@@ -312,12 +312,12 @@ def _table(rows, target, is_number, numbers, words) -> DataFile | None:
             load += f'    columns[f"{noun}_{{i}}"] = {values}\n'
             load += f'    features[f"{noun}_{{i}}"] = FeatureSpace.{feature}()\n'
     if has_classes:
-        constants += f"CLASSES = {_listed(classes)}\nNUM_CLASSES = len(CLASSES)\n"
+        constants += f"CLASSES = {_list_literal(classes)}\nNUM_CLASSES = len(CLASSES)\n"
         load += "y = np.array([CLASSES.index(row[TARGET]) for row in rows])\n"
         what = f"{len(classes)} classes of {target}"
     else:
         load += 'y = np.array([[float(row[TARGET])] for row in rows], "float32")\n'
-        scale = _scale_of(np.array([float(row[target]) for row in for_training]))
+        scale = _scale_of(np.array([float(row[target]) for row in training_rows]))
         what = f"the number {target}"
     imports = "import csv\nimport pathlib\n"
     summary = f"{len(rows):,} rows, {what} from {len(numbers) + len(words)} columns"
@@ -325,12 +325,12 @@ def _table(rows, target, is_number, numbers, words) -> DataFile | None:
 
 
 def _scale_of(y) -> tuple[float, float]:
-    """Mean and deviation of targets, to a few digits: enough for the size of an output."""
+    """Returns the mean and deviation of targets, rounded: enough to scale the output."""
     mean, deviation = float(np.mean(y)), float(np.std(y))
     return float(f"{mean:.4g}"), float(f"{deviation:.4g}") or 1.0
 
 
-def _looking_back(num_series: int, num_steps: int) -> str:
+def _series_constants(num_series: int, num_steps: int) -> str:
     length = min(48, num_steps // 10)
     if length < 2:
         raise DataFileError(f"A series of at least 20 steps is required. Received: {num_steps}.")
@@ -338,11 +338,11 @@ def _looking_back(num_series: int, num_steps: int) -> str:
 
 
 def _are_numbers(rows, name: str, path: str) -> bool:
-    """Whether a column holds numbers; an error if it holds numbers, and nothing in some rows."""
+    """Whether a column holds numbers; raises if a numeric column is empty in some rows."""
     empty = [index for index, row in enumerate(rows) if not (row[name] or "").strip()]
     try:
-        given = (row[name] for row in rows if (row[name] or "").strip())
-        are_numbers = all(np.isfinite(float(text)) for text in given)
+        texts = (row[name] for row in rows if (row[name] or "").strip())
+        are_numbers = all(np.isfinite(float(text)) for text in texts)
     except (TypeError, ValueError):
         return False
     if are_numbers and 0 < len(empty) < len(rows):
@@ -358,7 +358,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _listed(names: Sequence[str]) -> str:
+def _list_literal(names: Sequence[str]) -> str:
     line = f"[{', '.join(map(_quoted, names))}]"
     if len(line) <= 80:
         return line

@@ -18,15 +18,15 @@ __all__ = ["task_file"]
 
 @dataclasses.dataclass(frozen=True)
 class _Template:
-    """What a task file of a kind consists of.
+    """The parts of a task file of one kind.
 
     Attributes:
-        imports: Of the file, beside Keras and NumPy.
-        constants: Of the sample; those of a data file come from what is in it.
-        layers: Of the model, behind its input.
-        epochs: How often to pass over the data.
-        sample: How `load_data` makes a sample.
-        rest: What `load_data` does with it, and with a data file's content.
+        imports: Imports in addition to Keras and NumPy.
+        constants: The sample's constants; a data file brings its own.
+        layers: The layers of the model, with its input.
+        epochs: The number of epochs.
+        sample: The code in `load_data` that generates the sample.
+        rest: The code in `load_data` that prepares and splits the data.
     """
 
     constants: str
@@ -186,14 +186,14 @@ def task_file(kind: str, data: DataFile | None, commands: Sequence[str]) -> str:
     Args:
         kind: The name of one of `KINDS`.
         data: The user's own data; None for a sample.
-        commands: What its first lines tell to run.
+        commands: The commands shown in its docstring.
     """
-    found = _TEMPLATES[kind]
-    imports, rest, scaling = ["import keras\nimport numpy as np\n"], found.rest, ""
+    template = _TEMPLATES[kind]
+    imports, rest, scaling = ["import keras\nimport numpy as np\n"], template.rest, ""
     if data is None:
-        if found.imports:
-            imports.insert(0, found.imports)
-        classes, constants, load = kind in ("image", "text"), found.constants, found.sample
+        if template.imports:
+            imports.insert(0, template.imports)
+        classes, constants, load = kind in ("image", "text"), template.constants, template.sample
     else:
         imports.insert(0, data.imports)
         classes, constants, load = data.has_classes or kind == "text", data.constants, data.load
@@ -209,13 +209,13 @@ def task_file(kind: str, data: DataFile | None, commands: Sequence[str]) -> str:
         predicts=KINDS[kind].predicts,
         commands="\n".join(f"    {command}" for command in commands),
         imports="\n".join(imports),
-        epochs=found.epochs,
+        epochs=template.epochs,
         constants=constants,
-        layers=_indented(found.layers.format(num_outputs=num_outputs, scaling=scaling), 3),
-        objective=_indented(_CLASSES if classes else _NUMBERS, 2),
-        load=_indented(load.strip("\n") + "\n" + rest.strip("\n"), 1),
+        layers=_indent(template.layers.format(num_outputs=num_outputs, scaling=scaling), 3),
+        objective=_indent(_CLASSES if classes else _NUMBERS, 2),
+        load=_indent(load.strip("\n") + "\n" + rest.strip("\n"), 1),
     )
 
 
-def _indented(text: str, depth: int) -> str:
+def _indent(text: str, depth: int) -> str:
     return textwrap.indent(text.strip("\n"), "    " * depth)
