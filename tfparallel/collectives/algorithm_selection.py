@@ -232,10 +232,10 @@ def variables_on_each(devices: Sequence[str], specs: Sequence[tuple]) -> list[li
 
 def _step(ops, devices, inputs):
     def reduce():
-        terms = [list(map(_read, devices, of_all)) for of_all in inputs]
+        terms = [list(map(_read, devices, by_device)) for by_device in inputs]
         results = cross_device.all_reduce(ops, terms)
         # Reading one element of each result runs every sum, but copies little.
-        return [list(map(_first_element, devices, of_all)) for of_all in results]
+        return [list(map(_first_element, devices, by_device)) for by_device in results]
 
     traced = tf.function(reduce, autograph=False).get_concrete_function()
     return lambda: [last.numpy() for last in tf.nest.flatten(traced())]

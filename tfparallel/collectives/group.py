@@ -51,8 +51,8 @@ class Workers:
         """Raises unless every worker is about to make the same call."""
         digest = int.from_bytes(hashlib.blake2b(note.encode(), digest_size=7).digest())
         # One "max" of two integers yields both the maximum and the minimum.
-        both = tf.constant([digest, -digest], tf.int64)
-        largest, minus_smallest = self.group.all_reduce([both], "max")[0].numpy()
+        extremes = tf.constant([digest, -digest], tf.int64)
+        largest, minus_smallest = self.group.all_reduce([extremes], "max")[0].numpy()
         if largest == -minus_smallest:
             return
         received = who_said(self.group.exchange(note, "a collective of the program's own"))

@@ -296,10 +296,10 @@ class ProcessGroup:
         (lengths,) = self.all_gather([tf.constant([len(text)])], [1] * self.num_workers)
         parts = tf.split(codes, lengths)
         sent = [json.loads(bytes(part.numpy().tolist())) for part in parts]
-        if apart := differences({worker: {"call": name} for worker, (name, _) in enumerate(sent)}):
+        if diffs := differences({worker: {"call": name} for worker, (name, _) in enumerate(sent)}):
             raise RuntimeError(
                 "The workers are at different points of the program; the same calls are required "
-                f"on all of them. Received: {apart[0]}. Look for a call that not all workers make, "
+                f"on all of them. Received: {diffs[0]}. Look for a call that not all workers make, "
                 "or an error that the program caught on one of them: let it end the program."
             )
         return [content for _, content in sent]

@@ -78,9 +78,9 @@ def examine(
     of_workers = [sys.executable, "-m", _CLUSTER_PROBE, "ours", *(["theirs"] if upstream else [])]
     # Each probe keeps about one core busy.
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        in_one = pool.submit(run_probe, _command("installation", *faults), probe_timeout_seconds)
+        probe = pool.submit(run_probe, _command("installation", *faults), probe_timeout_seconds)
         workers = None if quick else pool.submit(run_probe, of_workers, probe_timeout_seconds)
-    lines, error = in_one.result()
+    lines, error = probe.result()
     by_probe = {line["probe"]: line for line in lines}
     installation = _of_installation(by_probe.get("installation"), error)
     yield from installation
@@ -107,13 +107,13 @@ def _examine_versions() -> Iterator[Finding]:
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             installed[requirement.name] = version_of(requirement.name)
             required[requirement.name] = requirement.specifier
-    all_well = []
+    tested = []
     for name, version in installed.items():
         # TensorFlow may be a custom build without metadata; its own probe decides.
         if version is None and name != "tensorflow":
             yield Finding(name, "broken", "not installed", f"pip install {name}")
         elif version is None or required[name].contains(version, prereleases=True):
-            all_well += [f"{name} {version}"] if version else []
+            tested += [f"{name} {version}"] if version else []
         else:
             yield Finding(
                 name,
@@ -121,7 +121,7 @@ def _examine_versions() -> Iterator[Finding]:
                 f"{version} was not tested ({required[name]} was): results may differ, or fail",
                 "another Python" if name == "Python" else f"pip install '{name}{required[name]}'",
             )
-    yield Finding("versions", "ok", ", ".join(all_well))
+    yield Finding("versions", "ok", ", ".join(tested))
 
 
 def _of_installation(result: dict[str, Any] | None, error: str) -> list[Finding]:
@@ -212,15 +212,15 @@ def run_probe(command: Sequence[str], timeout_seconds: float) -> tuple[list[Any]
     )
     timed_out = False
     try:
-        shown, errors = process.communicate(timeout=timeout_seconds)
+        output, errors = process.communicate(timeout=timeout_seconds)
     except subprocess.TimeoutExpired:
         timed_out = True
     finally:
         if process.poll() is None:
             # TensorFlow survives SIGTERM.
             os.killpg(process.pid, signal.SIGKILL)
-            shown, errors = process.communicate()
-    lines = [json.loads(line) for line in shown.splitlines() if line.startswith(("[", "{"))]
+            output, errors = process.communicate()
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith(("[", "{"))]
     if timed_out:
         return lines, f"no answer in {timeout_seconds:g} s"
     if process.returncode == 0:

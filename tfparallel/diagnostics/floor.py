@@ -145,15 +145,15 @@ def deviation(single: Outcome, other: Outcome) -> Deviation:
     """Returns the distances of a training from that of one device; NaN for missing variables."""
     by_step = {}
     for step, snapshot in single.snapshots.items():
-        theirs = other.snapshots.get(step, Snapshot({}, {}))
+        other_snapshot = other.snapshots.get(step, Snapshot({}, {}))
         by_step[step] = {
-            key: distance_between(state.value, theirs.states[key].value)
-            if key in theirs.states
+            key: distance_between(state.value, other_snapshot.states[key].value)
+            if key in other_snapshot.states
             else Distance(math.nan, math.nan, math.nan)
             for key, state in snapshot.states.items()
         }
         for name, value in snapshot.values.items():
-            received = theirs.values.get(name, math.nan)
+            received = other_snapshot.values.get(name, math.nan)
             by_step[step][name] = Distance(abs(value - received), abs(value), abs(received))
     return by_step
 

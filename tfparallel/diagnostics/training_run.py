@@ -146,16 +146,16 @@ class Trial:
         # Again, because building draws random numbers for each weight on every replica.
         keras.utils.set_random_seed(self._seed)
         sent = SentBytes()
-        seen = _Snapshots(len(batches))
+        recorder = _Snapshots(len(batches))
         dataset = batches_dataset(batches)
-        history = model.fit(dataset, shuffle=False, verbose=0, callbacks=[sent, seen]).history
+        history = model.fit(dataset, shuffle=False, verbose=0, callbacks=[sent, recorder]).history
         evaluated = model.evaluate(dataset, verbose=0, return_dict=True)
         values = {f"fit: {name}": float(values[-1]) for name, values in history.items()}
         values |= {f"evaluate: {name}": float(value) for name, value in evaluated.items()}
-        last = seen.snapshots.get(len(batches))
+        last = recorder.snapshots.get(len(batches))
         states = last.states if last is not None else _states(model)
-        seen.snapshots[len(batches)] = Snapshot(states, values)
-        return Outcome(seen.snapshots, seen.running_loss, sent.in_a_step, model)
+        recorder.snapshots[len(batches)] = Snapshot(states, values)
+        return Outcome(recorder.snapshots, recorder.running_loss, sent.in_a_step, model)
 
     def _set_initial_weights(self, model: keras.Model) -> None:
         if self._initial is None:

@@ -143,10 +143,10 @@ class _Planner:
         for op in self._operations:
             if op.type in CALLS and self._place[op.name] is not None:
                 calls[self._place[op.name], op.get_attr("f").name].append(op)
-        for (place, _), several in calls.items():
-            dtypes = {output.dtype for op in several for output in op.outputs}
-            if len(several) > 1 and not dtypes & {tf.variant, tf.resource}:
-                for op in several:
+        for (place, _), same_function in calls.items():
+            dtypes = {output.dtype for op in same_function for output in op.outputs}
+            if len(same_function) > 1 and not dtypes & {tf.variant, tf.resource}:
+                for op in same_function:
                     self._place[op.name] = None
                     if not self._varies(op):
                         self._alone[op.name] = place
@@ -268,8 +268,8 @@ class _Planner:
         for op in self._operations:
             if self._place[op.name] is not None:
                 by_node[self._nodes.node(op.name)].add(op.name)
-        few = [names for names in by_node.values() if all(map(self._is_little, names))]
-        return set().union(*few)
+        little = [names for names in by_node.values() if all(map(self._is_little, names))]
+        return set().union(*little)
 
     def _is_little(self, name: str) -> bool:
         op = self._step.by_name[name]
