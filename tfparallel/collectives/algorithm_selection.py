@@ -193,7 +193,7 @@ def _calibrated(devices, specs) -> dict[str, float]:
     steps, times = {}, {}
     # A step is being traced; the measurement must run eagerly.
     with tf.init_scope():
-        inputs = variables_on_each(devices, _coarse(specs))
+        inputs = variables_on_each(devices, _merge_small(specs))
         for name in _CANDIDATES:
             if name not in runnable or (steps and time.perf_counter() > deadline - 0.7):
                 continue
@@ -210,7 +210,7 @@ def _calibrated(devices, specs) -> dict[str, float]:
     return {name: statistics.quantiles(row, n=4)[0] for name, row in times.items()}
 
 
-def _coarse(specs):
+def _merge_small(specs):
     ordered = sorted(specs, key=lambda spec: -spec[0])
     largest = ordered[: _MAX_TENSORS - 1]
     rest: dict = {}

@@ -141,7 +141,7 @@ def kinds_of(
             kinds.append(list(map(_kinds, gradient)) if is_of_shares else _kinds(gradient))
 
     try:
-        trace.get_concrete_function(*[_of_any_batch(leaves[place]) for place in places])
+        trace.get_concrete_function(*[_spec_of_any_batch(leaves[place]) for place in places])
     except Exception as error:  # Tracing runs the user's layers, which may raise anything.
         raise ValueError(
             "A sparse gradient of an eager step is joined as a trace of the step says, and the "
@@ -230,7 +230,7 @@ def _as_tensor(leaf):
     return tf.convert_to_tensor(leaf) if hasattr(leaf, "__array_interface__") else leaf
 
 
-def _of_any_batch(tensor):
+def _spec_of_any_batch(tensor):
     """Returns the type spec of the tensor, for any batch size."""
     spec = tf.type_spec_from_value(tensor)
     if isinstance(spec, tf.RaggedTensorSpec):

@@ -230,7 +230,7 @@ class ProcessGroup:
         if self.transport == "nccl":
             return tf.reshape(self._collective("sum", flat), shape)[self.worker_index]
         terms = restored(self._collective("all_to_all", movable(flat), one_in=2), flat.dtype)
-        return _added_up(tf.unstack(tf.reshape(terms, shape)))
+        return _sum_in_order(tf.unstack(tf.reshape(terms, shape)))
 
     def all_gather(
         self, tensors: Sequence[tf.Tensor], counts: Sequence, kind: str = SUMS
@@ -386,7 +386,7 @@ class ProcessGroup:
         return min(num_pieces, _MAX_PIECES) if num_pieces > 1 else _STOCK_PIECES
 
 
-def _added_up(terms: Sequence[tf.Tensor]) -> tf.Tensor:
+def _sum_in_order(terms: Sequence[tf.Tensor]) -> tf.Tensor:
     """Returns the sum of the terms, in order; 16-bit types accumulate in 32 and round once."""
     dtype = terms[0].dtype
     if dtype.size > 2:

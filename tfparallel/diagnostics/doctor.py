@@ -82,15 +82,15 @@ def examine(
         workers = None if quick else pool.submit(run_probe, of_workers, probe_timeout_seconds)
     lines, error = probe.result()
     by_probe = {line["probe"]: line for line in lines}
-    installation = _of_installation(by_probe.get("installation"), error)
+    installation = _installation_findings(by_probe.get("installation"), error)
     yield from installation
     # Without TensorFlow every probe would fail in the same way.
     if workers is None or installation[0].verdict == "broken":
         return
     lines, error_of_workers = workers.result()
-    yield _of_workers(lines[-1] if lines else None, error_of_workers, of_workers)
+    yield _workers_finding(lines[-1] if lines else None, error_of_workers, of_workers)
     for name, what in faults.items():
-        yield _of_fault(what, by_probe.get(name), error, _command(name))
+        yield _fault_finding(what, by_probe.get(name), error, _command(name))
 
 
 def _examine_versions() -> Iterator[Finding]:
@@ -124,7 +124,7 @@ def _examine_versions() -> Iterator[Finding]:
     yield Finding("versions", "ok", ", ".join(tested))
 
 
-def _of_installation(result: dict[str, Any] | None, error: str) -> list[Finding]:
+def _installation_findings(result: dict[str, Any] | None, error: str) -> list[Finding]:
     if result is None:
         advice = "reinstall it: pip install --force-reinstall tensorflow keras"
         text = f"it does not start: {error or 'it printed nothing'}"
@@ -150,17 +150,17 @@ def _of_installation(result: dict[str, Any] | None, error: str) -> list[Finding]
     return findings
 
 
-def _of_workers(result, error: str, command: Sequence[str]) -> Finding:
+def _workers_finding(result, error: str, command: Sequence[str]) -> Finding:
     """Returns the finding of the two-worker probe, with TensorFlow's own strategy if tried."""
     if result is None or "theirs" in result:
-        return _of_fault(TWO_WORKERS, result, error, command)
-    finding = _of_fault(TWO_WORKERS, {**result, "theirs": {"difference": 0.0}}, error, command)
+        return _fault_finding(TWO_WORKERS, result, error, command)
+    finding = _fault_finding(TWO_WORKERS, {**result, "theirs": {"difference": 0.0}}, error, command)
     if finding.verdict == "ok":
         return Finding(TWO_WORKERS, "ok", "they meet, and train to the weights of one device")
     return finding
 
 
-def _of_fault(
+def _fault_finding(
     what: str, result: dict[str, Any] | None, error: str, command: Sequence[str]
 ) -> Finding:
     alone = f"see it by itself: {' '.join(command)}"

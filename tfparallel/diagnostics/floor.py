@@ -170,7 +170,7 @@ def compare(
             and that of the training in a finer dtype, under `FINER`.
         tolerance: The relative difference that counts as rounding in any model.
     """
-    noise = _made_of_rounding(single, floors[1])
+    noise = _noise_weights(single, floors[1])
     readings: dict[Key, list[Reading]] = {}
     steps = []
     for step, snapshot in single.snapshots.items():
@@ -266,7 +266,7 @@ def growth(steps: Sequence[StepReport]) -> float | None:
     return math.exp(slope) if slope > 0 else None
 
 
-def _made_of_rounding(single: Outcome, floor: Deviation) -> frozenset[int]:
+def _noise_weights(single: Outcome, floor: Deviation) -> frozenset[int]:
     """Finds the weights whose true gradient is zero, so that only rounding moves them.
 
     A bias before batch normalization, or the bias of an attention key, has no effect: its computed

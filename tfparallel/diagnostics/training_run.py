@@ -136,7 +136,7 @@ class Trial:
             model(batches[0][0])
         self._set_initial_weights(model)
         if moved_by:
-            model.set_weights(_moved_weights(model, moved_by, self._seed))
+            model.set_weights(_nudged_weights(model, moved_by, self._seed))
         self._compile_model(model)
         if not model.compiled:
             raise ValueError(
@@ -182,7 +182,7 @@ def _computing_in_float32() -> Iterator[None]:
         keras.config.set_dtype_policy(before)
 
 
-def _moved_weights(model: keras.Model, num_units: int, seed: int) -> list[np.ndarray]:
+def _nudged_weights(model: keras.Model, num_units: int, seed: int) -> list[np.ndarray]:
     """Returns the weights, each nudged up or down at random by `num_units` in the last place.
 
     The unit is that of the coarsest dtype of the model: a float32 weight that is cast to bfloat16
