@@ -206,16 +206,16 @@ def test_the_verdict_on_a_fault(ours, theirs, verdict, meaning):
     code = f"print('chatter'); print({json.dumps(json.dumps({'ours': ours, 'theirs': theirs}))})"
     command = [sys.executable, "-c", code]
     lines, error = doctor.run_probe(command, 60)
-    finding = doctor._of_fault("clipping", lines[-1], error, command)
+    finding = doctor._fault_finding("clipping", lines[-1], error, command)
     assert finding.verdict == verdict and meaning in finding.meaning
     # What tfparallel does wrong is no fault of others.
     assert finding.is_upstream == (verdict != "broken")
 
 
 def test_a_fault_that_crashed_is_told_and_so_are_two_workers():
-    finding = doctor._of_fault("clipping", None, "killed by SIGSEGV", ["probe"])
+    finding = doctor._fault_finding("clipping", None, "killed by SIGSEGV", ["probe"])
     assert finding.verdict == "broken" and "tried: killed by SIGSEGV" in finding.meaning
-    finding = doctor._of_workers({"ours": {"difference": 0.0}}, "", ["probe"])
+    finding = doctor._workers_finding({"ours": {"difference": 0.0}}, "", ["probe"])
     assert finding.verdict == "ok" and "they meet" in finding.meaning and not finding.is_upstream
-    finding = doctor._of_workers({"ours": {"error": "RuntimeError: x"}}, "", ["probe"])
+    finding = doctor._workers_finding({"ours": {"error": "RuntimeError: x"}}, "", ["probe"])
     assert finding.verdict == "broken" and "tfparallel fails with RuntimeError" in finding.meaning

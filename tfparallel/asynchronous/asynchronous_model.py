@@ -74,12 +74,12 @@ class AsynchronousModel:
         """Statistics over the updates of all `fit`s: count, mean and largest staleness, bound."""
         return self._staleness_of(self._seen_staleness)
 
-    def _staleness_of(self, seen: collections.Counter) -> dict[str, Any]:
-        number = sum(seen.values())
+    def _staleness_of(self, counts: collections.Counter) -> dict[str, Any]:
+        number = sum(counts.values())
         return {
             "updates": number,
-            "mean": sum(s * count for s, count in seen.items()) / max(1, number),
-            "largest": max(seen, default=0),
+            "mean": sum(s * count for s, count in counts.items()) / max(1, number),
+            "largest": max(counts, default=0),
             "bound": self._max_staleness,
         }
 

@@ -94,8 +94,8 @@ def send_state(model: keras.Model, workers) -> None:
         elif workers.worker_index == 0:  # Only the chief has read the file; it has all values.
             store = {str(i): value for i, value in enumerate(loaded)}
         else:
-            shown = [getattr(variable, "_shown", variable) for variable in slots]
-            store = {str(i): np.zeros(variable.shape) for i, variable in enumerate(shown)}
+            whole_slots = [getattr(variable, "_shown", variable) for variable in slots]
+            store = {str(i): np.zeros(variable.shape) for i, variable in enumerate(whole_slots)}
         pairs = zip(store.values(), slots, strict=True)
         values = workers.broadcast([tf.cast(value, slot.dtype) for value, slot in pairs])
         model.optimizer.load_own_variables(
@@ -113,9 +113,9 @@ class RestoredByChief(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         optimizer = self.model.optimizer
-        mine = [first_epoch(self.model), bool(optimizer is not None and optimizer.built)]
-        everyones = self._workers.exchange(mine, "what `BackupAndRestore` has read")
-        initial_epoch, has_slots = everyones[0]
+        local_state = [first_epoch(self.model), bool(optimizer is not None and optimizer.built)]
+        by_worker = self._workers.exchange(local_state, "what `BackupAndRestore` has read")
+        initial_epoch, has_slots = by_worker[0]
         if has_slots and not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         send_state(self.model, self._workers)

@@ -145,10 +145,10 @@ class CheckpointFolder:
 
     def _pass_over(self, name, error, *, is_read):
         self._passed_over[name] = is_read
-        what = "is not whole" if is_read else "cannot be read"
+        fault = "is not whole" if is_read else "cannot be read"
         note = "" if is_read else f" It will be kept as {_UNREADABLE}{name}."
         warnings.warn(
-            f"The checkpoint {os.path.join(self.directory, name)} {what}, and is passed over for "
+            f"The checkpoint {os.path.join(self.directory, name)} {fault}, and is passed over for "
             f"the one before: {type(error).__name__}: {error}.{note}",
             stacklevel=3,
         )
@@ -212,10 +212,10 @@ class CheckpointFolder:
             raise CheckpointError(self._failure(path, error)) from error
         for name in list(self._passed_over):
             self._remove(name)
-        behind = []
+        earlier = []
         with contextlib.suppress(OSError):  # The checkpoint is safe; the next write cleans up.
-            behind = [name for name in self._names() if _step_of(name) <= step]
-        for name in behind[: -self._keep]:
+            earlier = [name for name in self._names() if _step_of(name) <= step]
+        for name in earlier[: -self._keep]:
             self._remove(name)
 
     def _move_into_place(self, unfinished, path):

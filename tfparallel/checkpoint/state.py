@@ -210,20 +210,20 @@ def differences(expected: Sequence[Sequence[Any]], saved: Sequence[Sequence[Any]
     Returns:
         Lines to show; empty if there is no difference.
     """
-    mine, theirs = [[_key(spec) for spec in specs] for specs in (expected, saved)]
-    if mine == theirs:
+    model_keys, saved_keys = [[_key(spec) for spec in specs] for specs in (expected, saved)]
+    if model_keys == saved_keys:
         return []
     lines = []
-    for head, ours, others in (
-        ("only the checkpoint has", theirs, mine),
-        ("only the model has", mine, theirs),
+    for head, keys, other_keys in (
+        ("only the checkpoint has", saved_keys, model_keys),
+        ("only the model has", model_keys, saved_keys),
     ):
-        extra = list((Counter(ours) - Counter(others)).elements())
-        shown = [f"{name} {shape} {dtype}" for name, shape, dtype in extra[:_SHOWN]]
+        extra = list((Counter(keys) - Counter(other_keys)).elements())
+        texts = [f"{name} {shape} {dtype}" for name, shape, dtype in extra[:_SHOWN]]
         if len(extra) > _SHOWN:
-            shown.append(f"{len(extra) - _SHOWN} more")
-        if shown:
-            lines.append(f"{head} {', '.join(shown)}")
+            texts.append(f"{len(extra) - _SHOWN} more")
+        if texts:
+            lines.append(f"{head} {', '.join(texts)}")
     return lines or ["the same variables, in another order"]
 
 

@@ -109,9 +109,9 @@ def read(path: str) -> StoredCheckpoint:
 
 def _verified(path) -> StoredCheckpoint:
     with open(os.path.join(path, MANIFEST), "rb") as file:
-        read = json.load(file)
-    manifest = read["manifest"]
-    if digest(manifest) != read["sha256"]:
+        stored = json.load(file)
+    manifest = stored["manifest"]
+    if digest(manifest) != stored["sha256"]:
         raise ValueError(f"{MANIFEST} does not have its checksum")
     if manifest["format"] > FORMAT:
         raise NewerCheckpointError(

@@ -92,7 +92,7 @@ def take(directory: str) -> str | None:
             if not _is_at(path, descriptor):
                 os.close(descriptor)  # Its holder has removed it in the meantime.
                 continue
-            lives = _lives(holder)
+            lives = _is_alive(holder)
             if lives is None and free_beat is None:
                 free_beat, quiet = beat, time.monotonic() + _QUIET_SECONDS
             elif lives is None:
@@ -102,22 +102,22 @@ def take(directory: str) -> str | None:
                 return None
             if lives:
                 os.close(descriptor)
-                return _described(holder)  # It lives, but has lost its lock.
+                return _description(holder)  # It lives, but has lost its lock.
         os.close(descriptor)
         if is_free is None and holder == {}:
             break  # No lock support, and the file is new or its holder died immediately.
         if is_free is False and holder.get("machine") == _machine():
-            return _described(holder)  # The local kernel guarantees that it lives.
+            return _description(holder)  # The local kernel guarantees that it lives.
         if first_beat is None:
             first_beat = beat
             warnings.warn(
-                f"The checkpoints in {directory} have a writer, {_described(holder)}. Waiting up "
+                f"The checkpoints in {directory} have a writer, {_description(holder)}. Waiting up "
                 f"to {_PATIENCE_SECONDS:g} s for its end, or for a sign that it lives.",
                 stacklevel=2,
             )
         if not is_free and time.monotonic() > deadline:
             if beat != first_beat:
-                return _described(holder)
+                return _description(holder)
             break
         time.sleep(_LOOK_SECONDS)
     # Replace the file: the lock of a lost host stays with the old one.
@@ -213,7 +213,7 @@ def _read(descriptor: int) -> dict[str, Any]:
     return holder if isinstance(holder, dict) else {}
 
 
-def _described(holder: dict[str, Any]) -> str:
+def _description(holder: dict[str, Any]) -> str:
     if not holder:
         return "another process"
     return f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
@@ -242,7 +242,7 @@ def _process(pid: int) -> list[str] | None:
     return None if fields[0] in "ZX" else [space, fields[19]]
 
 
-def _lives(holder: dict[str, Any]) -> bool | None:
+def _is_alive(holder: dict[str, Any]) -> bool | None:
     """Whether the process named in the file is alive; None if only its heartbeat can tell."""
     if not holder or (holder.get("machine"), holder.get("pid")) == (_machine(), os.getpid()):
         return False

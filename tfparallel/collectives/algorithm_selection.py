@@ -193,7 +193,7 @@ def _calibrated(devices, specs) -> dict[str, float]:
     steps, times = {}, {}
     # A step is being traced; the measurement must run eagerly.
     with tf.init_scope():
-        inputs = variables_on_each(devices, _coarse(specs))
+        inputs = variables_on_each(devices, _merge_small(specs))
         for name in _CANDIDATES:
             if name not in runnable or (steps and time.perf_counter() > deadline - 0.7):
                 continue
@@ -210,7 +210,7 @@ def _calibrated(devices, specs) -> dict[str, float]:
     return {name: statistics.quantiles(row, n=4)[0] for name, row in times.items()}
 
 
-def _coarse(specs):
+def _merge_small(specs):
     ordered = sorted(specs, key=lambda spec: -spec[0])
     largest = ordered[: _MAX_TENSORS - 1]
     rest: dict = {}
@@ -232,10 +232,10 @@ def variables_on_each(devices: Sequence[str], specs: Sequence[tuple]) -> list[li
 
 def _step(ops, devices, inputs):
     def reduce():
-        terms = [list(map(_read, devices, of_all)) for of_all in inputs]
+        terms = [list(map(_read, devices, by_device)) for by_device in inputs]
         results = cross_device.all_reduce(ops, terms)
         # Reading one element of each result runs every sum, but copies little.
-        return [list(map(_first_element, devices, of_all)) for of_all in results]
+        return [list(map(_first_element, devices, by_device)) for by_device in results]
 
     traced = tf.function(reduce, autograph=False).get_concrete_function()
     return lambda: [last.numpy() for last in tf.nest.flatten(traced())]

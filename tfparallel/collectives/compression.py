@@ -152,7 +152,7 @@ class Compression(abc.ABC):
             i for i, pair in enumerate(zip(gradients, weights, strict=True)) if self._takes(*pair)
         ]
         rest = [i for i in range(len(gradients)) if i not in places]
-        left_over = [
+        unsent = [
             self._left_over.get_or_create(
                 weights[i],
                 workers.device,
@@ -161,13 +161,13 @@ class Compression(abc.ABC):
             for i in places
         ]
         corrected = [
-            gradients[i] + error.read_value() for i, error in zip(places, left_over, strict=True)
+            gradients[i] + error.read_value() for i, error in zip(places, unsent, strict=True)
         ]
         totals, sent, others = self._sums(
             workers, corrected, [weights[i] for i in places], [gradients[i] for i in rest]
         )
         parts = zip(corrected, sent, strict=True)
-        _keep_if_finite(left_over, [whole - part for whole, part in parts])
+        _keep_if_finite(unsent, [whole - part for whole, part in parts])
         for i, total in zip([*places, *rest], [*totals, *others], strict=True):
             results[i] = total
         return results
@@ -230,8 +230,8 @@ class TopK(Compression):
         ]
         totals: list = [None] * len(gradients)
         for indices in by_dtype(gradients).values():
-            both = [tf.concat([largest[i][n] for i in indices], 0)[None] for n in (0, 1)]
-            joined = workers.all_gather(both, [1] * workers.num_workers)
+            vectors = [tf.concat([largest[i][n] for i in indices], 0)[None] for n in (0, 1)]
+            joined = workers.all_gather(vectors, [1] * workers.num_workers)
             widths = [counts[i] for i in indices]
             by_gradient = zip(*(tf.split(each, widths, axis=1) for each in joined), strict=True)
             for i, (values, places) in zip(indices, by_gradient, strict=True):

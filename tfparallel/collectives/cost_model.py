@@ -228,8 +228,8 @@ def fit(
             f"At least {len(_PARAMETERS)} measurements are required to fit "
             f"{', '.join(_PARAMETERS)}. Received: {len(measurements)}. Sweep over more sizes."
         )
-    matrix = np.array([_row(one, transport, num_cores) for one in measurements])
-    times = np.array([one.seconds for one in measurements])
+    matrix = np.array([_row(measurement, transport, num_cores) for measurement in measurements])
+    times = np.array([measurement.seconds for measurement in measurements])
     # Relative errors: a microsecond matters more at 4 KiB than at 64 MiB.
     values = _least_squares(matrix / times[:, None], np.ones(len(times)))
     residuals = matrix @ values / times - 1
@@ -250,16 +250,16 @@ def _turns(num_ranks, num_cores) -> float:
     return max(1.0, num_ranks / num_cores) if num_cores else 1.0
 
 
-def _row(one: Measurement, transport, num_cores):
+def _row(measurement: Measurement, transport, num_cores):
     if transport == "shared":
-        messages, copied, added = _shared_row(one.algorithm, one.num_ranks)
-        return [1, messages, copied * one.size_bytes, added * one.size_bytes]
+        messages, copied, added = _shared_row(measurement.algorithm, measurement.num_ranks)
+        return [1, messages, copied * measurement.size_bytes, added * measurement.size_bytes]
     # The default number of packets, as in the measured schedule.
-    terms = ALGORITHMS[one.algorithm].terms(one.num_ranks)
+    terms = ALGORITHMS[measurement.algorithm].terms(measurement.num_ranks)
     latencies = terms.latencies + terms.latencies_across
     sent = terms.sent + terms.sent_across
-    row = [1, latencies, sent * one.size_bytes, terms.added * one.size_bytes]
-    turns = _turns(one.num_ranks, num_cores)
+    row = [1, latencies, sent * measurement.size_bytes, terms.added * measurement.size_bytes]
+    turns = _turns(measurement.num_ranks, num_cores)
     return [turns * value for value in row]
 
 

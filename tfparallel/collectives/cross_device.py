@@ -118,13 +118,13 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
 
     def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
         """Reduces several values, one vector per dtype; called by `batch_reduce`."""
-        results, ours = [None] * len(value_destination_pairs), {}
+        results, scheduled = [None] * len(value_destination_pairs), {}
         for index, (value, destinations) in enumerate(value_destination_pairs):
             if _is_dense(value) and devices_match(value, destinations):
-                ours.setdefault((value._devices, value.values[0].dtype), []).append(index)
+                scheduled.setdefault((value._devices, value.values[0].dtype), []).append(index)
             else:
                 results[index] = self._elsewhere.reduce(reduce_op, value, destinations, options)
-        for (devices, _), indices in ours.items():
+        for (devices, _), indices in scheduled.items():
             terms = [value_destination_pairs[index][0].values for index in indices]
             totals = _sums(self.name, terms, devices)
             if reduce_op == tf.distribute.ReduceOp.MEAN:
@@ -140,20 +140,20 @@ def _sums(name, terms, devices):
     schedule = ALGORITHMS[name].schedule(len(devices))
     if schedule.num_blocks == 1:
         # With a single block there is nothing to concatenate, which saves two copies.
-        return [execute(schedule, of_all, devices) for of_all in terms]
+        return [execute(schedule, copies, devices) for copies in terms]
     vectors = []
     for rank, device in enumerate(devices):
         with tf.device(device):
-            vectors.append(tf.concat([tf.reshape(of_all[rank], [-1]) for of_all in terms], 0))
+            vectors.append(tf.concat([tf.reshape(copies[rank], [-1]) for copies in terms], 0))
     totals = execute(schedule, vectors, devices)
     sums: list[list[tf.Tensor]] = [[] for _ in terms]
     for rank, device in enumerate(devices):
         with tf.device(device):
-            sizes = [tf.size(of_all[rank]) for of_all in terms]
+            sizes = [tf.size(copies[rank]) for copies in terms]
             parts = tf.split(totals[rank], sizes, num=len(terms))
-            for of_sum, part, of_all in zip(sums, parts, terms, strict=True):
-                like = of_all[rank]
-                of_sum.append(tf.ensure_shape(tf.reshape(part, tf.shape(like)), like.shape))
+            for outputs, part, copies in zip(sums, parts, terms, strict=True):
+                like = copies[rank]
+                outputs.append(tf.ensure_shape(tf.reshape(part, tf.shape(like)), like.shape))
     return sums
 
 
@@ -280,8 +280,8 @@ def unknown(names: Sequence[str], runnable_names: Sequence[str], refused: dict[s
     for name in names:
         if why := refused.get(name):
             fixes.append(f"{why}." if why.startswith(name) else f"{name} cannot run here: {why}.")
-        elif alike := difflib.get_close_matches(name, runnable_names, n=1):
-            fixes.append(f"Did you mean {alike[0]}?")
+        elif matches := difflib.get_close_matches(name, runnable_names, n=1):
+            fixes.append(f"Did you mean {matches[0]}?")
     return " ".join(
         [
             "No such all-reduce algorithm, or none that can run here. It must be one of "
@@ -297,7 +297,7 @@ def all_reduce(
     """Sums each tensor over the devices: `tensors[tensor][device]` to `sums[tensor][device]`."""
     results: list = [None] * len(tensors)
     # TensorFlow's own algorithms concatenate their inputs, and so accept one dtype at a time.
-    for indices in in_vectors([of_all[0] for of_all in tensors]):
+    for indices in in_vectors([copies[0] for copies in tensors]):
         terms = [regroup(tensors[index], PerReplica) for index in indices]
         sums = ops.batch_reduce(tf.distribute.ReduceOp.SUM, [(term, term) for term in terms])
         for index, total in zip(indices, sums, strict=True):

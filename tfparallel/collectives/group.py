@@ -20,7 +20,7 @@ _KERAS = {
 }
 
 
-class Nobody:
+class SingleRank:
     """A single rank: the collective has no other participant."""
 
     rank = 0
@@ -51,8 +51,8 @@ class Workers:
         """Raises unless every worker is about to make the same call."""
         digest = int.from_bytes(hashlib.blake2b(note.encode(), digest_size=7).digest())
         # One "max" of two integers yields both the maximum and the minimum.
-        both = tf.constant([digest, -digest], tf.int64)
-        largest, minus_smallest = self.group.all_reduce([both], "max")[0].numpy()
+        extremes = tf.constant([digest, -digest], tf.int64)
+        largest, minus_smallest = self.group.all_reduce([extremes], "max")[0].numpy()
         if largest == -minus_smallest:
             return
         received = who_said(self.group.exchange(note, "a collective of the program's own"))
@@ -64,7 +64,7 @@ class Workers:
         )
 
 
-def find() -> Replicas | Workers | Nobody:
+def find() -> Replicas | Workers | SingleRank:
     """Returns the participants of a collective called at this point of the program.
 
     Raises:
@@ -76,9 +76,9 @@ def find() -> Replicas | Workers | Nobody:
             return Replicas()
         joins_workers = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
         if getattr(strategy, "program_is_running", False) or not joins_workers:
-            return Nobody()
+            return SingleRank()
     if _is_called_by_keras():
-        return Nobody()
+        return SingleRank()
     if ProcessGroup.of_process is not None:
         return Workers(ProcessGroup.of_process)
     cluster = Cluster.from_env()
@@ -89,14 +89,14 @@ def find() -> Replicas | Workers | Nobody:
             "required before a collective. Received: a call before any. Put `strategy = "
             "tfparallel.MultiWorkerMirroredStrategy()` at the top of the program."
         )
-    return Nobody()
+    return SingleRank()
 
 
 def workers_of(model: keras.Model) -> ProcessGroup | None:
     """Returns the workers that train a model together; None if one process does.
 
-    A mesh of workers keeps its strategy in `model.strategy`, hidden from Keras, whose own steps it
-    must not run.
+    A mesh of workers has its strategy in `model.strategy`, not in `model.distribute_strategy`: the
+    strategy does not run Keras's steps.
     """
     for strategy in (getattr(model, "strategy", None), model.distribute_strategy):
         workers = getattr(strategy, "workers", None)

@@ -48,7 +48,7 @@ class Replicas:
             reduced = [combine(copies) for copies in parts]
             return reduced if workers is None else workers.all_reduce(reduced, op)
 
-        return tf.distribute.get_replica_context().merge_call(reduce, args=_apart(tensors))
+        return tf.distribute.get_replica_context().merge_call(reduce, args=_distinct(tensors))
 
     def own_rows(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns the rows to gather: all of them, minus the dummy row of an idle replica."""
@@ -59,10 +59,10 @@ class Replicas:
         def join(strategy, value):
             return join_rows(strategy, strategy.experimental_local_results(value))
 
-        return tf.distribute.get_replica_context().merge_call(join, args=_apart([tensor]))
+        return tf.distribute.get_replica_context().merge_call(join, args=_distinct([tensor]))
 
 
-def _apart(tensors):
+def _distinct(tensors):
     """Gives each replica its own tensors; `merge_call` would pass a shared one only once."""
     return tuple(map(tf.identity, tensors))
 
@@ -73,7 +73,7 @@ def of_all_here(tensors: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
     def hand_out(strategy, *values):
         return tuple(tuple(strategy.experimental_local_results(value)) for value in values)
 
-    by_tensor = tf.distribute.get_replica_context().merge_call(hand_out, args=_apart(tensors))
+    by_tensor = tf.distribute.get_replica_context().merge_call(hand_out, args=_distinct(tensors))
     return [list(each) for each in by_tensor]
 
 

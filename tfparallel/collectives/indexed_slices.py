@@ -79,7 +79,7 @@ def joined(parts: Sequence[tf.IndexedSlices], kinds: Sequence[str] | None = None
     `together` turns the lookups into a gradient; `kinds` is as for `readings`.
     """
     by_part = [readings(part, kinds) for part in parts]
-    return [_joined(same) for same in zip(*by_part, strict=True)]
+    return [_joined(pieces) for pieces in zip(*by_part, strict=True)]
 
 
 def together(by_reading: Sequence[Reading], dense_shape) -> tf.IndexedSlices:
@@ -135,13 +135,13 @@ def kinds_of(
             with within(gathers=zeros):
                 outputs = keras.tree.flatten(call(keras.tree.pack_sequence_as(arguments, inputs)))
             targets = [each for each in outputs if is_differentiable(each)]
-        read = [zeros.reads_of(w) if isinstance(w, keras.Variable) else w for w in weights]
-        for gradient in tape.gradient(targets, read):
+        reads = [zeros.reads_of(w) if isinstance(w, keras.Variable) else w for w in weights]
+        for gradient in tape.gradient(targets, reads):
             is_of_shares = isinstance(gradient, list)
             kinds.append(list(map(_kinds, gradient)) if is_of_shares else _kinds(gradient))
 
     try:
-        trace.get_concrete_function(*[_of_any_batch(leaves[place]) for place in places])
+        trace.get_concrete_function(*[_spec_of_any_batch(leaves[place]) for place in places])
     except Exception as error:  # Tracing runs the user's layers, which may raise anything.
         raise ValueError(
             "A sparse gradient of an eager step is joined as a trace of the step says, and the "
@@ -175,15 +175,15 @@ def _kinds(gradient) -> tuple[str, ...] | None:
     return tuple(each.kind for each in readings(gradient))
 
 
-def _joined(same: Sequence[Reading]) -> Reading:
+def _joined(pieces: Sequence[Reading]) -> Reading:
     """Combines the same lookup of all pieces into that of the whole batch."""
-    if len(same) == 1:
-        return same[0]
-    first = same[0]
+    if len(pieces) == 1:
+        return pieces[0]
+    first = pieces[0]
     if first.kind == ONCE:
-        return first._replace(values=tf.add_n([each.values for each in same]))
-    values = tf.concat([each.values for each in same], 0)
-    indices = tf.concat([each.indices for each in same], 0)
+        return first._replace(values=tf.add_n([each.values for each in pieces]))
+    values = tf.concat([each.values for each in pieces], 0)
+    indices = tf.concat([each.indices for each in pieces], 0)
     return merged(Reading(values, indices, first.kind))
 
 
@@ -230,7 +230,7 @@ def _as_tensor(leaf):
     return tf.convert_to_tensor(leaf) if hasattr(leaf, "__array_interface__") else leaf
 
 
-def _of_any_batch(tensor):
+def _spec_of_any_batch(tensor):
     """Returns the type spec of the tensor, for any batch size."""
     spec = tf.type_spec_from_value(tensor)
     if isinstance(spec, tf.RaggedTensorSpec):

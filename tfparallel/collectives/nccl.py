@@ -29,10 +29,10 @@ def offer(device: str) -> dict[str, str]:
 def refusal_between(offers: Sequence[Mapping[str, str]]) -> str:
     """Returns why NCCL cannot connect workers, from their offers; "" if it can."""
     users: dict[str, int] = {}
-    for worker, theirs in enumerate(offers):
-        if theirs.get("reason"):
-            return f"worker {worker}: {theirs['reason']}"
-        gpu = theirs["gpu"]
+    for worker, received in enumerate(offers):
+        if received.get("reason"):
+            return f"worker {worker}: {received['reason']}"
+        gpu = received["gpu"]
         if gpu and gpu in users:
             return f"workers {users[gpu]} and {worker} share a GPU"
         users[gpu] = worker

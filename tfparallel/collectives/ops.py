@@ -64,7 +64,7 @@ def all_reduce(value: Value, op: str = "sum") -> Value:
     """
     ranks, tensors = agreed("all_reduce", value, op=op)
     if is_judging():
-        terms = map(_of_fractions, tensors) if op == "mean" else tensors
+        terms = map(_as_float, tensors) if op == "mean" else tensors
         return tf.nest.pack_sequence_as(value, [exchanged(each, op) for each in terms])
     return tf.nest.pack_sequence_as(value, _reduce(ranks, tensors, op))
 
@@ -153,7 +153,7 @@ def broadcast(value: Value, root: int = 0) -> Value:
         is_root = tf.equal(ranks.rank, root)
         # A sum with zeros: negative zeros, since +0.0 would turn the root's -0.0 into 0.0.
         terms = [tf.where(is_root, sent, -tf.zeros_like(sent)) for sent in map(sendable, tensors)]
-        tensors = _as_sent(tensors, differentiable.all_reduce(ranks, terms))
+        tensors = _cast_like(tensors, differentiable.all_reduce(ranks, terms))
     return tf.nest.pack_sequence_as(value, tensors)
 
 
@@ -278,12 +278,12 @@ def _reduce(ranks, tensors, op):
         ties = None if op in ("sum", "mean") else list(map(differentiable.number_of_ties, tensors))
         results = differentiable.all_reduce(ranks, terms, "sum" if op == "mean" else op, ties)
     if op != "mean":
-        return _as_sent(tensors, results)
-    totals = map(_of_fractions, results)
+        return _cast_like(tensors, results)
+    totals = map(_as_float, results)
     return [total / tf.cast(count, total.dtype) for total in totals]
 
 
-def _of_fractions(tensor):
+def _as_float(tensor):
     return tensor if tensor.dtype.is_floating else tf.cast(tensor, tf.float64)
 
 
@@ -306,9 +306,9 @@ def _join(ranks, tensors):
     if ranks.num_ranks == 1:
         return tensors
     local_rows = [ranks.own_rows(sendable(tensor)) for tensor in tensors]
-    return _as_sent(tensors, [differentiable.all_gather(ranks, rows) for rows in local_rows])
+    return _cast_like(tensors, [differentiable.all_gather(ranks, rows) for rows in local_rows])
 
 
-def _as_sent(tensors, results):
+def _cast_like(tensors, results):
     """Casts the results back to the dtypes of the inputs."""
     return [tf.cast(y, x.dtype) for x, y in zip(tensors, results, strict=True)]

@@ -88,15 +88,15 @@ def by_dtype(tensors: Sequence[tf.Tensor]) -> dict[tf.DType, list[int]]:
 def in_vectors(tensors: Sequence[tf.Tensor]) -> Iterator[list[int]]:
     """Yields groups of indices: tensors of one dtype, with fewer than 2³¹ elements together."""
     for indices in by_dtype(tensors).values():
-        together, count = [], 0
+        group, count = [], 0
         for index in indices:
             size = tensors[index].shape.num_elements() or 0
-            if together and count + size >= _MAX_ELEMENTS:
-                yield together
-                together, count = [], 0
-            together.append(index)
+            if group and count + size >= _MAX_ELEMENTS:
+                yield group
+                group, count = [], 0
+            group.append(index)
             count += size
-        yield together
+        yield group
 
 
 def buckets(sizes_bytes: Sequence[int], bucket_bytes: int | None) -> list[list[int]]:

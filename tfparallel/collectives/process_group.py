@@ -234,7 +234,7 @@ class ProcessGroup:
         if self.transport == "nccl":
             return tf.reshape(self._collective("sum", flat), shape)[self.worker_index]
         terms = restored(self._collective("all_to_all", movable(flat), one_in=2), flat.dtype)
-        return _added_up(tf.unstack(tf.reshape(terms, shape)))
+        return _sum_in_order(tf.unstack(tf.reshape(terms, shape)))
 
     def all_gather(
         self, tensors: Sequence[tf.Tensor], counts: Sequence, kind: str = SUMS
@@ -303,10 +303,10 @@ class ProcessGroup:
         (lengths,) = self.all_gather([tf.constant([len(text)])], [1] * self.num_workers)
         parts = tf.split(codes, lengths)
         sent = [json.loads(bytes(part.numpy().tolist())) for part in parts]
-        if apart := differences({worker: {"call": name} for worker, (name, _) in enumerate(sent)}):
+        if diffs := differences({worker: {"call": name} for worker, (name, _) in enumerate(sent)}):
             raise RuntimeError(
                 "The workers are at different points of the program; the same calls are required "
-                f"on all of them. Received: {apart[0]}. Look for a call that not all workers make, "
+                f"on all of them. Received: {diffs[0]}. Look for a call that not all workers make, "
                 "or an error that the program caught on one of them: let it end the program."
             )
         return [content for _, content in sent]
@@ -396,7 +396,7 @@ class ProcessGroup:
         return min(num_pieces, _MAX_PIECES) if num_pieces > 1 else _STOCK_PIECES
 
 
-def _added_up(terms: Sequence[tf.Tensor]) -> tf.Tensor:
+def _sum_in_order(terms: Sequence[tf.Tensor]) -> tf.Tensor:
     """Returns the sum of the terms, in order; 16-bit types accumulate in 32 and round once."""
     dtype = terms[0].dtype
     if dtype.size > 2:

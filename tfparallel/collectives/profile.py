@@ -65,7 +65,7 @@ def load(ranks: Sequence[str]) -> dict[str, list[tuple[int, float]]] | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise ValueError(f"{path} is no profile ({error}). {_mend(path)}") from error
+        raise ValueError(f"{path} is no profile ({error}). {_fix_hint(path)}") from error
     saved, expected = content.get("key", {}), key_of(ranks)
     differing = [
         f"{name} {saved.get(name)!r} instead of {value!r}"
@@ -76,7 +76,7 @@ def load(ranks: Sequence[str]) -> dict[str, list[tuple[int, float]]] | None:
         raise ValueError(
             "The profile was measured elsewhere, and what is fast there may be slow here. One of "
             f"this host, these ranks and versions is required. Received: {path} with "
-            f"{'; '.join(differing)}. {_mend(path)}"
+            f"{'; '.join(differing)}. {_fix_hint(path)}"
         )
     return {name: [(size, time) for size, time in row] for name, row in content["seconds"].items()}
 
@@ -97,7 +97,7 @@ def seconds_at(row: Sequence[tuple[int, float]], size_bytes: float) -> float:
     return time * size_bytes / largest
 
 
-def _mend(path):
+def _fix_hint(path):
     return (
         "Measure again with `tfparallel bench all_reduce --save_profile` and the same ranks, or "
         f"delete {path}."

@@ -26,7 +26,7 @@ def full_batch_size(
     if readings is not None:
         return readings.batch_size
     if isinstance(x, tf.data.Dataset):
-        return _of_dataset(x)
+        return _dataset_batch_size(x)
     num_rows = _first_size(keras.tree.flatten(x))
     if num_rows is None:  # Such as a generator or a ragged tensor.
         return None
@@ -34,7 +34,7 @@ def full_batch_size(
     return min(num_trained, batch_size or KERAS_BATCH_SIZE)
 
 
-def _of_dataset(dataset: tf.data.Dataset) -> int | None:
+def _dataset_batch_size(dataset: tf.data.Dataset) -> int | None:
     size = _first_size(tf.nest.flatten(dataset.element_spec))
     if size is not None:
         return size

@@ -27,9 +27,9 @@ class _Files(Source):
 
     def __init__(self, paths: Sequence[str | os.PathLike], window: int | None):
         if isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable):
-            one = f"[{os.fspath(paths)!r}]" if isinstance(paths, str | os.PathLike) else "[path]"
+            fix = f"[{os.fspath(paths)!r}]" if isinstance(paths, str | os.PathLike) else "[path]"
             raise ValueError(
-                f"{type(self).__name__} needs a list of paths. Received: {short(paths)}. Pass {one}"
+                f"{type(self).__name__} needs a list of paths. Received: {short(paths)}. Pass {fix}"
                 ", or `sorted(glob.glob('train-*'))`."
             )
         self.paths = [os.fspath(path) for path in paths]
@@ -41,10 +41,10 @@ class _Files(Source):
                 "`sorted(glob.glob('train-*'))` lists files in one order on every machine."
             )
         if len(set(self.paths)) < len(self.paths):
-            twice = [path for path, n in collections.Counter(self.paths).items() if n > 1]
+            repeated = [path for path, n in collections.Counter(self.paths).items() if n > 1]
             raise ValueError(
                 "Each file must be named once; its examples would be seen twice in an epoch. "
-                f"Received twice: {', '.join(twice)}."
+                f"Received twice: {', '.join(repeated)}."
             )
         if window is not None and window < 1:
             raise ValueError(

@@ -106,8 +106,8 @@ def check_weights(weights: Sequence[int] | None, num_shards: int) -> None:
     """
     if weights is None:
         return
-    whole = all(isinstance(w, numbers.Integral) and not isinstance(w, bool) for w in weights)
-    if not whole or len(weights) != num_shards or min(weights) < 1:
+    are_whole = all(isinstance(w, numbers.Integral) and not isinstance(w, bool) for w in weights)
+    if not are_whole or len(weights) != num_shards or min(weights) < 1:
         raise ValueError(
             "`replica_weights` must hold one whole number of at least 1 for each replica. "
             f"Received: {list(weights)} for {num_shards} replicas. [3, 1] gives the first of two "

@@ -68,17 +68,17 @@ def maker_of(tensor: tf.Tensor, handed_on: Sequence[str]) -> tf.Operation:
 
     The search passes through operations of the types `handed_on`.
     """
-    operation, _ = _made_by(tensor, handed_on)
+    operation, _ = _producer_of(tensor, handed_on)
     return operation
 
 
 def inputs_made_of(tensor: tf.Tensor, handed_on: Sequence[str]) -> list[frozenset[str]]:
     """Returns what each input of a tensor's `maker_of` depends on, like `made_of`."""
-    operation, call = _made_by(tensor, handed_on)
+    operation, call = _producer_of(tensor, handed_on)
     return [_Walk().of(each, call) for each in operation.inputs]
 
 
-def _made_by(tensor, handed_on) -> tuple[tf.Operation, tuple]:
+def _producer_of(tensor, handed_on) -> tuple[tf.Operation, tuple]:
     """Returns the producing operation, and the stack of calls that contains it."""
     walk, call = _Walk(), ()
     while True:

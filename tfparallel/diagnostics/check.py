@@ -189,8 +189,8 @@ class _Runs:
     def repeats(self) -> bool:
         """Whether a second parallel training with the same seed gives the same weights."""
         self._progress("training in parallel, once more")
-        again = self._trial.run(self._make_parallel_model, draws=self._draws)
-        return not self._compare(self.parallel, again).failed
+        repeated = self._trial.run(self._make_parallel_model, draws=self._draws)
+        return not self._compare(self.parallel, repeated).failed
 
     def _compare(self, expected: Outcome, received: Outcome) -> Comparison:
         """Compares two trainings, against further floors if the first one is exceeded."""
@@ -200,8 +200,8 @@ class _Runs:
             if is_finer and self.dtype not in ("float16", "bfloat16"):
                 break
             if num_units not in self._floors:
-                how = "in float32" if is_finer else "its first weights moved in the last place"
-                self._progress(f"training on one device, {how}{self._without}")
+                variant = "in float32" if is_finer else "its first weights moved in the last place"
+                self._progress(f"training on one device, {variant}{self._without}")
                 other = self._trial.run(
                     plain, draws=self._draws, moved_by=num_units, in_float32=is_finer
                 )

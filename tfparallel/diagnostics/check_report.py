@@ -71,7 +71,7 @@ class CheckReport:
 
     Attributes:
         verdict: `"match"`, `"reproducible"`, `"undetermined"` (rounding alone exceeds the tolerance
-            in every variable that could be compared) or `"differs"`.
+            in every variable) or `"differs"`.
         dtype: The coarsest dtype in which the model computes or stores a trainable weight.
         tolerance: The relative difference that counts as rounding in any model.
         batch_sizes: Examples in each step.
@@ -146,11 +146,11 @@ class CheckReport:
             lines.append(f"first difference: {self.first_difference}")
         counted = Counter(item.verdict for item in self.variables)
         counts = ", ".join(f"{counted[name]} {name}" for name in _VERDICTS if name in counted)
-        verdict = f"{self.verdict}{self._of_digits()}"
+        verdict = f"{self.verdict}{self._digits_text()}"
         lines.append(f"{'OK' if self.passed else 'FAILED'}: {verdict} ({counts})")
         return "\n".join(lines)
 
-    def _of_digits(self) -> str:
+    def _digits_text(self) -> str:
         """Describes how closely all weights agree, and the limit set by rounding."""
         if self.digits is None:
             return ""

@@ -25,19 +25,19 @@ def main(whose: Sequence[str]) -> None:
     # The doctor may run inside a job, whose cluster these workers must not join.
     for name in ("TF_CONFIG", "RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
-    result = {"probe": "two_workers", **{each: _tried(each) for each in whose}}
+    result = {"probe": "two_workers", **{each: _result_of(each) for each in whose}}
     print(json.dumps(result), flush=True)
 
 
-def _tried(whose: str) -> dict[str, Any]:
+def _result_of(whose: str) -> dict[str, Any]:
     try:
-        return spawn(_trained, args=(whose,), device_type="cpu", timeout_seconds=_SPAWN_SECONDS)
+        return spawn(_train, args=(whose,), device_type="cpu", timeout_seconds=_SPAWN_SECONDS)
     # Any error is a valid outcome of the probe.
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]}
 
 
-def _trained(whose: str) -> dict[str, Any]:
+def _train(whose: str) -> dict[str, Any]:
     probes = importlib.import_module("tfparallel.diagnostics.probes")
     return probes.trained_by_workers(whose)
 

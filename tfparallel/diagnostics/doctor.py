@@ -78,19 +78,19 @@ def examine(
     of_workers = [sys.executable, "-m", _CLUSTER_PROBE, "ours", *(["theirs"] if upstream else [])]
     # Each probe keeps about one core busy.
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        in_one = pool.submit(run_probe, _command("installation", *faults), probe_timeout_seconds)
+        probe = pool.submit(run_probe, _command("installation", *faults), probe_timeout_seconds)
         workers = None if quick else pool.submit(run_probe, of_workers, probe_timeout_seconds)
-    lines, error = in_one.result()
+    lines, error = probe.result()
     by_probe = {line["probe"]: line for line in lines}
-    installation = _of_installation(by_probe.get("installation"), error)
+    installation = _installation_findings(by_probe.get("installation"), error)
     yield from installation
     # Without TensorFlow every probe would fail in the same way.
     if workers is None or installation[0].verdict == "broken":
         return
     lines, error_of_workers = workers.result()
-    yield _of_workers(lines[-1] if lines else None, error_of_workers, of_workers)
+    yield _workers_finding(lines[-1] if lines else None, error_of_workers, of_workers)
     for name, what in faults.items():
-        yield _of_fault(what, by_probe.get(name), error, _command(name))
+        yield _fault_finding(what, by_probe.get(name), error, _command(name))
 
 
 def _examine_versions() -> Iterator[Finding]:
@@ -107,13 +107,13 @@ def _examine_versions() -> Iterator[Finding]:
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             installed[requirement.name] = version_of(requirement.name)
             required[requirement.name] = requirement.specifier
-    all_well = []
+    tested = []
     for name, version in installed.items():
         # TensorFlow may be a custom build without metadata; its own probe decides.
         if version is None and name != "tensorflow":
             yield Finding(name, "broken", "not installed", f"pip install {name}")
         elif version is None or required[name].contains(version, prereleases=True):
-            all_well += [f"{name} {version}"] if version else []
+            tested += [f"{name} {version}"] if version else []
         else:
             yield Finding(
                 name,
@@ -121,10 +121,10 @@ def _examine_versions() -> Iterator[Finding]:
                 f"{version} was not tested ({required[name]} was): results may differ, or fail",
                 "another Python" if name == "Python" else f"pip install '{name}{required[name]}'",
             )
-    yield Finding("versions", "ok", ", ".join(all_well))
+    yield Finding("versions", "ok", ", ".join(tested))
 
 
-def _of_installation(result: dict[str, Any] | None, error: str) -> list[Finding]:
+def _installation_findings(result: dict[str, Any] | None, error: str) -> list[Finding]:
     if result is None:
         advice = "reinstall it: pip install --force-reinstall tensorflow keras"
         text = f"it does not start: {error or 'it printed nothing'}"
@@ -150,17 +150,17 @@ def _of_installation(result: dict[str, Any] | None, error: str) -> list[Finding]
     return findings
 
 
-def _of_workers(result, error: str, command: Sequence[str]) -> Finding:
+def _workers_finding(result, error: str, command: Sequence[str]) -> Finding:
     """Returns the finding of the two-worker probe, with TensorFlow's own strategy if tried."""
     if result is None or "theirs" in result:
-        return _of_fault(TWO_WORKERS, result, error, command)
-    finding = _of_fault(TWO_WORKERS, {**result, "theirs": {"difference": 0.0}}, error, command)
+        return _fault_finding(TWO_WORKERS, result, error, command)
+    finding = _fault_finding(TWO_WORKERS, {**result, "theirs": {"difference": 0.0}}, error, command)
     if finding.verdict == "ok":
         return Finding(TWO_WORKERS, "ok", "they meet, and train to the weights of one device")
     return finding
 
 
-def _of_fault(
+def _fault_finding(
     what: str, result: dict[str, Any] | None, error: str, command: Sequence[str]
 ) -> Finding:
     alone = f"see it by itself: {' '.join(command)}"
@@ -212,15 +212,15 @@ def run_probe(command: Sequence[str], timeout_seconds: float) -> tuple[list[Any]
     )
     timed_out = False
     try:
-        shown, errors = process.communicate(timeout=timeout_seconds)
+        output, errors = process.communicate(timeout=timeout_seconds)
     except subprocess.TimeoutExpired:
         timed_out = True
     finally:
         if process.poll() is None:
             # TensorFlow survives SIGTERM.
             os.killpg(process.pid, signal.SIGKILL)
-            shown, errors = process.communicate()
-    lines = [json.loads(line) for line in shown.splitlines() if line.startswith(("[", "{"))]
+            output, errors = process.communicate()
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith(("[", "{"))]
     if timed_out:
         return lines, f"no answer in {timeout_seconds:g} s"
     if process.returncode == 0:

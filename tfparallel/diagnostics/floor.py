@@ -145,15 +145,15 @@ def deviation(single: Outcome, other: Outcome) -> Deviation:
     """Returns the distances of a training from that of one device; NaN for missing variables."""
     by_step = {}
     for step, snapshot in single.snapshots.items():
-        theirs = other.snapshots.get(step, Snapshot({}, {}))
+        other_snapshot = other.snapshots.get(step, Snapshot({}, {}))
         by_step[step] = {
-            key: distance_between(state.value, theirs.states[key].value)
-            if key in theirs.states
+            key: distance_between(state.value, other_snapshot.states[key].value)
+            if key in other_snapshot.states
             else Distance(math.nan, math.nan, math.nan)
             for key, state in snapshot.states.items()
         }
         for name, value in snapshot.values.items():
-            received = theirs.values.get(name, math.nan)
+            received = other_snapshot.values.get(name, math.nan)
             by_step[step][name] = Distance(abs(value - received), abs(value), abs(received))
     return by_step
 
@@ -170,7 +170,7 @@ def compare(
             and that of the training in a finer dtype, under `FINER`.
         tolerance: The relative difference that counts as rounding in any model.
     """
-    noise = _made_of_rounding(single, floors[1])
+    noise = _noise_weights(single, floors[1])
     readings: dict[Key, list[Reading]] = {}
     steps = []
     for step, snapshot in single.snapshots.items():
@@ -266,7 +266,7 @@ def growth(steps: Sequence[StepReport]) -> float | None:
     return math.exp(slope) if slope > 0 else None
 
 
-def _made_of_rounding(single: Outcome, floor: Deviation) -> frozenset[int]:
+def _noise_weights(single: Outcome, floor: Deviation) -> frozenset[int]:
     """Finds the weights whose true gradient is zero, so that only rounding moves them.
 
     A bias before batch normalization, or the bias of an attention key, has no effect: its computed

@@ -79,11 +79,11 @@ class Inject(keras.callbacks.Callback):
             self._strike(begun)
 
     def _strike(self, num_done):
-        how = {"kill": "kills itself", "hang": "hangs", "exit": f"exits with {self._fault.code}"}
-        how["preempt"] = "is told to end"
-        how["corrupt_checkpoint"] = "damages the newest checkpoint and kills itself"
+        verbs = {"kill": "kills itself", "hang": "hangs", "exit": f"exits with {self._fault.code}"}
+        verbs["preempt"] = "is told to end"
+        verbs["corrupt_checkpoint"] = "damages the newest checkpoint and kills itself"
         print(
-            f"inject: worker {self._fault.worker} {how[self._fault.kind]} after {num_done} steps",
+            f"inject: worker {self._fault.worker} {verbs[self._fault.kind]} after {num_done} steps",
             flush=True,
         )
         sys.stderr.flush()

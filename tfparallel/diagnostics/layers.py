@@ -70,10 +70,10 @@ def first_difference(
     received = make_parallel_model(build_probe).predict_on_batch(batch[0])
     outputs = map(keras.tree.flatten, (expected, received))
     pairs = zip(single_names, *outputs, strict=True)
-    for name, one, other in pairs:
-        one, other = np.asarray(one), np.asarray(other)
-        distance = distance_between(one, other)
-        if not distance.is_within(tolerance if is_float(one) or np.iscomplexobj(one) else 0.0):
+    for name, alone, parallel in pairs:
+        alone, parallel = np.asarray(alone), np.asarray(parallel)
+        distance = distance_between(alone, parallel)
+        if not distance.is_within(tolerance if is_float(alone) or np.iscomplexobj(alone) else 0.0):
             return (
                 f"layer {name!r}: its output differs by {distance.absolute:.1e} on the first batch"
             )

@@ -36,12 +36,12 @@ def examine_cluster(timeout_seconds: float) -> tuple[Cluster, list[Finding]]:
     role = "the evaluator" if cluster.is_evaluator else f"worker {cluster.worker_index}"
     text = f"{cluster.source} names {cluster.num_workers} workers; this is {role}"
     findings = [Finding("cluster", "ok", f"{text}, {cluster.address}")]
-    findings += _examine_own(cluster)
+    findings += _examine_own_address(cluster)
     findings += _examine_peers(cluster, timeout_seconds)
     return cluster, findings
 
 
-def _examine_own(cluster: Cluster) -> Iterator[Finding]:
+def _examine_own_address(cluster: Cluster) -> Iterator[Finding]:
     host, port = split_address(cluster.address)
     try:
         is_free = ports.is_free(port)
@@ -59,7 +59,7 @@ def _examine_own(cluster: Cluster) -> Iterator[Finding]:
                 "server could not start",
                 "stop that process, or name another port for this worker in the cluster",
             )
-    if _is_another_hosts(host):
+    if _is_foreign_address(host):
         yield Finding(
             "own address",
             "warn",
@@ -69,7 +69,7 @@ def _examine_own(cluster: Cluster) -> Iterator[Finding]:
         )
 
 
-def _is_another_hosts(host):
+def _is_foreign_address(host):
     """Whether none of the host's addresses can be bound on this machine."""
     try:
         addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)

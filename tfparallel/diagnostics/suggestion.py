@@ -95,10 +95,10 @@ def suggested(machine: Machine) -> Suggestion:
     if machine.free_mib is not None:
         number = min(number, int(machine.free_mib // WORKER_MIB))
     if number < 2:
-        few = "one core" if machine.num_cores < 2 else "memory for one worker"
+        shortage = "one core" if machine.num_cores < 2 else "memory for one worker"
         return Suggestion(
             f"{_TRAIN} --parallel=none",
-            f"no GPU and {few}: more workers would take turns",
+            f"no GPU and {shortage}: more workers would take turns",
             _then(*fits),
         )
     transport, why = ("mpi", "MPI is the fastest between CPUs of one host")

@@ -136,7 +136,7 @@ class Trial:
             model(batches[0][0])
         self._set_initial_weights(model)
         if moved_by:
-            model.set_weights(_moved_weights(model, moved_by, self._seed))
+            model.set_weights(_nudged_weights(model, moved_by, self._seed))
         self._compile_model(model)
         if not model.compiled:
             raise ValueError(
@@ -146,16 +146,16 @@ class Trial:
         # Again, because building draws random numbers for each weight on every replica.
         keras.utils.set_random_seed(self._seed)
         sent = SentBytes()
-        seen = _Snapshots(len(batches))
+        recorder = _Snapshots(len(batches))
         dataset = batches_dataset(batches)
-        history = model.fit(dataset, shuffle=False, verbose=0, callbacks=[sent, seen]).history
+        history = model.fit(dataset, shuffle=False, verbose=0, callbacks=[sent, recorder]).history
         evaluated = model.evaluate(dataset, verbose=0, return_dict=True)
         values = {f"fit: {name}": float(values[-1]) for name, values in history.items()}
         values |= {f"evaluate: {name}": float(value) for name, value in evaluated.items()}
-        last = seen.snapshots.get(len(batches))
+        last = recorder.snapshots.get(len(batches))
         states = last.states if last is not None else _states(model)
-        seen.snapshots[len(batches)] = Snapshot(states, values)
-        return Outcome(seen.snapshots, seen.running_loss, sent.in_a_step, model)
+        recorder.snapshots[len(batches)] = Snapshot(states, values)
+        return Outcome(recorder.snapshots, recorder.running_loss, sent.in_a_step, model)
 
     def _set_initial_weights(self, model: keras.Model) -> None:
         if self._initial is None:
@@ -182,7 +182,7 @@ def _computing_in_float32() -> Iterator[None]:
         keras.config.set_dtype_policy(before)
 
 
-def _moved_weights(model: keras.Model, num_units: int, seed: int) -> list[np.ndarray]:
+def _nudged_weights(model: keras.Model, num_units: int, seed: int) -> list[np.ndarray]:
     """Returns the weights, each nudged up or down at random by `num_units` in the last place.
 
     The unit is that of the coarsest dtype of the model: a float32 weight that is cast to bfloat16

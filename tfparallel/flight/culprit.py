@@ -79,9 +79,9 @@ def with_errors(
     if culprit is None or culprit.node is not None or culprit.worker not in errors:
         return outcome
     place = errors[culprit.worker].place
-    alike = sorted(worker for worker, error in errors.items() if error.place == place)
-    if len(alike) > 1:
-        text = f"workers {', '.join(map(str, alike))} ended by the error above"
+    same_error = sorted(worker for worker, error in errors.items() if error.place == place)
+    if len(same_error) > 1:
+        text = f"workers {', '.join(map(str, same_error))} ended by the error above"
     else:
         text = "its error is above"
     if not errors[culprit.worker].has_traceback:
@@ -93,7 +93,7 @@ def with_errors(
     culprit = dataclasses.replace(culprit, tail=(), error_note=text)
     # Workers with the same error failed on their own, even if the first had ended before them.
     exits = tuple(
-        dataclasses.replace(exit_, stopped=False) if exit_.worker in alike else exit_
+        dataclasses.replace(exit_, stopped=False) if exit_.worker in same_error else exit_
         for exit_ in outcome.exits
     )
     return dataclasses.replace(outcome, culprit=culprit, exits=exits)

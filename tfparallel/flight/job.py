@@ -114,12 +114,12 @@ def behind(records: Sequence[WorkerRecord]) -> tuple[tuple[int, ...], str]:
 def silent(records: Sequence[WorkerRecord]) -> list[int]:
     """Returns the workers whose records stop without an end while other workers went on."""
     shifts = clock_shifts(records)
-    seen = {record.worker: record.now.end - shifts[record.worker] for record in records}
+    last_seen = {record.worker: record.now.end - shifts[record.worker] for record in records}
     return [
         record.worker
         for record in records
         if "ended" not in record.about
-        and max(seen.values()) - seen[record.worker] > _SILENT_SECONDS
+        and max(last_seen.values()) - last_seen[record.worker] > _SILENT_SECONDS
     ]
 
 
@@ -208,13 +208,13 @@ def clock_shifts(records: Sequence[WorkerRecord]) -> dict[int, float]:
     ends = {(event.what, event.step): event.end for event in first.events}
     shifts = {}
     for record in records:
-        apart = [
+        offsets = [
             event.end - ends[event.what, event.step]
             for event in record.events
             if is_collective(event.what) and (event.what, event.step) in ends
         ]
-        is_near = record.about.get("host") == first.about.get("host") or not apart
-        shifts[record.worker] = 0.0 if is_near else statistics.median(apart)
+        is_near = record.about.get("host") == first.about.get("host") or not offsets
+        shifts[record.worker] = 0.0 if is_near else statistics.median(offsets)
     return shifts
 
 

@@ -181,8 +181,8 @@ class WorkerRecord:
 
 def path_of(folder: str | os.PathLike, worker: int, attempt: int) -> str:
     """Returns the path of a worker's record in the folder of its job."""
-    again = f".restart_{attempt}" if attempt else ""
-    return os.path.join(folder, f"worker_{worker}{again}{SUFFIX}")
+    restart = f".restart_{attempt}" if attempt else ""
+    return os.path.join(folder, f"worker_{worker}{restart}{SUFFIX}")
 
 
 def read_record(path: str | os.PathLike) -> WorkerRecord:

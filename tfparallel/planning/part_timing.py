@@ -49,23 +49,23 @@ def measured_whole_shares(
             continue
         key = (call.kind, kind)
         if key not in share_of_kind:
-            whole = seconds[call.layer.name]
-            share_of_kind[key] = _whole_share(call, kind, num_parts, batch_size, whole)
+            whole_seconds = seconds[call.layer.name]
+            share_of_kind[key] = _whole_share(call, kind, num_parts, batch_size, whole_seconds)
         if share_of_kind[key] is not None:
             shares[call.layer.name] = share_of_kind[key]
     return shares
 
 
 def _whole_share(
-    call: LayerCall, kind: str, num_parts: int, batch_size: int, whole: float
+    call: LayerCall, kind: str, num_parts: int, batch_size: int, whole_seconds: float
 ) -> float | None:
     try:
         part = _part_of(call, kind, num_parts)
         program = program_of(part, batch_size, True, not call.is_first)
-        one = marginal_seconds(program)
+        part_seconds = marginal_seconds(program)
     except (ValueError, TypeError, tf.errors.OpError):
         return None
-    return min(max((one / whole - 1 / num_parts) / (1 - 1 / num_parts), 0.0), 1.0)
+    return min(max((part_seconds / whole_seconds - 1 / num_parts) / (1 - 1 / num_parts), 0.0), 1.0)
 
 
 def _part_of(call: LayerCall, kind: str, num_parts: int) -> keras.Model:

@@ -116,8 +116,8 @@ def remedies(
         candidates = rank_others(changed, number)
         return next((candidate for candidate in candidates if candidate.why_not is None), None)
 
-    def least(name: str, tried: Sequence[tuple[int | str, Choices, int]]) -> list[Remedy]:
-        for value, changed, number in tried:
+    def least(name: str, options: Sequence[tuple[int | str, Choices, int]]) -> list[Remedy]:
+        for value, changed, number in options:
             candidate = fitting(changed, number)
             if candidate is not None:
                 value = candidate.mesh.size if name == "num_devices" else value

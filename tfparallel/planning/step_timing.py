@@ -73,11 +73,11 @@ def _loss_program(alone, batch_size):
 
         @tf.function(autograph=False)
         def run(batches):
-            read = [tf.zeros(())]
+            values = [tf.zeros(())]
             for batch in batches:
-                with tf.control_dependencies(read):
-                    read = [*read, *one([tf.identity(tensor) for tensor in batch])]
-            return tf.add_n(read)
+                with tf.control_dependencies(values):
+                    values = [*values, *one([tf.identity(tensor) for tensor in batch])]
+            return tf.add_n(values)
 
         return lambda: run(batches).numpy()
 

@@ -25,8 +25,8 @@ Some operations are in no program, or in several:
 - Constants are copied into each program that reads them. So is the value of a variable before the
   step, unless a program of an earlier level writes the variable.
 
-No program waits for a check (`Assert`) of another program's results: the step still fails, but only
-after it has written its variables. When Keras compiles a step, XLA drops all checks.
+No program waits for a check (`Assert`) of a program's results: the step still fails, but its writes
+are not undone. When Keras compiles a step, XLA drops all checks.
 """
 
 import collections
@@ -108,11 +108,11 @@ class _Planner:
         for op in self._operations:
             self._place[op.name] = self._place_of(op)
         if not self._is_branch:
-            self._leave_functions_alone()
+            self._separate_repeated_calls()
         self._move_rows_outside()
         while True:
             self._find_levels()
-            outside = self._handles_that_leave() | self._too_little() | self._late_loops()
+            outside = self._handles_that_leave() | self._scalar_programs() | self._late_loops()
             if not outside:
                 return self._nodes.in_turn()
             for name in outside:
@@ -138,15 +138,15 @@ class _Planner:
             return rank
         return rank if rank is not None and is_compilable(op) else None
 
-    def _leave_functions_alone(self) -> None:
+    def _separate_repeated_calls(self) -> None:
         calls = collections.defaultdict(list)
         for op in self._operations:
             if op.type in CALLS and self._place[op.name] is not None:
                 calls[self._place[op.name], op.get_attr("f").name].append(op)
-        for (place, _), several in calls.items():
-            dtypes = {output.dtype for op in several for output in op.outputs}
-            if len(several) > 1 and not dtypes & {tf.variant, tf.resource}:
-                for op in several:
+        for (place, _), same_function in calls.items():
+            dtypes = {output.dtype for op in same_function for output in op.outputs}
+            if len(same_function) > 1 and not dtypes & {tf.variant, tf.resource}:
+                for op in same_function:
                     self._place[op.name] = None
                     if not self._varies(op):
                         self._alone[op.name] = place
@@ -262,16 +262,16 @@ class _Planner:
         """Whether the operation contains a loop, and the step has a list of dynamic size."""
         return self._has_lists_of_any_size and holds_loop(op)
 
-    def _too_little(self) -> set[str]:
+    def _scalar_programs(self) -> set[str]:
         """Returns the operations of programs of scalars alone, which are faster uncompiled."""
         by_node = collections.defaultdict(set)
         for op in self._operations:
             if self._place[op.name] is not None:
                 by_node[self._nodes.node(op.name)].add(op.name)
-        few = [names for names in by_node.values() if all(map(self._is_little, names))]
-        return set().union(*few)
+        little = [names for names in by_node.values() if all(map(self._is_scalar_op, names))]
+        return set().union(*little)
 
-    def _is_little(self, name: str) -> bool:
+    def _is_scalar_op(self, name: str) -> bool:
         op = self._step.by_name[name]
         if name in self._inside or is_draw(op) or any(called_by(op)):
             return False

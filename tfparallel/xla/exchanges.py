@@ -113,14 +113,14 @@ def _exchanges_in(order, rank_of, num_devices: int) -> list[_Exchange]:
         if rank is None or len(op.inputs) != num_devices or op.name in waited_for:
             continue
         if op.type == _SUM or op.type == _STACK and op.get_attr("axis") == 0:
-            of_all = [_origin(t, k, rank_of) for k, t in enumerate(op.inputs)]
-            if [rank_of(t.op.device) for t in of_all] == list(range(num_devices)):
-                key = (op.type, *((t.op.name, t.value_index) for t in of_all))
-                terms[key] = tuple(of_all)
+            by_device = [_origin(t, k, rank_of) for k, t in enumerate(op.inputs)]
+            if [rank_of(t.op.device) for t in by_device] == list(range(num_devices)):
+                key = (op.type, *((t.op.name, t.value_index) for t in by_device))
+                terms[key] = tuple(by_device)
                 members[key][rank].append(op)
     return [
-        _Exchange(key[0], terms[key], of_all)
-        for key, of_all in members.items()
+        _Exchange(key[0], terms[key], by_device)
+        for key, by_device in members.items()
         if all(map(_is_of_known_size, terms[key]))
     ]
 
@@ -158,13 +158,13 @@ def _in_turn(order, exchanges) -> list[list[_Exchange]]:
 
 def _depths(order, exchanges) -> list[int]:
     """Returns the depth of each exchange: the number of exchanges up to and including it."""
-    members = {op.name for each in exchanges for of_one in each.members for op in of_one}
+    members = {op.name for each in exchanges for ops in each.members for op in ops}
     depth: dict[str, int] = {}
     for op in order:
         sources = [*op.control_inputs, *(tensor.op for tensor in op.inputs)]
-        behind = max((depth.get(each.name, 0) for each in sources), default=0)
-        depth[op.name] = behind + (op.name in members)
-    return [max(depth[op.name] for of_one in e.members for op in of_one) for e in exchanges]
+        preceding = max((depth.get(each.name, 0) for each in sources), default=0)
+        depth[op.name] = preceding + (op.name in members)
+    return [max(depth[op.name] for ops in e.members for op in ops) for e in exchanges]
 
 
 def _indices(num_devices: int) -> list[tf.Tensor]:

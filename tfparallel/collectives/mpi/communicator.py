@@ -216,15 +216,15 @@ class Communicator:
             return f"call {num_calls}, {note}"
 
         if self._shared is not None:
-            said = self._shared.announce(numbered, digest)
+            notes = self._shared.announce(numbered, digest)
         else:
-            said = self._compare(numbered, digest)
-        if said is not None:
+            notes = self._compare(numbered, digest)
+        if notes is not None:
             raise ValueError(
                 "The workers did not make the same call. The same collective of the same shapes "
                 "and types, in the same order, is required on all of them. Received: "
-                f"{who_said(said)}. Run the same program on all workers, and look for a call under "
-                "a condition that not all of them meet."
+                f"{who_said(notes)}. Run the same program on all workers, and look for a call "
+                "under a condition that not all of them meet."
             )
 
     def _compare(self, note, digest):

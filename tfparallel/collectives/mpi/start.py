@@ -62,8 +62,8 @@ def join(group: ProcessGroup, algorithm: str) -> MpiProcessGroup:
     """
     worker, host = group.worker_index, group.first_host
     server, nonce = None, new_nonce()
-    said = offers(group, _WHAT)
-    missing = [other["missing"] for other in said]
+    peers = offers(group, _WHAT)
+    missing = [other["missing"] for other in peers]
     lacking = [f"worker {k}: {problem}" for k, problem in enumerate(missing) if problem]
     if lacking:
         raise RuntimeError(
@@ -73,17 +73,17 @@ def join(group: ProcessGroup, algorithm: str) -> MpiProcessGroup:
     secret = Secret(os.environ.get("TFPARALLEL_JOB_TOKEN", ""))
     if worker == 0:
         token = secret.derived(nonce)
-        server = _serve(host, [other["memory"] for other in said], token)
+        server = _serve(host, [other["memory"] for other in peers], token)
     endpoint = {"port": server.port, "nonce": nonce} if server else None
     place = group.exchange(endpoint, _WHAT)[0]
     address, token = (host, place["port"]), secret.derived(place["nonce"])
-    if not any(other["started"] for other in said):
-        mpi = _load_by(address, token, worker, len(said))
+    if not any(other["started"] for other in peers):
+        mpi = _load_by(address, token, worker, len(peers))
     else:
         mpi = library.load()
-        if mpi.COMM_WORLD.Get_size() != len(said):
+        if mpi.COMM_WORLD.Get_size() != len(peers):
             raise RuntimeError(
-                f"MPI started {mpi.COMM_WORLD.Get_size()} processes, and the job has {len(said)} "
+                f"MPI started {mpi.COMM_WORLD.Get_size()} processes, and the job has {len(peers)} "
                 "workers. As many are required. Received: worker "
                 f"{worker}. Start all workers by one mpiexec or srun, of the MPI library that "
                 "mpi4py finds, or all by `tfparallel launch`."
@@ -93,7 +93,7 @@ def join(group: ProcessGroup, algorithm: str) -> MpiProcessGroup:
     comm = mpi.COMM_WORLD.Split(0, key=worker)
     comm.Barrier()
     _forget_names(mpi)
-    waiting = Waiting(lambda: watch.lost, group.timeout_seconds, has_core=_have_cores(said))
+    waiting = Waiting(lambda: watch.lost, group.timeout_seconds, has_core=_have_cores(peers))
     communicator = Communicator(mpi, comm, algorithm, waiting)
     atexit.register(communicator.part, _END_SECONDS)
     return MpiProcessGroup(group, communicator)
@@ -127,10 +127,10 @@ def _load_by(address, token, worker, num_workers):
             del os.environ[name]
 
 
-def _have_cores(said) -> bool:
+def _have_cores(peers) -> bool:
     """Whether every host has at least one available core per worker."""
     by_host: dict[str, list] = {}
-    for other in said:
+    for other in peers:
         by_host.setdefault(other["memory"], []).append(other["cores"])
     return all(len(set().union(*cores)) >= len(cores) for cores in by_host.values())
 
