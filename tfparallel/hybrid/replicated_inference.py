@@ -122,7 +122,7 @@ class SpreadCall:
             Shard(k, number, start, size, inputs.num_rows)
             for k, (start, size) in enumerate(row_ranges(inputs.num_rows, number))
         ]
-        own_shards = others.own(all_shards)
+        own_shards = others.local(all_shards)
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         before = 0 if graph is None else len(graph.get_operations())
 
