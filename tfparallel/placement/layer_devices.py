@@ -185,8 +185,8 @@ def by_variables(model: keras.Model) -> dict[str, str]:
         if len(devices) > 1:
             raise PlacementError(
                 "A layer's variables must be on one device. Received: layer "
-                f"'{layer.name}' with variables on {', '.join(sorted(devices))}. Build the layer in "
-                "one `with tf.device(...)` block."
+                f"'{layer.name}' with variables on {', '.join(sorted(devices))}. Build the layer "
+                "in one `with tf.device(...)` block."
             )
         producers = [p for p, (_, readers) in sent.items() if index in readers]
         before = [placement[layers[p].name] for p in producers if layers[p].name in placement]
