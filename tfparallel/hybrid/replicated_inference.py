@@ -45,7 +45,7 @@ class _Inference(keras.StatelessScope):
         raise PlacementError(f"'{variable.path}' is written in inference, once in each replica")
 
 
-class _Called(NamedTuple):
+class _ReplicaOutputs(NamedTuple):
     """The results of a call in one replica."""
 
     structure: Any
@@ -135,7 +135,7 @@ class SpreadCall:
             sources = list(map(sources_of, outputs, logits))
             masks = list(map(mask_of, outputs))
             losses = [loss * shard.weight(loss.dtype) for loss in scope.losses]
-            return _Called(structure, logits, sources, masks, losses)
+            return _ReplicaOutputs(structure, logits, sources, masks, losses)
 
         replica_shards, parts = shards.for_replicas(own_shards), inputs.split(own_shards)
         replicas = MeshTrace(replicas_of(self._layout), others.first_replica)

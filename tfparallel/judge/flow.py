@@ -19,7 +19,7 @@ _HANDED_ON = "hands what it found in one row on to the next"
 Flow = Callable[[Any, tf.Operation, Sequence], list[tuple]]
 
 
-def _bare(judged) -> tuple:
+def _fields(judged) -> tuple:
     return judged.placement, judged.dims, judged.value
 
 
@@ -39,7 +39,7 @@ def _function(judge, op, inputs):
     if _inner(op, "f") is None:
         mixed = Mixed(op, "calls a function of which nothing is known")
         return [(mixed, None, None)] * len(op.outputs)
-    return list(map(_bare, _called(judge, op, _inner(op, "f"), inputs)))
+    return list(map(_fields, _called(judge, op, _inner(op, "f"), inputs)))
 
 
 def _branches(judge, op, inputs):
@@ -54,10 +54,10 @@ def _branches(judge, op, inputs):
     else:
         graphs = [_inner(op, name) for name in names]
     results = [_called(judge, op, graph, arguments) for graph in graphs]
-    return [_either(judge, op, ways) for ways in zip(*results, strict=True)]
+    return [_joined_branches(judge, op, ways) for ways in zip(*results, strict=True)]
 
 
-def _either(judge, op, ways) -> tuple:
+def _joined_branches(judge, op, ways) -> tuple:
     """Judges an output that one of several branches computes."""
     if any(map(numbers_a_row, ways)):
         return Mixed(op, OF_ROW_NUMBER), None, None
@@ -79,10 +79,10 @@ def _loop(judge, op, inputs):
 def _loop_of_turns(judge, op, inputs):
     """Judges a loop whose number of iterations does not depend on the rows."""
     state = [
-        each if is_fixed else _turned(judge, op, place, tensor, each)
+        each if is_fixed else _in_any_turn(judge, op, place, tensor, each)
         for place, (each, tensor, is_fixed) in enumerate(_states(op, inputs))
     ]
-    state, _ = _settled(judge, op, state)
+    state, _ = _fixed_point(judge, op, state)
     decided = _inner_judge(judge, op, "cond", state).of(_inner(op, "cond").outputs[0])
     if decided.placement != Replicate() or numbers_a_row(decided):
         mixed = first_mixed([decided.placement])
@@ -106,7 +106,7 @@ def _loop_over_rows(judge, op, inputs):
             mixed = first_mixed([each.placement])
             each = each._replace(placement=mixed or Mixed(op, _HANDED_ON), value=None)
         state.append(each)
-    state, after = _settled(judge, op, state, counters)
+    state, after = _fixed_point(judge, op, state, counters)
     steps = [after[place].value for place in counters]
     if not all(step is not None and step.size == 1 and step.item() == number + 1
                for step, number in zip(steps, counters.values(), strict=True)):  # fmt: skip
@@ -126,12 +126,12 @@ def _states(op, inputs) -> list[tuple]:
     """Returns each variable of a loop: its judgement, its tensor, and whether it is invariant."""
     body = _inner(op, "body")
     return [
-        (each, tensor, _itself(out) is tensor)
+        (each, tensor, _before_identities(out) is tensor)
         for each, tensor, out in zip(inputs, body.inputs, body.outputs, strict=True)
     ]
 
 
-def _itself(tensor) -> tf.Tensor:
+def _before_identities(tensor) -> tf.Tensor:
     """Returns the input of `Identity` operations."""
     while tensor.op.type == "Identity":
         tensor = tensor.op.inputs[0]
@@ -148,7 +148,7 @@ def _inner_judge(judge, op, name, state):
     return type(judge)(graph, arguments, (*judge.path, op), judge.asks_gradients)
 
 
-def _settled(judge, op, state, counters=()):
+def _fixed_point(judge, op, state, counters=()):
     """Judges a loop's variables for all iterations, and at the end of one.
 
     Args:
@@ -165,7 +165,7 @@ def _settled(judge, op, state, counters=()):
             placement = joined(op, before.placement, out.placement)
             if isinstance(placement, Row):
                 placement = Mixed(op, _HANDED_ON)
-            dims = _lasting((*judge.names, op.name, len(new)), before, out)
+            dims = _dims_after_turn((*judge.names, op.name, len(new)), before, out)
             # A number keeps its name while each iteration leaves its placement unchanged.
             is_named = placement == before.placement or len(new) in counters
             value = before.value if is_named else None
@@ -182,7 +182,7 @@ def _settled(judge, op, state, counters=()):
     return [each._replace(placement=mixed) for each in state], after
 
 
-def _turned(judge, op, place, tensor, judged):
+def _in_any_turn(judge, op, place, tensor, judged):
     """Judges a variable in any iteration; an integer gets a name."""
     if numbers_a_row(judged):
         return judged._replace(placement=Mixed(op, OF_ROW_NUMBER), value=None)
@@ -207,7 +207,7 @@ def _ends_with_rows(judge, condition) -> bool:
     return is_row_number(number.item()) and bound.item() == ROWS
 
 
-def _lasting(name, before, after):
+def _dims_after_turn(name, before, after):
     """Returns the sizes of axes; a size that an iteration changes gets a name."""
     if before.dims is None or after.dims is None:
         return before.dims if isinstance(after.placement, Listed) and before.dims else after.dims
@@ -243,7 +243,7 @@ def _variable(judge, op, inputs):
 
 def _several(judge, op, inputs):
     """Judges `IdentityN`, and its gradient if the program defines one."""
-    outputs = [_bare(each) for each in inputs]
+    outputs = [_fields(each) for each in inputs]
     custom = gradient_function_of(op)
     if custom is None or not judge.asks_gradients or first_mixed(p for p, *_ in outputs):
         return outputs

@@ -84,7 +84,7 @@ def tried_with_rows(op: tf.Operation, judge) -> list[Placement]:
     for seed in _SEEDS:
         try:
             with tf.init_scope():
-                examples = [_made_up_rows(root, seed) for root in judge.roots]
+                examples = [_synthetic_rows(root, seed) for root in judge.roots]
                 ways = []
                 for rows in (slice(None), slice(0, _CUT), slice(_CUT, None)):
                     values = {}
@@ -125,7 +125,7 @@ class _Run:
             return tf.constant(tf.make_ndarray(tensor.op.get_attr("value")))
         judged = self._judge.of(tensor)
         if isinstance(judged.placement, Shard):
-            whole = _made_up(tensor, judged, (self._seed, len(tensor.name)))
+            whole = _synthetic(tensor, judged, (self._seed, len(tensor.name)))
             outputs = [whole[(slice(None),) * judged.placement.axis + (self._rows,)]]
         else:
             outputs = run_alone(tensor.op, [self._of(each) for each in tensor.op.inputs])
@@ -145,7 +145,7 @@ def _rows_of(example, rows: slice):
     return example[rows]
 
 
-def _made_up_rows(root, seed):
+def _synthetic_rows(root, seed):
     """Returns synthetic sparse or ragged rows; ragged rows have different lengths."""
     random = np.random.default_rng(seed)
     if isinstance(root, tf.SparseTensor):
@@ -167,7 +167,7 @@ def _made_up_rows(root, seed):
 
 def _compared(op, inputs, seed):
     """Returns the placement of each output, None for mixed; None if values are not finite."""
-    arrays = [_made_up(tensor, each, (seed, i)) for i, (tensor, each) in
+    arrays = [_synthetic(tensor, each, (seed, i)) for i, (tensor, each) in
             enumerate(zip(op.inputs, inputs, strict=True))]  # fmt: skip
     whole = _run(op, arrays)
     parts = []
@@ -212,7 +212,7 @@ def _is_finite(array) -> bool:
     return array.dtype.kind not in "fc" or bool(np.isfinite(array).all())
 
 
-def _made_up(tensor, judged, seed):
+def _synthetic(tensor, judged, seed):
     value = constant(judged.value)
     if value is not None:
         return np.reshape(np.array(value, tensor.dtype.as_numpy_dtype), judged.value.shape)

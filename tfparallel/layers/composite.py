@@ -56,7 +56,7 @@ class Group:
         if self.graph is self.owner:
             return called
         # It may also call layers that its own layers hold; those are in another group.
-        in_calls = set(map(id, called)).intersection(map(id, _held_by(self.owner)))
+        in_calls = set(map(id, called)).intersection(map(id, _inner_layers(self.owner)))
         in_calls -= set(map(id, self.apart))
         return [*(layer for layer in called if id(layer) in in_calls), *self.apart]
 
@@ -68,7 +68,7 @@ class Group:
 def is_composite(layer: keras.Layer) -> bool:
     """Returns whether a layer is neither a layer nor a model of Keras, and holds others."""
     is_of_keras = class_of_keras(layer).__module__.startswith("keras.")
-    return not is_of_keras and not has_graph(layer) and bool(_held_by(layer))
+    return not is_of_keras and not has_graph(layer) and bool(_inner_layers(layer))
 
 
 def class_of_keras(layer: keras.Layer) -> type:
@@ -104,7 +104,7 @@ def _inside(layer, outer) -> Group:
     """Returns the group of a composite layer that another group calls."""
     graph = _calls_in(layer, outer.graph)
     numbers = collections.Counter(id(node.operation) for node in calls_of(graph))
-    apart = tuple(each for each in _held_by(layer) if numbers[id(each)] != 1)
+    apart = tuple(each for each in _inner_layers(layer) if numbers[id(each)] != 1)
     path = f"{outer.path}{layer.name}/"
     return Group(layer, path, path, graph, apart)
 
@@ -143,5 +143,5 @@ def _input_like(value):
     return keras.Input(batch_shape=(value.shape[0] or 2, *value.shape[1:]), dtype=value.dtype)
 
 
-def _held_by(layer) -> list[keras.Layer]:
+def _inner_layers(layer) -> list[keras.Layer]:
     return layers_in(layer, include_self=False, recursive=False)

@@ -107,18 +107,18 @@ def _known_parts(tensor, devices, without: set[int]) -> list[tf.Tensor] | None:
     if not any(input_parts):
         return None
     operands = [
-        _beside(each, parts_, tensor, devices)
+        _operand_parts(each, parts_, tensor, devices)
         for each, parts_ in zip(op.inputs, input_parts, strict=True)
     ]
     if any(parts_ is None for parts_ in operands):
         return None
     check_lengths([each for each, parts_ in zip(op.inputs, input_parts, strict=True) if parts_])
-    outputs = on_devices(devices, lambda *parts_: _again(op, parts_), *operands)
+    outputs = on_devices(devices, lambda *parts_: _on_parts(op, parts_), *operands)
     tensor._tfparallel_parts = Parts(outputs, AXIS, devices)
     return outputs
 
 
-def _beside(each, parts, result, devices) -> list[tf.Tensor] | None:
+def _operand_parts(each, parts, result, devices) -> list[tf.Tensor] | None:
     """Returns what each device needs of an operand; None if the graph does not show it."""
     axis = AXIS - (len(result.shape) - len(each.shape))
     if axis < 0:
@@ -131,7 +131,7 @@ def _beside(each, parts, result, devices) -> list[tf.Tensor] | None:
     return cut(each, devices, axis) if size is not None and size == all_ else None
 
 
-def _again(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Tensor:
+def _on_parts(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Tensor:
     function = getattr(tf.raw_ops, op.type)
     taken = inspect.signature(function).parameters
     attributes = {a.name: op.get_attr(a.name) for a in op.op_def.attr if a.name in taken}

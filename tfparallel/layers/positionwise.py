@@ -105,7 +105,7 @@ class SequenceLayer(WholeLayer):
     """Extends a layer that computes in parts of a sequence: its outputs have parts attached."""
 
     def __call__(self, *args, **kwargs):
-        return keras.tree.map_structure(_known_whole, super().__call__(*args, **kwargs))
+        return keras.tree.map_structure(_with_parts_attached, super().__call__(*args, **kwargs))
 
     @property
     def _has_penalties(self) -> bool:
@@ -115,7 +115,7 @@ class SequenceLayer(WholeLayer):
         )
 
 
-def _known_whole(value):
+def _with_parts_attached(value):
     if not isinstance(value, Parts):
         return value
     return joined(value.tensors, value.devices, mask_of(value))

@@ -87,7 +87,7 @@ class SequenceAttention(SequenceLayer):
         if (
             return_attention_scores
             or self._has_penalties
-            or not _is_as_keras_has_it(self)
+            or not _computes_like_keras(self)
             or any(each.shape.rank != 3 for each in inputs)
             or not all(is_long_enough(each, self._devices) for each in inputs)
             or not is_plain_mask(attention_mask, masks)
@@ -128,7 +128,7 @@ class SequenceAttention(SequenceLayer):
         return Parts(outputs, 1, devices, query_mask if is_handed_on else None)
 
 
-def _is_as_keras_has_it(layer) -> bool:
+def _computes_like_keras(layer) -> bool:
     """Returns whether it computes as in Keras: no method set on it, no projection replaced."""
     inner = attention_parts(layer)
     gates = [inner.gate] if inner.gate else []

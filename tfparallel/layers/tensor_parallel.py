@@ -163,7 +163,7 @@ def _split(model, devices, request, initialize) -> keras.Model:
     """Splits a model's layers in place, one by one."""
     splits = split_in_place(model, lambda _: devices, len(devices), request, initialize)
     if not splits:
-        raise PlacementError(_nothing(model, len(devices)))
+        raise PlacementError(_nothing_to_split(model, len(devices)))
     layout = Layout(Mesh(tensor=len(devices)), devices, splits=splits)
     return extend(model, SplitModel, _layout=layout)
 
@@ -334,7 +334,7 @@ def _options(layer, kind, source, nodes) -> dict:
     return {}
 
 
-def _nothing(model, num_devices) -> str:
+def _nothing_to_split(model, num_devices) -> str:
     layers = [
         f"{group.name_of(layer)} ({original_class(layer).__name__})"
         for group in groups_in(model)

@@ -57,14 +57,14 @@ class DeviceOrder:
         """Records the begin once all tensors have arrived; readers of the result wait for it."""
         if not self._timed:
             return tensors
-        begin = _time_behind(tensors)
+        begin = _time_after(tensors)
         self.stamps[self._current] = (begin, begin)
         with tf.control_dependencies([begin]):
             return [tf.identity(tensor) for tensor in tensors]
 
     def _end(self, device, instruction, done):
         if self._timed and instruction in self.stamps:
-            end = _time_behind(done)
+            end = _time_after(done)
             self.stamps[instruction] = (self.stamps[instruction][0], end)
             done = [end]
         if tf.executing_eagerly() or not done:
@@ -75,7 +75,7 @@ class DeviceOrder:
         self.ends[instruction] = end
 
 
-def _time_behind(results):
+def _time_after(results):
     """Returns the time on the host once all results are there."""
     parts = tf.nest.flatten(results, expand_composites=True)
     tensors = [part for part in parts if tf.is_tensor(part) and part.dtype not in _OF_THE_HOST]

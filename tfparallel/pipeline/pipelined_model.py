@@ -15,7 +15,7 @@ from tfparallel.pipeline.micro_batch_loss import COMPARES, check_decomposes
 from tfparallel.pipeline.pass_writes import writable
 from tfparallel.pipeline.pipeline_step import Step
 from tfparallel.pipeline.remote_replicas import Others
-from tfparallel.pipeline.schedule_executor import How
+from tfparallel.pipeline.schedule_executor import PassOptions
 from tfparallel.pipeline.stages import cut_stages
 from tfparallel.pipeline.traced_once import MustTraceEach
 from tfparallel.placement.layer_devices import PlacementError
@@ -62,7 +62,7 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
 
     def _begin(self, call):
         if call.kind == "fit":
-            call.enter(_in_plain_words())
+            call.enter(_as_placement_error())
         super()._begin(call)
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
@@ -139,7 +139,7 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
                 "Take schedule='gpipe', or give each example a row."
             )
         way = self._way((x, y, sample_weight), "fit")
-        how = How(
+        options = PassOptions(
             self,
             cut_stages(self, self._layout.stage_of, self._layout.num_stages),
             self.schedule,
@@ -153,7 +153,7 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
             writable=writable(self, self._layout.recompute),
         )
         others = Others(self._layout.mesh.data, self._workers)
-        return Step(how, replicas_of(self._layout), others, gradients_stay=self._accumulates)
+        return Step(options, replicas_of(self._layout), others, gradients_stay=self._accumulates)
 
     @property
     def _devices_of_stages(self) -> list[str]:
@@ -189,7 +189,7 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
 
 
 @contextlib.contextmanager
-def _in_plain_words() -> Iterator[None]:
+def _as_placement_error() -> Iterator[None]:
     """Raises the assertion of a loss comparison in a graph as a `PlacementError`."""
     try:
         yield

@@ -39,10 +39,10 @@ from tfparallel.tracing.graphs import operations_here
 from tfparallel.tracing.replay import DrawnApart
 from tfparallel.variables.replica import here
 
-__all__ = ["How", "Passed", "ReplicaStep"]
+__all__ = ["PassOptions", "PassOutputs", "ReplicaStep"]
 
 
-class How(NamedTuple):
+class PassOptions(NamedTuple):
     """How to make the passes of a step, the same in each replica.
 
     Attributes:
@@ -51,8 +51,7 @@ class How(NamedTuple):
         schedule: The schedule.
         devices: The first device of each pipeline coordinate, in the first replica.
         recompute: "never", "always" or "except_last".
-        metrics: The compiled metrics, if the loss is the sum of the micro-batches' parts; None if
-            outputs are joined.
+        metrics: The compiled metrics; None if outputs are joined for loss and metrics.
         traces_each: Whether to trace each micro-batch, or only the first.
         has_parts: Whether stages are on several devices, which their gradients follow.
         timed: Whether to record when each instruction begins and ends.
@@ -76,7 +75,7 @@ class How(NamedTuple):
         return self.schedule.name == "gpipe" and self.metrics is None
 
 
-class Passed(NamedTuple):
+class PassOutputs(NamedTuple):
     """The results of a replica's passes, by micro-batch.
 
     Attributes:
@@ -113,7 +112,7 @@ class ReplicaStep:
     """The passes of one replica, while they are traced (or run eagerly).
 
     Args:
-        how: How to make them.
+        options: How to make the passes.
         memory: The state that all passes of the step share.
         batch: The whole batch.
         inputs: The inputs of each of the replica's micro-batches.
@@ -129,22 +128,22 @@ class ReplicaStep:
 
     def __init__(
         self,
-        how: How,
+        options: PassOptions,
         memory: StepMemory,
         batch: Batch,
         inputs: Sequence[Values],
         targets: Sequence[Any],
         shards: Sequence[Shard],
     ):
-        self._how = how
+        self._options = options
         self._batch = batch
         self._shards = shards
-        self._trained, each = how.model._trained(), how.traces_each
+        self._trained, each = options.model._trained(), options.traces_each
         self._calls = [
             StageCall(stage, batch, memory, self._scope, self._trained, each=each)
-            for stage in how.stages
+            for stage in options.stages
         ]
-        self.loss = LossCall(how.model, batch, metrics=how.metrics, each=each)
+        self.loss = LossCall(options.model, batch, metrics=options.metrics, each=each)
         self._sums = GradientSums()
         # For TensorFlow's own seeds; smaller numbers distinguish the replicas.
         self._apart = [DrawnApart(m << 16) for m in range(len(shards))]
@@ -158,22 +157,22 @@ class ReplicaStep:
         self._parts: list[Part] = []  # Of the loss, by micro-batch.
         self._growth: list[list[tf.Tensor]] = []  # Of the metrics' states, by micro-batch.
         self._moments: dict[Any, list[tuple]] = {}
-        self._read: list[set[int]] = [set() for _ in how.stages]  # The weights read, by stage.
-        self._instructions = list(how.schedule.in_order())
-        self.order = DeviceOrder(list(map(here, how.devices)), how.timed)
+        self._read: list[set[int]] = [set() for _ in options.stages]  # The weights read, by stage.
+        self._instructions = list(options.schedule.in_order())
+        self.order = DeviceOrder(list(map(here, options.devices)), options.timed)
         self.output_keys: list[Key] = []
         self.moment_keys: list[Any] = []
 
-    def run(self) -> Passed:
+    def run(self) -> PassOutputs:
         """Runs the passes; if the loss is that of the joined outputs, only the forward passes."""
         while self._instructions:
             _, instruction = self._instructions[0]
-            if self._how.begins_joined and instruction.kind == "backward":
+            if self._options.begins_joined and instruction.kind == "backward":
                 break
-            self._follow(*self._instructions.pop(0))
-        return self._passed()
+            self._execute(*self._instructions.pop(0))
+        return self._pass_outputs()
 
-    def run_back(self, gradients: Sequence[Sequence[tf.Tensor | None]]) -> Passed:
+    def run_back(self, gradients: Sequence[Sequence[tf.Tensor | None]]) -> PassOutputs:
         """Runs the backward passes.
 
         Args:
@@ -184,17 +183,17 @@ class ReplicaStep:
                 if gradient is not None:
                     self._upstream.setdefault((self._maker(key), m, key), []).append(gradient)
         while self._instructions:
-            self._follow(*self._instructions.pop(0))
-        return self._passed()
+            self._execute(*self._instructions.pop(0))
+        return self._pass_outputs()
 
-    def _passed(self) -> Passed:
+    def _pass_outputs(self) -> PassOutputs:
         for drawn in self._apart:
             drawn.change()
         outputs = {*self._batch.output_keys}
         outputs |= {*map(LogitsOf, outputs)}
         self.output_keys = [key for key in self._values[0] if key in outputs]
         self.moment_keys = [*self._moments]
-        return Passed(
+        return PassOutputs(
             self,
             [[values[key] for key in self.output_keys] for values in self._values],
             self._added,
@@ -204,14 +203,14 @@ class ReplicaStep:
             self._sums.of(self._trained),
         )
 
-    def _follow(self, device: int, instruction: Instruction):
+    def _execute(self, device: int, instruction: Instruction):
         """Executes one instruction of a device."""
         with self.order.next(device, instruction) as done:
             act = self._forward if instruction.kind == "forward" else self._backward
             done += act(instruction.stage, instruction.micro_batch)
 
     def _forward(self, index, m):
-        stage, values = self._how.stages[index], self._values[m]
+        stage, values = self._options.stages[index], self._values[m]
         taken = self._received(_of(values, stage.inputs))
         self._taken[index, m] = taken
         record = self._run_stage(stage, m, taken)
@@ -231,7 +230,7 @@ class ReplicaStep:
         return done or [tensor for tensor in taken.values() if tensor is not None]
 
     def _backward(self, index, m):
-        stage = self._how.stages[index]
+        stage = self._options.stages[index]
         taken = self._taken.pop((index, m))
         is_repeated = self._is_recomputed(m)
         if is_repeated:
@@ -243,7 +242,7 @@ class ReplicaStep:
         begins = not is_repeated
         of_loss = []
         if record.loss is not None:
-            of_loss = self._begin_with_loss(index, m, record, noted=begins)
+            of_loss = self._loss_backward(index, m, record, noted=begins)
             begins = False
         keys, targets, seeds = self._seeds(index, m, record)
         self._calls[index].check_seeded(keys)
@@ -251,7 +250,7 @@ class ReplicaStep:
             return of_loss
         if begins:
             seeds = self.order.begun(seeds)
-        sent, variables = self._returned(taken), self._variables_of(stage)
+        sent, variables = self._with_gradient(taken), self._variables_of(stage)
         # A user's own function keeps the copies that it was traced with.
         read = [(variable, copy) for variable in variables for copy in copies(variable)]
         sources = [*sent.values(), *(copy for _, copy in read)]
@@ -274,13 +273,13 @@ class ReplicaStep:
         """Calls the stage's layers, and after the last stage the loss, under a tape."""
         shard, loss, grown, before = self._shards[m], None, [], len(operations_here())
         with tf.GradientTape() as tape:
-            tape.watch(list(self._returned(taken).values()))
+            tape.watch(list(self._with_gradient(taken).values()))
             tape.watch([copy for v in self._variables_of(stage) for copy in copies(v)])
             out = self._calls[stage.index](taken, shard)
             self._read[stage.index] |= {id(value) for value in tape.watched_variables()}
             added = [(loss, tf.ones_like(loss) * shard.weight(loss.dtype)) for loss in out.losses]
         values = out.values | taken
-        if self._is_last(stage.index) and not self._how.begins_joined:
+        if self._is_last(stage.index) and not self._options.begins_joined:
             with tf.GradientTape() as tape_of_loss:
                 tape_of_loss.watch([t for t in values.values() if is_differentiable(t)])
                 part, grown = self.loss(values, self._targets[m], shard)
@@ -288,17 +287,16 @@ class ReplicaStep:
         self._apart[m].change(operations_here()[before:])
         return _Recorded(tape, values, added, out.moments, loss, grown)
 
-    def _begin_with_loss(self, index, m, record: _Recorded, noted: bool) -> list[Any]:
+    def _loss_backward(self, index, m, record: _Recorded, noted: bool) -> list[Any]:
         """Sends the gradient of the loss to the outputs, and adds it for the weights it reads.
 
-        Returns:
-            Tensors that exist once it has been added.
+        Returns tensors that exist once it has been added.
         """
         tape, part = record.loss
-        seed = tf.cast(scale_of(self._how.model), part.loss.dtype)
+        seed = tf.cast(scale_of(self._options.model), part.loss.dtype)
         if noted:
             (seed,) = self.order.begun([seed])
-        sources = self._returned(record.values)
+        sources = self._with_gradient(record.values)
         read, done = read_by(tape, self._trained), []
         values = [*sources.values(), *(copy for _, copy in read)]
         gradients = iter(self._gradients(tape, part.loss, values, seed))
@@ -316,7 +314,7 @@ class ReplicaStep:
         Returns:
             The keys of the outputs, the outputs and the losses, their gradients.
         """
-        scale = scale_of(self._how.model)
+        scale = scale_of(self._options.model)
         keys, targets, seeds = [], [], []
         for key, tensor in record.values.items():
             gradients = self._upstream.pop((index, m, key), None)
@@ -331,18 +329,18 @@ class ReplicaStep:
 
     def _gradients(self, tape, targets, sources, seeds):
         try:
-            if self._how.has_parts and not tf.executing_eagerly():
+            if self._options.has_parts and not tf.executing_eagerly():
                 return gradients_of_a_part(*map(tf.nest.flatten, (targets, sources, seeds)))
             return tape.gradient(targets, sources, output_gradients=seeds)
         except Exception as error:
-            if self._how.traces_each or tf.executing_eagerly():
+            if self._options.traces_each or tf.executing_eagerly():
                 raise
             # TensorFlow differentiates a function by every argument, even if a user's operation
             # has no gradient and none is requested.
             raise MustTraceEach from error
 
     def _scope(self) -> PassScope:
-        return PassScope(self._how.writable, self._how.recompute != "never")
+        return PassScope(self._options.writable, self._options.recompute != "never")
 
     def _received(self, sent: Values) -> Values:
         """Copies the inputs to this device, once the instruction may begin."""
@@ -353,7 +351,7 @@ class ReplicaStep:
             with_mask_of(received[key], sent[key])
         return received
 
-    def _returned(self, taken: Values) -> Values:
+    def _with_gradient(self, taken: Values) -> Values:
         """Returns the inputs whose gradients are sent back: not the model's inputs."""
         return {
             key: tensor
@@ -365,20 +363,21 @@ class ReplicaStep:
         """Returns the stage that made a tensor; -1 for the model's inputs."""
         if isinstance(key, LogitsOf):
             key = key.output
-        return next((stage.index for stage in self._how.stages if key in stage.outputs), -1)
+        return next((stage.index for stage in self._options.stages if key in stage.outputs), -1)
 
     def _is_last(self, index) -> bool:
-        return index == len(self._how.stages) - 1
+        return index == len(self._options.stages) - 1
 
     def _is_recomputed(self, m) -> bool:
-        is_last = m + 1 == self._how.schedule.num_micro_batches
-        how = self._how.recompute
-        return how == "always" or (how == "except_last" and not is_last)
+        is_last = m + 1 == self._options.schedule.num_micro_batches
+        recompute = self._options.recompute
+        return recompute == "always" or (recompute == "except_last" and not is_last)
 
     def _variables_of(self, stage):
         """Returns the trainable variables of a stage's layers, and those they read in closures."""
         # A frozen layer lists none, but its variables may be trained in another layer.
-        variables = self._how.model._parts([v for layer in stage.layers for v in layer.variables])
+        variables = [v for layer in stage.layers for v in layer.variables]
+        variables = self._options.model._parts(variables)
         ids, read = {*map(id, variables)}, self._read
         return [
             variable

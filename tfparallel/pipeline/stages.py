@@ -82,7 +82,7 @@ class Stage:
                 args, kwargs = node.arguments.fill_in(values)
                 outputs = in_training(node.operation)(*args, **kwargs)
                 if LEAVES_TRAINING and context.training is not training_after:
-                    raise _leaves_another(node.operation, context.training)
+                    raise _training_error(node.operation, context.training)
                 for symbol, tensor in zip(node.outputs, keras.tree.flatten(outputs), strict=True):
                     values[id(symbol)] = tensor
                     if id(symbol) in self.outputs:
@@ -129,7 +129,7 @@ def _training_after(node, training):
     return node.arguments.kwargs.get("training", training) if is_given else training
 
 
-def _leaves_another(layer, training):
+def _training_error(layer, training):
     return ValueError(
         "Stages need to know in advance with which `training` each layer is called. Received: "
         f"layer {layer.name!r}, which calls a layer of its own with training={training}; in Keras "

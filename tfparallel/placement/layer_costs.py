@@ -163,7 +163,7 @@ def _activation_bytes(model, batch_size) -> dict[str, int]:
             keras.StatelessScope(list(zip(variables, values, strict=True))),
             recording() as trace,
             traced_apart(),
-            _noted(layers_in_order(model)),
+            _recording_layers(layers_in_order(model)),
         ):
             outputs = model(inputs, training=True)
             trained = {id(v) for v in model.trainable_variables}
@@ -221,7 +221,7 @@ def _read_backward(operations, forward) -> Iterable[tf.Tensor]:
     return tensors.values()
 
 
-class _NotedLayer:
+class _RecordedLayer:
     """Extends a layer for a trace: records its operations under its name."""
 
     def __call__(self, *args, **kwargs):
@@ -230,11 +230,11 @@ class _NotedLayer:
 
 
 @contextlib.contextmanager
-def _noted(layers) -> Iterator[None]:
+def _recording_layers(layers) -> Iterator[None]:
     classes = [type(layer) for layer in layers]
     try:
         for layer in layers:
-            layer.__class__ = type(type(layer).__name__, (_NotedLayer, type(layer)), {})
+            layer.__class__ = type(type(layer).__name__, (_RecordedLayer, type(layer)), {})
         yield
     finally:
         for layer, original in zip(layers, classes, strict=True):

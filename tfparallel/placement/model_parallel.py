@@ -157,7 +157,7 @@ def _copy_of(model: keras.Model, decide, mixin, attributes, finish) -> keras.Mod
             copy = like(layer)
         return extend(copy, PlacedLayer, _device=device)
 
-    copy = copy_layers(model, placed) if is_its_graph(model) else _placed_later(model, placement)
+    copy = copy_layers(model, placed) if is_its_graph(model) else _placed_copy(model, placement)
     copy_state(model, copy)
     extend(copy, mixin, _layout=layout, **attributes)
     finish(copy)
@@ -165,7 +165,7 @@ def _copy_of(model: keras.Model, decide, mixin, attributes, finish) -> keras.Mod
     return copy
 
 
-def _placed_later(model, placement) -> keras.Model:
+def _placed_copy(model, placement) -> keras.Model:
     """Copies a model by its own class, on the CPU, and then moves each layer to its device."""
     with tf.device("CPU:0"):
         copy = rebuilt(model)
@@ -185,7 +185,7 @@ def in_stages(placement: Mapping[str, str]) -> Layout:
 def _placement(model, devices, layers_per_stage, device_map, best):
     layers = layers_in_order(model)
     if device_map is not None:
-        return _by_map_alone(layers, devices, layers_per_stage, device_map)
+        return _by_device_map(layers, devices, layers_per_stage, device_map)
     if devices is None:
         if layers_per_stage is not None:
             raise PlacementError(
@@ -204,7 +204,7 @@ def _placement(model, devices, layers_per_stage, device_map, best):
     return layer_devices.by_balance(model, names, **best) if placement is None else placement
 
 
-def _by_map_alone(layers, devices, layers_per_stage, device_map):
+def _by_device_map(layers, devices, layers_per_stage, device_map):
     problems = Problems()
     with problems.gathered():
         if devices is not None or layers_per_stage is not None:

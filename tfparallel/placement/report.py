@@ -113,12 +113,12 @@ def placement_report(
     for layer in layers_in_order(model):
         for variable in layer.variables:
             num_audited["variables"] += 1
-            _look(elsewhere, "variables", layer.name, variable, placement[layer.name])
+            _check_device(elsewhere, "variables", layer.name, variable, placement[layer.name])
     for variable, slot in _slots(model):
         name = owners[id(variable)]
         slots[name] = slots.get(name, 0) + bytes_of(slot)
         num_audited["slots"] += 1
-        _look(elsewhere, "slots", name, slot, placement[name])
+        _check_device(elsewhere, "slots", name, slot, placement[name])
     if data is not None:
         for noted in _trace(model, data):
             num_audited[noted.kind] = num_audited.get(noted.kind, 0) + 1
@@ -167,7 +167,7 @@ def held_by_device(model: keras.Model) -> list[dict[str, Any]]:
     return list(devices.values())
 
 
-def _look(elsewhere, kind, owner, variable, expected):
+def _check_device(elsewhere, kind, owner, variable, expected):
     device = short(variable.value.device)
     if device != expected:
         elsewhere.append(Noted(kind, owner, variable.path, expected, device))

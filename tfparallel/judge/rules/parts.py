@@ -134,7 +134,7 @@ def strided(call: Call):
             place = out
             sizes.append(dims[axis])
             out += 1
-        elif depends_on_rows(dims[axis]) and not _from_the_left(each):
+        elif depends_on_rows(dims[axis]) and not _ignores_padding(each):
             return call.mixed("looks at the end of rows, which is that of the longest of the piece")
         elif _depends_on_rows(each):
             return call.mixed("takes as many places as there are rows")
@@ -148,7 +148,7 @@ def strided(call: Call):
     return dataclasses.replace(placement, axis=place, numbers=False), tuple(sizes)
 
 
-def _from_the_left(each) -> bool:
+def _ignores_padding(each) -> bool:
     """Returns whether a slice or index selects the same entries of rows that are padded longer."""
     if isinstance(each, int):
         return each >= 0
