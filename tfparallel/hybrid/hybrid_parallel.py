@@ -184,10 +184,10 @@ def _first_devices(mesh: Mesh, num_workers: int) -> list[str]:
 
 def _in_words(model: HybridModel) -> str:
     layout = model.layout
-    where = first_to_last(layout.devices)
-    where = f"{layout.workers} workers x {where}" if layout.workers > 1 else where
-    where = f"{layout.title} on {where}"
-    return where if layout.reduction is None else f"{where}; gradients: {layout.reduction}"
+    text = first_to_last(layout.devices)
+    text = f"{layout.workers} workers x {text}" if layout.workers > 1 else text
+    text = f"{layout.title} on {text}"
+    return text if layout.reduction is None else f"{text}; gradients: {layout.reduction}"
 
 
 class _Parts:

@@ -54,14 +54,14 @@ def _branches(judge, op, inputs):
     else:
         graphs = [_inner(op, name) for name in names]
     results = [_called(judge, op, graph, arguments) for graph in graphs]
-    return [_joined_branches(judge, op, ways) for ways in zip(*results, strict=True)]
+    return [_joined_branches(judge, op, outputs) for outputs in zip(*results, strict=True)]
 
 
-def _joined_branches(judge, op, ways) -> tuple:
+def _joined_branches(judge, op, outputs) -> tuple:
     """Judges an output that one of several branches computes."""
-    if any(map(numbers_a_row, ways)):
+    if any(map(numbers_a_row, outputs)):
         return Mixed(op, OF_ROW_NUMBER), None, None
-    first, *others = ways
+    first, *others = outputs
     placement, dims = first.placement, first.dims
     for other in others:
         placement = joined(op, placement, other.placement)

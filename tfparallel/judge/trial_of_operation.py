@@ -56,17 +56,17 @@ def tried(op: tf.Operation, inputs: Sequence) -> list[Placement]:
     for seed in _SEEDS:
         try:
             with tf.init_scope():
-                now = _compared(op, inputs, seed)
+                placed = _compared(op, inputs, seed)
         except Exception as error:
             if seed == _ALIKE:
                 continue
             return [Mixed(op, f"has no rule, and cannot be tried: {error}"[:200])] * number
-        if now is None:
+        if placed is None:
             continue
         agreed = (
-            now
+            placed
             if agreed is None
-            else [one if one == other else None for one, other in zip(agreed, now, strict=True)]
+            else [one if one == other else None for one, other in zip(agreed, placed, strict=True)]
         )
     if agreed is None:
         return [Mixed(op, "has no rule, and made up inputs tell nothing")] * number
@@ -85,20 +85,20 @@ def tried_with_rows(op: tf.Operation, judge) -> list[Placement]:
         try:
             with tf.init_scope():
                 examples = [_synthetic_rows(root, seed) for root in judge.roots]
-                ways = []
+                runs = []
                 for rows in (slice(None), slice(0, _CUT), slice(_CUT, None)):
                     values = {}
                     for root, example in zip(judge.roots, examples, strict=True):
                         pairs = zip(_parts(root), _parts(_rows_of(example, rows)), strict=True)
                         values |= {tensor.name: value for tensor, value in pairs}
-                    ways.append(_Run(judge, values, seed, rows).outputs(op))
+                    runs.append(_Run(judge, values, seed, rows).outputs(op))
         except Exception as error:
             return [Mixed(op, f"cannot be tried on made-up rows: {error}"[:200])] * len(op.outputs)
-        now = [_placed(*map(np.asarray, each)) for each in zip(*ways, strict=True)]
+        placed = [_placed(*map(np.asarray, each)) for each in zip(*runs, strict=True)]
         agreed = (
-            now
+            placed
             if agreed is None
-            else [one if one == other else None for one, other in zip(agreed, now, strict=True)]
+            else [one if one == other else None for one, other in zip(agreed, placed, strict=True)]
         )
     return [p or Mixed(op, "mixes the examples") for p in agreed]
 

@@ -113,12 +113,12 @@ def slices_of(op, begin, end, strides, rank: int | None) -> list:
         for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
     }
     slices, has_ellipsis = [], False
-    taken = sum(
+    num_sliced = sum(
         not (masks["new_axis"] >> i & 1 or masks["ellipsis"] >> i & 1) for i in range(len(begin))
     )
     for i, bounds in enumerate(zip(begin, end, strides, strict=True)):
         if masks["ellipsis"] >> i & 1:
-            slices += [slice(None)] * (rank - taken)
+            slices += [slice(None)] * (rank - num_sliced)
             has_ellipsis = True
         elif masks["new_axis"] >> i & 1:
             slices.append(None)
@@ -129,7 +129,7 @@ def slices_of(op, begin, end, strides, rank: int | None) -> list:
             last = None if masks["end"] >> i & 1 else bounds[1]
             slices.append(slice(first, last, None if bounds[2] == 1 else bounds[2]))
     if not has_ellipsis and rank is not None:
-        slices += [slice(None)] * (rank - taken)
+        slices += [slice(None)] * (rank - num_sliced)
     return slices
 
 

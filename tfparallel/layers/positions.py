@@ -96,8 +96,8 @@ def _known_parts(tensor, devices, without: set[int]) -> list[tf.Tensor] | None:
     parts = getattr(tensor, "_tfparallel_parts", None)
     if parts is not None:
         return parts.tensors if parts.axis == AXIS else None
-    is_here = tf.is_symbolic_tensor(tensor) and tensor.graph is tf.compat.v1.get_default_graph()
-    if not is_here or id(tensor) in without:
+    is_in_graph = tf.is_symbolic_tensor(tensor) and tensor.graph is tf.compat.v1.get_default_graph()
+    if not is_in_graph or id(tensor) in without:
         return None
     without.add(id(tensor))
     op, ranks = tensor.op, [each.shape.rank for each in (tensor, *tensor.op.inputs)]
@@ -123,17 +123,17 @@ def _operand_parts(each, parts, result, devices) -> list[tf.Tensor] | None:
     axis = AXIS - (len(result.shape) - len(each.shape))
     if axis < 0:
         return on_each(each, devices)
-    size, all_ = each.shape[axis], result.shape[AXIS]
-    if parts is not None and axis == AXIS and size == all_:
+    size, length = each.shape[axis], result.shape[AXIS]
+    if parts is not None and axis == AXIS and size == length:
         return parts
-    if size == 1 and all_ != 1:
+    if size == 1 and length != 1:
         return on_each(each, devices)
-    return cut(each, devices, axis) if size is not None and size == all_ else None
+    return cut(each, devices, axis) if size is not None and size == length else None
 
 
 def _on_parts(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Tensor:
     function = getattr(tf.raw_ops, op.type)
-    taken = inspect.signature(function).parameters
-    attributes = {a.name: op.get_attr(a.name) for a in op.op_def.attr if a.name in taken}
+    parameters = inspect.signature(function).parameters
+    attributes = {a.name: op.get_attr(a.name) for a in op.op_def.attr if a.name in parameters}
     names = [argument.name for argument in op.op_def.input_arg]
     return function(**dict(zip(names, inputs, strict=True)), **attributes)

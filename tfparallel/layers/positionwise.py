@@ -177,10 +177,10 @@ def is_apart(layer: keras.Layer, args: tuple, kwargs: dict, num_devices: int) ->
         cut_ones = [each.is_cut for each in arguments]
         example = Arguments(leaves, cut_ones, [each.is_masked for each in arguments])
         lengths = [length, *sizes] if sizes else []
-        ways = [True, False] if takes_training(layer) else [None]
+        modes = [True, False] if takes_training(layer) else [None]
         verdicts[key] = all(
-            keeps_positions_apart(layer, _calling(layer, (args, kwargs), way), example, lengths)
-            for way in ways
+            keeps_positions_apart(layer, _calling(layer, (args, kwargs), mode), example, lengths)
+            for mode in modes
         )
     return verdicts[key]
 

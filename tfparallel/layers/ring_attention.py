@@ -91,8 +91,8 @@ def attend(
         return weights if factors is None else weights * tf.cast(factors, dtype)
 
     @tf.custom_gradient
-    def attention(query, *both):
-        keys, values = both[: len(both) // 2], both[len(both) // 2 :]
+    def attention(query, *tensors):
+        keys, values = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
         query_ = tf.cast(query, dtype)
         shape = tf.shape(query_)
         rows = tf.stack([shape[0], shape[2], shape[1], 1])

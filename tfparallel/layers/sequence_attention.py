@@ -118,8 +118,8 @@ class SequenceAttention(SequenceLayer):
         values = on_devices(devices, inner.value, values)
         dropout = AttentionDropout(self, queries, mask, training)
         heads = (queries[0].shape[2], keys[0].shape[2])
-        way = exchange_of(*heads, len(devices), use_causal_mask)
-        compute = _by_ring if way == RING else _by_heads
+        exchange = exchange_of(*heads, len(devices), use_causal_mask)
+        compute = _by_ring if exchange == RING else _by_heads
         outputs = compute(queries, keys, values, mask, dropout, devices)
         if gates is not None:
             outputs = on_devices(devices, tf.multiply, outputs, gates)
@@ -146,8 +146,8 @@ def _by_ring(queries, keys, values, mask, dropout, devices):
     for i, device in enumerate(devices):
         order = [(i + step) % number for step in range(number)]
         blocks = [_block(mask, dropout, i, j) for j in order]
-        came = ([each[j] for j in order] for each in (keys, values))
-        outputs.append(attend(queries[i], *came, blocks, device))
+        received = ([each[j] for j in order] for each in (keys, values))
+        outputs.append(attend(queries[i], *received, blocks, device))
     return outputs
 
 

@@ -213,13 +213,13 @@ def _requested_kind(layer, requests, num_devices, graph) -> str | None:
     if kind == HEIGHT:
         return kind
     if kind == ROW:
-        count, what = graph.nodes[layer.name][0].input_tensors[0].shape[-1], "features"
+        count, unit = graph.nodes[layer.name][0].input_tensors[0].shape[-1], "features"
     else:
-        count, what = _count(layer), _COUNTS[cls][1]
+        count, unit = _count(layer), _COUNTS[cls][1]
     if count < num_devices:
         raise PlacementError(
             f"Each device needs a part. Received: {_request(layer, requests)}; layer "
-            f"'{layer.name}' with {count} {what}, for {num_devices} devices. It can be split over "
+            f"'{layer.name}' with {count} {unit}, for {num_devices} devices. It can be split over "
             f"{count} devices at most."
         )
     return kind

@@ -265,7 +265,7 @@ def replicas_in_words(layout: Layout) -> str:
     names = next(iter(by_worker.values()))
     count, devices = len(names), first_to_last(names)
     if len(by_worker) > 1:
-        where = f"{len(by_worker)} workers x {count} device{'s' * (count > 1)} ({devices})"
+        text = f"{len(by_worker)} workers x {count} device{'s' * (count > 1)} ({devices})"
     else:
-        where = f"{count} replica{'s' * (count > 1)} on {devices}"
-    return where if layout.reduction is None else f"{where}; gradients: {layout.reduction}"
+        text = f"{count} replica{'s' * (count > 1)} on {devices}"
+    return text if layout.reduction is None else f"{text}; gradients: {layout.reduction}"

@@ -73,7 +73,7 @@ class Masks:
     def _presence(self) -> _Presence:
         """Traces a call of the model in a separate graph, which is never run."""
         presence = _Presence({}, {})
-        there = [tensor for tensor in self._inputs if tensor is not None]
+        inputs = [tensor for tensor in self._inputs if tensor is not None]
 
         def call(*tensors):
             tensors = iter(tensors)
@@ -93,7 +93,7 @@ class Masks:
                 presence.at_end[id(symbol)] = mask_of(values[id(symbol)]) is not None
 
         with tf.init_scope(), computing(None):
-            types = [tf.type_spec_from_value(tensor) for tensor in there]
+            types = [tf.type_spec_from_value(tensor) for tensor in inputs]
             tf.function(call, autograph=False).get_concrete_function(*types)
         return presence
 

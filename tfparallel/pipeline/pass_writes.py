@@ -93,12 +93,12 @@ class PassScope(keras.StatelessScope):
         for op in filter(draws_anew, with_inner(operations)):
             self._refuse_recompute(f"{op.type} '{op.name}'")
 
-    def _refuse_recompute(self, what: str) -> None:
+    def _refuse_recompute(self, source: str) -> None:
         if self._is_recomputed:
             raise PlacementError(
                 "In a recompute a layer must draw the numbers that it drew the first time. A "
                 "`keras.random.SeedGenerator` of the layer's own is required (`seed=self.seed_"
-                f"generator`). Received: a draw from {what}. Or take recompute='never'."
+                f"generator`). Received: a draw from {source}. Or take recompute='never'."
             )
 
 
@@ -147,9 +147,9 @@ class SumInLayer(NamedTuple):
     def combine(self, others: Others) -> None:
         """Writes the sum over all replicas to all copies."""
         with tf.device(storage_of(self.variable).device):
-            more = tf.add_n([copy - self.before for copy in copies(self.variable)])
-            (more,) = others.summed([more])
-            self.variable.assign(self.before + more)
+            increment = tf.add_n([copy - self.before for copy in copies(self.variable)])
+            (increment,) = others.summed([increment])
+            self.variable.assign(self.before + increment)
 
 
 def sums_in_layers(model: keras.Model, num_replicas: int) -> list[SumInLayer]:

@@ -177,13 +177,13 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
             batch_size = next((spec.shape[0] for spec in specs if spec.shape.rank), None)
         elif batch_size is None and not hasattr(x, "__next__") and hasattr(x, "shape"):
             batch_size = KERAS_BATCH_SIZE
-        of_each, replicas = self.schedule.num_micro_batches, self._layout.mesh.data
-        number = of_each * replicas
+        per_replica, replicas = self.schedule.num_micro_batches, self._layout.mesh.data
+        number = per_replica * replicas
         if batch_size is not None and batch_size < number:
-            of_all = f"{replicas} replicas x {of_each}" if replicas > 1 else f"{of_each}"
+            pieces = f"{replicas} replicas x {per_replica}" if replicas > 1 else f"{per_replica}"
             raise PlacementError(
                 "A batch must have an example for each micro-batch (the last of an epoch may have "
-                f"fewer). Received: batches of {batch_size} for {of_all} micro-batches. Take "
+                f"fewer). Received: batches of {batch_size} for {pieces} micro-batches. Take "
                 f"batch_size={number} or more, or fewer micro-batches."
             )
 
@@ -194,7 +194,7 @@ def _as_placement_error() -> Iterator[None]:
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        said = said_in(error, COMPARES)
-        if said is None:
+        message = said_in(error, COMPARES)
+        if message is None:
             raise
-        raise PlacementError(said) from None
+        raise PlacementError(message) from None

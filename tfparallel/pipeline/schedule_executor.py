@@ -151,7 +151,7 @@ class ReplicaStep:
         self._values = [dict(of_one) for of_one in inputs]
         self._targets = targets
         self._added: list[list[tf.Tensor]] = [[] for _ in shards]
-        self._taken: dict[tuple, Values] = {}  # The stage's inputs, by stage and micro-batch.
+        self._inputs_of: dict[tuple, Values] = {}  # The stage's inputs, by stage and micro-batch.
         self._recorded: dict[tuple, _Recorded] = {}  # By stage and micro-batch.
         self._upstream: dict[tuple, list] = {}  # Gradients from readers, by tensor.
         self._parts: list[Part] = []  # Of the loss, by micro-batch.
@@ -211,9 +211,9 @@ class ReplicaStep:
 
     def _forward(self, index, m):
         stage, values = self._options.stages[index], self._values[m]
-        taken = self._received(_of(values, stage.inputs))
-        self._taken[index, m] = taken
-        record = self._run_stage(stage, m, taken)
+        inputs = self._received(_of(values, stage.inputs))
+        self._inputs_of[index, m] = inputs
+        record = self._run_stage(stage, m, inputs)
         values.update(record.values if self._is_last(index) else _of(record.values, stage.outputs))
         self._added[m] += [term for term, _ in record.added]
         for key, moments in record.moments.items():
@@ -227,16 +227,16 @@ class ReplicaStep:
             self._growth.append(record.grown)
         if not self._is_recomputed(m):
             self._recorded[index, m] = record
-        return done or [tensor for tensor in taken.values() if tensor is not None]
+        return done or [tensor for tensor in inputs.values() if tensor is not None]
 
     def _backward(self, index, m):
         stage = self._options.stages[index]
-        taken = self._taken.pop((index, m))
+        inputs = self._inputs_of.pop((index, m))
         is_repeated = self._is_recomputed(m)
         if is_repeated:
             # After the previous instruction; otherwise the recompute would run too early.
-            taken = self._received(taken)
-            record = self._run_stage(stage, m, taken)
+            inputs = self._received(inputs)
+            record = self._run_stage(stage, m, inputs)
         else:
             record = self._recorded.pop((index, m))
         begins = not is_repeated
@@ -250,7 +250,7 @@ class ReplicaStep:
             return of_loss
         if begins:
             seeds = self.order.begun(seeds)
-        sent, variables = self._with_gradient(taken), self._variables_of(stage)
+        sent, variables = self._with_gradient(inputs), self._variables_of(stage)
         # A user's own function keeps the copies that it was traced with.
         read = [(variable, copy) for variable in variables for copy in copies(variable)]
         sources = [*sent.values(), *(copy for _, copy in read)]
@@ -269,16 +269,16 @@ class ReplicaStep:
             self._upstream.setdefault((self._maker(source), m, source), []).append(gradient)
         return done or seeds
 
-    def _run_stage(self, stage, m, taken) -> _Recorded:
+    def _run_stage(self, stage, m, inputs) -> _Recorded:
         """Calls the stage's layers, and after the last stage the loss, under a tape."""
         shard, loss, grown, before = self._shards[m], None, [], len(operations_here())
         with tf.GradientTape() as tape:
-            tape.watch(list(self._with_gradient(taken).values()))
+            tape.watch(list(self._with_gradient(inputs).values()))
             tape.watch([copy for v in self._variables_of(stage) for copy in copies(v)])
-            out = self._calls[stage.index](taken, shard)
+            out = self._calls[stage.index](inputs, shard)
             self._read[stage.index] |= {id(value) for value in tape.watched_variables()}
             added = [(loss, tf.ones_like(loss) * shard.weight(loss.dtype)) for loss in out.losses]
-        values = out.values | taken
+        values = out.values | inputs
         if self._is_last(stage.index) and not self._options.begins_joined:
             with tf.GradientTape() as tape_of_loss:
                 tape_of_loss.watch([t for t in values.values() if is_differentiable(t)])
@@ -351,11 +351,11 @@ class ReplicaStep:
             with_mask_of(received[key], sent[key])
         return received
 
-    def _with_gradient(self, taken: Values) -> Values:
+    def _with_gradient(self, inputs: Values) -> Values:
         """Returns the inputs whose gradients are sent back: not the model's inputs."""
         return {
             key: tensor
-            for key, tensor in taken.items()
+            for key, tensor in inputs.items()
             if is_differentiable(tensor) and self._maker(key) >= 0
         }
 

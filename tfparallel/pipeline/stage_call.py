@@ -76,10 +76,10 @@ class StageCall:
         self._num_losses = 0
         self._moments: dict[Any, int] = {}  # The number of tensors of each layer.
 
-    def __call__(self, taken: Values, shard: Shard) -> StageOutputs:
+    def __call__(self, inputs: Values, shard: Shard) -> StageOutputs:
         """Calls the layers on the tensors of the stage's `inputs`."""
-        self._input_keys = [*taken]
-        results = iter(self._call([*taken.values()], shard))
+        self._input_keys = [*inputs]
+        results = iter(self._call([*inputs.values()], shard))
         values = {key: next(results) for key in self._output_keys}
         losses = [next(results) for _ in range(self._num_losses)]
         moments = {
@@ -88,14 +88,14 @@ class StageCall:
         return StageOutputs(values, losses, moments)
 
     def _run(self, tensors: list[Any], shard: Shard) -> tuple[list[Any], list[int]]:
-        taken = dict(zip(self._input_keys, tensors, strict=True))
-        self._batch.attach_logits(taken)
+        inputs = dict(zip(self._input_keys, tensors, strict=True))
+        self._batch.attach_logits(inputs)
         stage_pass, scope = Pass(self._memory, self._stage.index, shard), self._scope()
         with computing(stage_pass), scope, scope.refusing_operations():
-            outputs = self._stage.run(taken, self._batch.masks)
+            outputs = self._stage.run(inputs, self._batch.masks)
         self._batch.note_logits(outputs)
-        outputs = _distinct(outputs, taken)
-        self._output_keys = [key for key in outputs if key not in taken]
+        outputs = _distinct(outputs, inputs)
+        self._output_keys = [key for key in outputs if key not in inputs]
         self._num_losses = len(scope.losses)
         self._moments = {key: len(moments) for key, moments in stage_pass.moments.items()}
         results = [*(outputs[key] for key in self._output_keys), *scope.losses]
@@ -121,14 +121,14 @@ class StageCall:
             raise MustTraceEach
 
 
-def _distinct(outputs: Values, taken: Values) -> Values:
+def _distinct(outputs: Values, inputs: Values) -> Values:
     """Gives each key its own tensor: one under two keys would count its gradient twice.
 
     A layer may return its input, and the logits behind one output may be another output.
     """
-    seen, distinct = {id(tensor) for tensor in taken.values()}, dict(outputs)
+    seen, distinct = {id(tensor) for tensor in inputs.values()}, dict(outputs)
     for key, tensor in outputs.items():
-        if key in taken or tensor is None:
+        if key in inputs or tensor is None:
             continue
         if id(tensor) in seen and is_differentiable(tensor):
             distinct[key] = with_mask_of(tf.identity(tensor), tensor)
@@ -212,8 +212,8 @@ class LossCall:
                 # a training call: in inference, dropout returns its input itself, and removing the
                 # mask from one would remove it from the other.
                 with keras.StatelessScope(), traced_apart():
-                    shown = keras.tree.flatten(self._model(batch.x, training=True))
-                for tensor, like in zip(whole, shown, strict=True):
+                    masked = keras.tree.flatten(self._model(batch.x, training=True))
+                for tensor, like in zip(whole, masked, strict=True):
                     with_mask_of(tensor, like)
             compiled = compiled_loss(self._model)
             predicted = batch.packed(whole)

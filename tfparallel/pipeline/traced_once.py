@@ -114,10 +114,10 @@ class TracedOnce:
 
         def body(*arguments):
             _stand_for(arguments, outside)
-            tensors_ = _without_masks(arguments[3:], tensors)
-            results, targets = self._function(tensors_, self._own_shard(shard, arguments[:3]))
+            local_tensors = _without_masks(arguments[3:], tensors)
+            results, targets = self._function(local_tensors, self._own_shard(shard, arguments[:3]))
             graph = tf.compat.v1.get_default_graph()
-            weights = [tensors_ for there, tensors_ in graph.captures if id(there) in self._handles]
+            weights = [inner for outer, inner in graph.captures if id(outer) in self._handles]
             if not computes_the_same(graph, weights):
                 raise _NoFunction
             masks = [mask_of(each) for each in results]
@@ -153,18 +153,18 @@ def _shard_numbers(shard: Shard) -> list[tf.Tensor]:
 
 def _with_masks(tensors) -> list:
     """Returns the tensors that are not None, and then their masks."""
-    there = [tensor for tensor in tensors if tensor is not None]
-    masks = [mask_of(tensor) for tensor in there]
-    return [*there, *(mask for mask in masks if mask is not None)]
+    present = [tensor for tensor in tensors if tensor is not None]
+    masks = [mask_of(tensor) for tensor in present]
+    return [*present, *(mask for mask in masks if mask is not None)]
 
 
 def _without_masks(arguments, like) -> list:
     """Undoes `_with_masks`, and restores None."""
     number = sum(tensor is not None for tensor in like)
-    there, masks = iter(arguments[:number]), iter(arguments[number:])
+    present, masks = iter(arguments[:number]), iter(arguments[number:])
     tensors = []
     for original in like:
-        tensors.append(None if original is None else next(there))
+        tensors.append(None if original is None else next(present))
         if mask_of(original) is not None:
             set_mask(tensors[-1], next(masks))
     return tensors

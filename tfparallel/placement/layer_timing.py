@@ -351,5 +351,5 @@ def _kind(layer, inputs, outputs, is_first) -> str:
     config = {**layer.get_config(), "name": None}
     tensors = keras.tree.flatten((inputs, outputs))
     shapes = [(str(tensor.shape), str(tensor.dtype)) for tensor in tensors]
-    what = [type(layer).__name__, config, shapes, is_first]
-    return json.dumps(what, default=str, sort_keys=True)
+    description = [type(layer).__name__, config, shapes, is_first]
+    return json.dumps(description, default=str, sort_keys=True)

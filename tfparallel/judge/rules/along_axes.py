@@ -126,11 +126,11 @@ def along(
             return placement
         if not isinstance(placement, Shard):
             return call.mixed("is no sum over the rows, of sums over the rows")
-        worked_axes = axes(call) if callable(axes) else axes
-        if worked_axes is None or rank is None:
+        used_axes = axes(call) if callable(axes) else axes
+        if used_axes is None or rank is None:
             return call.mixed("works along axes that are known only when it runs")
-        worked_axes = {axis % rank for axis in worked_axes}
-        if placement.axis in worked_axes:
+        used_axes = {axis % rank for axis in used_axes}
+        if placement.axis in used_axes:
             return call.mixed("works along the axis that holds the examples")
         if placement.power:
             return call.mixed("depends on the number of rows")
@@ -141,9 +141,9 @@ def along(
             return call.mixed("pairs each example with the others")
         if not removes:
             return Shard(placement.axis, 0, placement.folded)
-        gone = sum(axis < placement.axis for axis in worked_axes)
-        remaining = tuple(size for axis, size in enumerate(call.dims()) if axis not in worked_axes)
-        return Shard(placement.axis - gone, 0, placement.folded), remaining
+        removed = sum(axis < placement.axis for axis in used_axes)
+        remaining = tuple(size for axis, size in enumerate(call.dims()) if axis not in used_axes)
+        return Shard(placement.axis - removed, 0, placement.folded), remaining
 
     return rule
 

@@ -47,19 +47,19 @@ def reshaped(call: Call):
         place += 1
     if prefix != before or place >= len(new):
         return call.mixed("reshapes across the axis that holds the examples")
-    of_each = _times(dims[axis:]) / ROWS if isinstance(_times(dims[axis:]), Size) else None
+    row_size = _times(dims[axis:]) / ROWS if isinstance(_times(dims[axis:]), Size) else None
     after = new[place + 1 :]
     size = new[place]
     if isinstance(size, int) and size == -1:
-        if of_each is None or any(isinstance(each, int) and each < 0 for each in after):
+        if row_size is None or any(isinstance(each, int) and each < 0 for each in after):
             return call.mixed("reshapes to sizes that are known only when it runs")
-        size = of_each / _times(after) * ROWS
+        size = row_size / _times(after) * ROWS
         if not is_whole(size) or power_of_rows(size) != 1:
             return call.mixed("groups several examples into one row")
     if power_of_rows(size) != 1 or not is_whole(size):
         return call.mixed("puts several examples into one row, or pulls rows apart")
-    if after.count(-1) and of_each is not None:
-        rest = of_each * ROWS / (size * _times(each for each in after if each != -1))
+    if after.count(-1) and row_size is not None:
+        rest = row_size * ROWS / (size * _times(each for each in after if each != -1))
         after = [rest if each == -1 else each for each in after]
     after = [None if isinstance(each, int) and each < 0 else each for each in after]
     return Shard(place, placement.power, placement.folded), (*new[:place], size, *after)
@@ -121,12 +121,12 @@ def squeezed(call: Call):
     if dims is None:
         return call.mixed("has an input of an unknown number of axes")
     named = [axis % len(dims) for axis in call.op.get_attr("squeeze_dims")]
-    gone = named or [axis for axis, size in enumerate(dims) if size == 1]
-    if placement.axis in gone or (not named and any(isinstance(size, Size) for size in dims)
+    removed = named or [axis for axis, size in enumerate(dims) if size == 1]
+    if placement.axis in removed or (not named and any(isinstance(size, Size) for size in dims)
                                   and call.op.outputs[0].shape.rank is None):  # fmt: skip
         return call.mixed("drops the axis that holds the examples")
-    remaining = tuple(size for axis, size in enumerate(dims) if axis not in gone)
-    axis = placement.axis - sum(each < placement.axis for each in gone)
+    remaining = tuple(size for axis, size in enumerate(dims) if axis not in removed)
+    axis = placement.axis - sum(each < placement.axis for each in removed)
     return Shard(axis, placement.power, placement.folded), remaining
 
 
