@@ -73,9 +73,9 @@ def attend(
     def of_shared(gradient):
         return tf.einsum("bsnh,nk->bskh", gradient, sharing) if groups > 1 else gradient
 
-    def scores_of(query_, key, block):
+    def scores_of(queries, key, block):
         """Returns scores, and where they depend on queries and keys; None for everywhere."""
-        scores = tf.einsum("btnh,bsnh->bnts", query_, key)
+        scores = tf.einsum("btnh,bsnh->bnts", queries, key)
         mask = block.mask()
         if mask is None:
             return scores, None
@@ -93,15 +93,15 @@ def attend(
     @tf.custom_gradient
     def attention(query, *tensors):
         keys, values = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
-        query_ = tf.cast(query, dtype)
-        shape = tf.shape(query_)
+        queries = tf.cast(query, dtype)
+        shape = tf.shape(queries)
         rows = tf.stack([shape[0], shape[2], shape[1], 1])
         largest, total, out = tf.fill(rows, tf.constant(dtype.min, dtype)), None, None
         after = []
         for j in seen:
             with tf.control_dependencies(after):
                 key, value = of_heads(keys[j]), of_heads(values[j])
-            scores, mask = scores_of(query_, key, blocks[j])
+            scores, mask = scores_of(queries, key, blocks[j])
             before, largest = largest, tf.maximum(largest, tf.reduce_max(scores, -1, keepdims=True))
             weights = tf.exp(scores - largest)
             sums = tf.reduce_sum(weights, -1, keepdims=True)
@@ -119,14 +119,14 @@ def attend(
             with tf.device(device):
                 upstream = tf.einsum("btnh->bnth", tf.cast(upstream, dtype))
                 mean = tf.reduce_sum(upstream * out, -1, keepdims=True)
-                of_query, after = tf.zeros_like(query_), _after(mean)
+                of_query, after = tf.zeros_like(queries), _after(mean)
                 of_keys = [tf.zeros_like(key) for key in keys]
                 of_values = [tf.zeros_like(value) for value in values]
                 for j in seen:
                     with tf.control_dependencies(after):
                         key, value = of_heads(keys[j]), of_heads(values[j])
-                    scores, mask = scores_of(query_, key, blocks[j])
-                    # Not exp of a difference: log(total) is lost next to the least score.
+                    scores, mask = scores_of(queries, key, blocks[j])
+                    # Divide: subtracting log(total) would lose it next to the least score.
                     weights = tf.exp(scores - largest) / total
                     effective = effective_weights(weights, mask, blocks[j])
                     of_value = tf.einsum("bnts,bnth->bsnh", effective, upstream)
@@ -134,7 +134,7 @@ def attend(
                     of_scores = effective * of_weights - weights * mean
                     if mask is not None:
                         of_scores = tf.where(mask, of_scores, tf.zeros_like(of_scores))
-                    of_key = tf.einsum("bnts,btnh->bsnh", of_scores, query_)
+                    of_key = tf.einsum("bnts,btnh->bsnh", of_scores, queries)
                     of_query += tf.einsum("bnts,bsnh->btnh", of_scores, key)
                     of_keys[j] = tf.cast(of_shared(of_key), keys[j].dtype)
                     of_values[j] = tf.cast(of_shared(of_value), values[j].dtype)

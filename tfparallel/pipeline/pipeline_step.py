@@ -116,9 +116,9 @@ class Step:
             gradients, checked=self._checked(results, whole, extra), **loss_result
         )
 
-    def _by_replica(self, items_: Iterable[Any]) -> list[list[Any]]:
+    def _by_replica(self, iterable: Iterable[Any]) -> list[list[Any]]:
         """Groups the items of local micro-batches by replica."""
-        items, number = list(items_), self._options.schedule.num_micro_batches
+        items, number = list(iterable), self._options.schedule.num_micro_batches
         return [items[first : first + number] for first in range(0, len(items), number)]
 
     def _pass_result(self, gradients, **loss_result) -> PassResult:
