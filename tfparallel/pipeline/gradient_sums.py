@@ -36,7 +36,7 @@ class Added(NamedTuple):
 class GradientSums:
     """The running sums of gradients.
 
-    A dense gradient is added at once, so at most two are held, not M. Sparse gradients are joined,
+    Dense gradients are added immediately, so at most two are held, not M. Sparse ones are joined,
     not added: Keras squares each row as it comes.
     """
 
