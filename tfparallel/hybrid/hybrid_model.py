@@ -1,4 +1,4 @@
-"""The Keras model with several replicas, each of which has its layers on several devices."""
+"""The Keras model of `hybrid_parallel`: several replicas, each on several devices."""
 
 from tfparallel.hybrid.places import MeshPlaces
 from tfparallel.hybrid.replicated_inference import SpreadCall
@@ -17,15 +17,15 @@ __all__ = ["HybridModel"]
 
 
 class HybridModel(SpreadCall, NestedModel, PipelinedModel):
-    """Extends a functional or Sequential model of placed layers, of which each replica has copies.
+    """Extends a functional or Sequential model of placed layers by copies for each replica.
 
-    A step takes D·M pieces of the batch: M micro-batches through the stages of each replica. Layers
-    of a stage may be split over the devices of the stage. Of several workers each has some of the
-    replicas, and is given the whole batch.
+    A step divides the batch into D·M pieces: M micro-batches pass through the stages of each
+    replica. Layers of a stage may be split over its devices. Each worker has some of the replicas,
+    and reads the whole batch.
     """
 
-    strategy = None  # What joins the workers of a job; None for one process.
-    _session: WorkerSession  # What else is different among workers.
+    strategy = None  # Connects the workers of a job; None for one process.
+    _session: WorkerSession  # Everything else that differs between workers.
     _shards_optimizer = False
 
     @property
@@ -62,21 +62,21 @@ class HybridModel(SpreadCall, NestedModel, PipelinedModel):
         return super().predict_step(data)
 
     def save(self, filepath, overwrite=True, zipped=None, **kwargs):
-        """Saves plain Keras, as `keras.Model.save`; any worker may, alone or with all others.
+        """Saves plain Keras, as `keras.Model.save`; one worker or all may call it.
 
-        With `shard="optimizer"` all workers must.
+        With `shard="optimizer"`, all workers must call it.
         """
         with self._session.path_to_write(filepath, overwrite) as path:
             return super().save(path, overwrite, zipped, **kwargs)
 
     def save_weights(self, filepath, overwrite=True, **kwargs):
-        """Saves the weights, as `keras.Model.save_weights`; who must, `save` says."""
+        """Saves the weights, as `keras.Model.save_weights`; call it where you would call `save`."""
         with self._session.path_to_write(filepath, overwrite) as path:
             return super().save_weights(path, overwrite, **kwargs)
 
     def trace_each(self, is_needed: bool = True) -> None:
-        """Has steps trace their micro-batches one by one, as layers in parts need, or the first."""
-        # Of a function TensorFlow has the gradients computed on one device.
+        """Traces each micro-batch, as split layers need, or only the first."""
+        # TensorFlow computes the gradients of a function on one device.
         super().trace_each(is_needed or self._layout.mesh.parts > 1)
 
     def _choose_all_reduce(self):
@@ -92,7 +92,7 @@ class HybridModel(SpreadCall, NestedModel, PipelinedModel):
         return parts_of(variables)
 
     def copy_variables(self) -> None:
-        """Gives each replica a copy of every variable, except seeds: drawn once, for all pieces."""
-        seeds = {id(own.state) for layer in layers_in(self) for own in seed_generators_of(layer)}
-        own = [v for v in (*self.variables, *states_in_layers(self)) if id(v) not in seeds]
-        MeshPlaces(replicas_of(self._layout)).copy(parts_of(own))
+        """Copies every variable to each replica, except seeds, which all pieces share."""
+        seeds = {id(each.state) for layer in layers_in(self) for each in seed_generators_of(layer)}
+        copied = [v for v in (*self.variables, *states_in_layers(self)) if id(v) not in seeds]
+        MeshPlaces(replicas_of(self._layout)).copy(parts_of(copied))

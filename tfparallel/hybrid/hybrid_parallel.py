@@ -10,7 +10,12 @@ from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.collectives.compression_name import CompressionName
 from tfparallel.extend import attach
 from tfparallel.hybrid.hybrid_model import HybridModel
-from tfparallel.layers.tensor_parallel import Asked, parts_planned, split_in_place, splits_of
+from tfparallel.layers.tensor_parallel import (
+    SplitRequest,
+    parts_planned,
+    split_in_place,
+    splits_of,
+)
 from tfparallel.layout.mesh import Mesh
 from tfparallel.pipeline.batch_norm import batch_norms
 from tfparallel.pipeline.pipeline_parallel import PipelineOptions, accumulating, in_micro_batches
@@ -50,46 +55,46 @@ def hybrid_parallel(
 ) -> keras.Model:
     """Trains replicas of a model, each on several devices, to the weights of one device.
 
-    Use it when the model does not fit one device, and there are more devices than it needs: each
-    replica takes its share of the rows of every batch through its own stages.
+    Use it when the model does not fit on one device and you have more devices than it needs: each
+    replica passes its share of the rows of every batch through its own stages.
 
         piece (d, m)    micro-batch m of replica d: ⌈B/(D·M)⌉ rows at most
         gradient        Σ_d Σ_m g_dm, added up on each replica's devices, then summed over d
 
     Args:
         model_or_function: As for `pipeline_parallel`.
-        mesh: How many devices there are along each axis: `tfparallel.Mesh(data=2, pipeline=2)`,
+        mesh: The number of devices along each mesh axis: `tfparallel.Mesh(data=2, pipeline=2)`,
             or `{"data": 2, "pipeline": 2}`.
-        devices: Names of the devices of this process, D·K·T·S of them in all; the stages of a
-            replica are neighbours. Default: the first ones.
-        num_micro_batches: M, into how many parts the rows of each replica are cut. Default: 4 if
-            the mesh has a pipeline, else 1.
+        devices: Names of the devices of this process, D·K·T·S in all workers together. Order:
+            tensor or sequence fastest, then pipeline, then data. Default: the first ones.
+        num_micro_batches: M, the number of micro-batches of each replica. Default: 4 if the mesh
+            has a pipeline, else 1.
         schedule: As for `pipeline_parallel`.
-        recompute: Likewise.
-        chunks_per_device: Likewise.
-        batch_normalization: Likewise; each piece is a group.
-        layers_per_stage: Likewise.
-        split: How single layers are split, as for `tensor_parallel`.
+        recompute: As for `pipeline_parallel`.
+        chunks_per_device: As for `pipeline_parallel`.
+        batch_normalization: As for `pipeline_parallel`; each piece is a group.
+        layers_per_stage: As for `pipeline_parallel`.
+        split: How to split single layers, as for `tensor_parallel`.
         allow_empty_stages: As for `pipeline_parallel`.
-        balance: Likewise.
-        device_memory: Likewise.
-        batch_size: The examples of a batch, for what the best cut costs.
-        compression: Of the gradients that travel between workers, as for `data_parallel`.
-        sync: As for `pipeline_parallel`; between workers no gradient is sent for N−1 batches.
-        shard: `"optimizer"` for what each of D replicas, of all workers, keeps a share of, as for
-            `data_parallel`. Weights are in stages and parts already.
+        balance: As for `pipeline_parallel`.
+        device_memory: As for `pipeline_parallel`.
+        batch_size: The examples of a batch, to find the best cut.
+        compression: How to compress gradients between workers, as for `data_parallel`.
+        sync: As for `pipeline_parallel`; workers exchange no gradients for N−1 of N batches.
+        shard: `"optimizer"` to shard the optimizer over the D replicas of all workers, as for
+            `data_parallel`. Stages and parts already divide the weights.
         check_rows: As for `data_parallel`.
-        allow_independent_workers: Likewise. Else the replicas are shared out to the workers of the
-            job that this process is part of, in order.
+        allow_independent_workers: As for `data_parallel`. By default, the workers of the job divide
+            the replicas among themselves, in order.
 
     Returns:
         A `keras.Model`; `fit`, `evaluate`, `predict` and callbacks work as always, and `save`
-        writes plain Keras. `print(model.layout)` tells what is where.
+        writes plain Keras. `print(model.layout)` shows where each layer is.
 
     Raises:
         ValueError: If the mesh does not fit the devices or the workers, and as for
             `pipeline_parallel`.
-        RuntimeError: If the workers do not meet.
+        RuntimeError: If the workers cannot connect.
 
     Example:
         >>> model = tfparallel.hybrid_parallel(build_model, tfparallel.Mesh(data=2, pipeline=2))
@@ -142,7 +147,7 @@ def hybrid_parallel(
     )
     strategy = None
     if number > 1:
-        problems.raise_all()  # Before the others are waited for.
+        problems.raise_all()  # Before this worker waits for the others.
         strategy = MultiWorkerMirroredStrategy.of_process(devices=names, compression=compression)
     parts = _Parts(mesh, split or {})
 
@@ -179,24 +184,24 @@ def _first_devices(mesh: Mesh, num_workers: int) -> list[str]:
 
 def _in_words(model: HybridModel) -> str:
     layout = model.layout
-    where = first_to_last(layout.devices)
-    where = f"{layout.workers} workers x {where}" if layout.workers > 1 else where
-    where = f"{layout.title} on {where}"
-    return where if layout.reduction is None else f"{where}; gradients: {layout.reduction}"
+    text = first_to_last(layout.devices)
+    text = f"{layout.workers} workers x {text}" if layout.workers > 1 else text
+    text = f"{layout.title} on {text}"
+    return text if layout.reduction is None else f"{text}; gradients: {layout.reduction}"
 
 
 class _Parts:
-    """How the layers of a model are split, along the mesh's axis of parts or of sequences."""
+    """Splits the layers of a model along the mesh axis `tensor` or `sequence`."""
 
     def __init__(self, mesh: Mesh, split: Mapping[str, str | None]):
         self._mesh, self._number = mesh, mesh.parts
         self._split = split
 
     def planned(self, model: keras.Model, stage_of: Mapping[str, int]) -> dict[str, str]:
-        """How each split layer is split, by name."""
+        """Returns how each split layer is split, by name."""
         if self._number == 1:
             return {}
-        plans = parts_planned(model, self._number, self._asked(model), stage_of)
+        plans = parts_planned(model, self._number, self._request(model), stage_of)
         splits = splits_of(plans)
         if not splits:
             axis, needs = "tensor", ""
@@ -210,27 +215,27 @@ class _Parts:
         return splits
 
     def spread(self, model: HybridModel) -> None:
-        """Splits the layers, and copies what the other replicas read."""
+        """Splits the layers, and copies the variables for the other replicas."""
         layout = model.layout
         if self._number > 1:
             devices = {}
             for layer in layers_in_order(model):
                 stage = layout.stage_of[layer.name] % layout.mesh.pipeline
-                own = layout.devices_of_place(stage)
-                devices |= dict.fromkeys(map(id, layers_in(layer)), own)
+                stage_devices = layout.devices_of_place(stage)
+                devices |= dict.fromkeys(map(id, layers_in(layer)), stage_devices)
             split_in_place(
                 model,
                 lambda layer: devices[id(layer)],
                 self._number,
-                self._asked(model),
+                self._request(model),
                 lambda layer: None,
                 layout.stage_of,
             )
         model.copy_variables()
 
-    def _asked(self, model) -> Asked:
-        # What normalizes by the batch keeps its moments for the step's end as a whole.
-        return Asked(
+    def _request(self, model) -> SplitRequest:
+        # Batch normalization keeps its moments whole until the end of the step.
+        return SplitRequest(
             dict(self._split),
             whole=frozenset(map(id, batch_norms(model))),
             by_positions=self._mesh.sequence > 1,

@@ -1,4 +1,4 @@
-"""The places of an optimizer on a mesh: its replicas, each on several devices."""
+"""The places of an optimizer on a mesh: the replicas, each on several devices."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -19,11 +19,11 @@ __all__ = ["MeshPlaces"]
 
 
 class MeshPlaces(Places):
-    """The replicas of a mesh, in each of which every variable has a copy.
+    """The replicas of a mesh; each has a copy of every variable.
 
     Args:
-        replicas: Those of this process.
-        workers: Each of which has as many; None for one process.
+        replicas: The replicas of this process.
+        workers: The workers, with as many replicas each; None for one process.
     """
 
     def __init__(self, replicas: Sequence[Replica], workers: ProcessGroup | None = None):
@@ -37,11 +37,11 @@ class MeshPlaces(Places):
     def __len__(self) -> int:
         return len(self._replicas)
 
-    def copy(self, found: Iterable[keras.Variable]) -> None:
-        """Gives variables a copy in each replica, with the value that they have in the first."""
-        for variable in found:
+    def copy(self, variables_: Iterable[keras.Variable]) -> None:
+        """Copies variables to each replica, with their values in the first."""
+        for variable in variables_:
             device = getattr(storage_of(variable), "device", None)
-            variables.mirror(variable, [own.device(device) for own in self._replicas[1:]])
+            variables.mirror(variable, [replica.device(device) for replica in self._replicas[1:]])
 
     def copies(self, variable: keras.Variable) -> Sequence[tf.Variable]:
         return variables.copies(variable)
@@ -49,15 +49,15 @@ class MeshPlaces(Places):
     def at(self, index: int) -> AbstractContextManager:
         return at_work(self._replicas[index])
 
-    def each(self, update: Callable[[int, Any], None], given: Sequence[Any]) -> None:
-        """Makes an update in each replica; while a graph is traced, it is traced once."""
-        if len(given) < len(self):
-            super().each(update, given)
+    def each(self, update: Callable[[int, Any], None], arguments: Sequence[Any]) -> None:
+        """Runs an update in each replica; a graph traces it once and replays it."""
+        if len(arguments) < len(self):
+            super().each(update, arguments)
             return
-        MeshTrace(self._replicas).run(update, range(len(self)), given)
+        MeshTrace(self._replicas).run(update, range(len(self)), arguments)
 
     def gradient(self, gradient: Any, unit: keras.Variable, index: int) -> Any:
-        """A dense gradient on the device of the unit in one replica."""
+        """Moves a dense gradient to the unit's device in a replica."""
         copies = variables.copies(unit)
         if not isinstance(gradient, tf.Tensor) or index >= len(copies):
             return gradient
@@ -65,7 +65,7 @@ class MeshPlaces(Places):
             return tf.identity(gradient)
 
     def may_differ(self, gradients: Sequence[Any]) -> bool:
-        """Devices of several kinds round in their own ways; a GPU adds up rows in any order."""
+        """Returns whether updates may round differently: mixed device kinds, or rows on a GPU."""
         names = [canonical(name) for each in self._replicas for name in each.devices.values()]
         kinds = {name.rpartition("/device:")[2].partition(":")[0] for name in names}
         is_sparse = any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)

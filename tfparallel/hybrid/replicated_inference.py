@@ -1,8 +1,8 @@
-"""A call in inference, as `evaluate` and `predict` make it, spread over the replicas.
+"""Spreads the inference calls of `evaluate` and `predict` over the replicas.
 
-Each replica, of all workers, takes its share of the rows through its own stages. The outputs are
-joined where the loss is, in order, with their masks and the logits behind them. A model that cannot
-be computed so, as it mixes rows or changes a state, is computed on the first replica alone.
+Each replica of each worker passes its share of the rows through its own stages. The outputs are
+joined on the loss's device, in order, with their masks and the logits behind them. A model that
+mixes rows or changes a state runs on the first replica alone.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _IN_BOLD = re.compile(r"\x1b\[1m(.*?)\x1b\[0m", re.DOTALL)
 
 
 class _Inference(keras.StatelessScope):
-    """Keeps the losses that layers add in `losses`; refuses each write."""
+    """Collects the losses that layers add in `losses`; refuses each write."""
 
     def __init__(self):
         super().__init__(collect_losses=True)
@@ -45,8 +45,8 @@ class _Inference(keras.StatelessScope):
         raise PlacementError(f"'{variable.path}' is written in inference, once in each replica")
 
 
-class _Called(NamedTuple):
-    """What a call of one replica has made."""
+class _ReplicaOutputs(NamedTuple):
+    """The results of a call in one replica."""
 
     structure: Any
     logits: list
@@ -58,11 +58,11 @@ class _Called(NamedTuple):
 class SpreadCall:
     """Extends a model with several replicas.
 
-    A step of `evaluate` or `predict` spreads the first call of the model that it makes: Keras's own
-    make one, and what a step of the user's own calls besides is computed on the first replica.
+    A step of `evaluate` or `predict` spreads its first call of the model: Keras's own steps make
+    one. Further calls, in a user's own step, run on the first replica.
     """
 
-    _spreads_next = False  # Whether the call that follows is spread.
+    _spreads_next = False  # Whether to spread the next call.
     _can_spread = True
 
     def __call__(self, *args, **kwargs):
@@ -73,16 +73,16 @@ class SpreadCall:
         call, others = super().__call__, Others(self._layout.mesh.data, self._workers)
         try:
             if self.check_rows and others.num_replicas > 1:
-                said = why_not_in_pieces(self, call, args, kwargs)
-                if said is not None:
-                    raise PlacementError(said)
+                reason = why_not_in_pieces(self, call, args, kwargs)
+                if reason is not None:
+                    raise PlacementError(reason)
             outputs, losses = self._on_replicas(call, args, kwargs, others)
-        except ValueError as error:  # Keras's own follows, if it is one of the program.
+        except ValueError as error:  # If the program is at fault, Keras raises its own error below.
             attach(self, _can_spread=False)
             if self._is_chief:
-                wrapped = _IN_BOLD.search(str(error))  # As Keras sets what a layer's call raises.
-                said = (wrapped[1] if wrapped else str(error)).partition(". ")[0]
-                notice(f"Model '{self.name}' is evaluated on the first replica alone: {said}.")
+                wrapped = _IN_BOLD.search(str(error))  # Keras formats errors of a layer's call so.
+                reason = (wrapped[1] if wrapped else str(error)).partition(". ")[0]
+                notice(f"Model '{self.name}' is evaluated on the first replica alone: {reason}.")
             return call(*args, **kwargs)
         clear_losses(self)
         if losses:
@@ -112,8 +112,8 @@ class SpreadCall:
 
         Args:
             call: The model's own `__call__`.
-            args: Tensors of shape `(batch, …)` among them.
-            kwargs: Likewise.
+            args: Its arguments; tensors are `(batch, …)`.
+            kwargs: Its keyword arguments; tensors are `(batch, …)`.
             others: The replicas of all workers.
         """
         inputs = BatchInputs(args, kwargs)
@@ -122,7 +122,7 @@ class SpreadCall:
             Shard(k, number, start, size, inputs.num_rows)
             for k, (start, size) in enumerate(row_ranges(inputs.num_rows, number))
         ]
-        own_shards = others.own(all_shards)
+        own_shards = others.local(all_shards)
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         before = 0 if graph is None else len(graph.get_operations())
 
@@ -135,13 +135,13 @@ class SpreadCall:
             sources = list(map(sources_of, outputs, logits))
             masks = list(map(mask_of, outputs))
             losses = [loss * shard.weight(loss.dtype) for loss in scope.losses]
-            return _Called(structure, logits, sources, masks, losses)
+            return _ReplicaOutputs(structure, logits, sources, masks, losses)
 
-        told, parts = shards.for_replicas(own_shards), inputs.split(own_shards)
+        replica_shards, parts = shards.for_replicas(own_shards), inputs.split(own_shards)
         replicas = MeshTrace(replicas_of(self._layout), others.first_replica)
-        found = replicas.run(on_replica, told, parts)
+        results = replicas.run(on_replica, replica_shards, parts)
         for op in () if graph is None else other_writes(graph, before):
-            # Too late to be computed otherwise: the step has these operations.
+            # Too late for another way: the step already contains these operations.
             raise RuntimeError(
                 "A `tf.Variable` that a layer writes in inference is written once in each replica. "
                 "A variable that Keras knows is required: the model is then evaluated on one "
@@ -152,20 +152,20 @@ class SpreadCall:
 
             def joined(parts):
                 rows = zip(own_shards, parts, strict=True)
-                own = tf.concat([shard.without_dummy_row(part) for shard, part in rows], 0)
-                return others.joined(own, all_shards)
+                local_rows = tf.concat([shard.without_dummy_row(part) for shard, part in rows], 0)
+                return others.joined(local_rows, all_shards)
 
             logits, sources, masks, losses = (
-                [list(each) for each in zip(*(getattr(own, name) for own in found), strict=True)]
+                [list(each) for each in zip(*(getattr(r, name) for r in results), strict=True)]
                 for name in ("logits", "sources", "masks", "losses")
             )
             flat = [
-                output_of([joined(parts) for parts in zip(*of_all, strict=True)], own[0])
-                for of_all, own in zip(sources, logits, strict=True)
+                output_of([joined(parts) for parts in zip(*of_all, strict=True)], of_output[0])
+                for of_all, of_output in zip(sources, logits, strict=True)
             ]
             for output, of_all in zip(flat, masks, strict=True):
                 if of_all[0] is not None:
                     set_mask(output, joined(of_all))
             added = [tf.add_n(terms) for terms in losses]
             added = others.summed(added)
-        return keras.tree.pack_sequence_as(found[0].structure, flat), added
+        return keras.tree.pack_sequence_as(results[0].structure, flat), added

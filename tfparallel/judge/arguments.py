@@ -1,4 +1,4 @@
-"""The arguments of a call that is judged: rows of any number, dense, sparse or ragged."""
+"""The arguments of a judged call: dense, sparse or ragged rows, of any number."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ __all__ = ["placeholder_of", "type_of_argument"]
 
 
 def type_of_argument(leaf) -> tf.TypeSpec:
-    """The type of a leaf, for batches of any size."""
+    """Returns the type of a leaf, for batches of any size."""
     shape = tf.TensorShape(leaf.shape)
     if isinstance(leaf, tf.SparseTensor | tf.SparseTensorSpec):
         return tf.SparseTensorSpec([None, *shape[1:]], leaf.dtype)
@@ -28,13 +28,13 @@ def type_of_argument(leaf) -> tf.TypeSpec:
 
 
 def placeholder_of(spec) -> tuple[Any, dict[str, Judged]]:
-    """A value of a type, and what is known of its tensors, by name."""
+    """Returns a placeholder of a type, and the judgements of its tensors, by name."""
     if isinstance(spec, tf.TensorSpec):
         tensor = tf.compat.v1.placeholder(spec.dtype, spec.shape)
         if tensor.shape.rank == 0:
             return tensor, {tensor.name: Judged(Replicate(), ())}
-        return tensor, Judge.of_rows(tensor.graph, [tensor]).known
-    composed = composite_of(spec, lambda own: tf.compat.v1.placeholder(own.dtype, own.shape))
+        return tensor, Judge.of_rows(tensor.graph, [tensor]).judged
+    composed = composite_of(spec, lambda part: tf.compat.v1.placeholder(part.dtype, part.shape))
     if isinstance(composed, tf.SparseTensor):
         return composed, _of_sparse(composed)
     return composed, _of_ragged(composed)
@@ -43,18 +43,18 @@ def placeholder_of(spec) -> tuple[Any, dict[str, Judged]]:
 def _of_sparse(tensor) -> dict[str, Judged]:
     sizes = np.empty(tensor.shape.rank, object)
     sizes[:] = [ROWS, *tensor.shape[1:]]
-    known = {
+    judged = {
         tensor.indices.name: Judged(Entries("indices"), None),
         tensor.values.name: Judged(Entries("values"), None),
     }
     if None not in tensor.shape[1:].as_list():
-        known[tensor.dense_shape.name] = Judged(Entries("sizes"), None, sizes)
+        judged[tensor.dense_shape.name] = Judged(Entries("sizes"), None, sizes)
     else:
-        known[tensor.dense_shape.name] = Judged(Entries("sizes"), None)
-    return known
+        judged[tensor.dense_shape.name] = Judged(Entries("sizes"), None)
+    return judged
 
 
 def _of_ragged(tensor) -> dict[str, Judged]:
-    known = {tensor.flat_values.name: Judged(Entries("values"), None)}
-    known |= {splits.name: Judged(Entries("splits"), None) for splits in tensor.nested_row_splits}
-    return known
+    judged = {tensor.flat_values.name: Judged(Entries("values"), None)}
+    judged |= {splits.name: Judged(Entries("splits"), None) for splits in tensor.nested_row_splits}
+    return judged

@@ -28,17 +28,17 @@ _SHOWN = 5
 
 
 class ExchangedMoments:
-    """Extends `keras.layers.BatchNormalization`: what pieces exchange is told to the judge."""
+    """Extends `keras.layers.BatchNormalization`: marks its moments as exchanged for the judge."""
 
     def _moments(self, inputs, mask):
-        if self.synchronized:  # By Keras, in a replica; the judge is in none.
+        if self.synchronized:  # By Keras, in a replica; the judge runs outside of replicas.
             with attached(self, synchronized=False):
                 return tuple(map(exchanged, super()._moments(inputs, mask)))
         return tuple(map(exchanged, super()._moments(inputs, mask)))
 
 
 def exchange_moments(layer: keras.Layer) -> None:
-    """Tells the judge that moments of the batch are known to each piece, as they are."""
+    """Marks moments of the batch as known to each piece, for the judge."""
     keras_own = keras.layers.BatchNormalization._moments
     for part in layers_in(layer):
         if getattr(original_class(part), "_moments", None) is keras_own:
@@ -54,30 +54,30 @@ def check_rows(
     shares: bool = False,
     tells: bool = True,
 ) -> None:
-    """Raises if a call of a layer is something else in pieces.
+    """Raises an error if a layer's call gives other results in pieces.
 
-    A line at the terminal names the layers that draw other random values than on one device: each
-    piece of a batch draws its own, but for `Dropout` layers (`replication/random.py`).
+    Prints the layers that draw other random values than on one device: each piece of a batch draws
+    its own, except for `Dropout` layers (`replication/random.py`).
 
     Args:
-        layer: The built layer, its parts extended.
+        layer: The built layer, its inner layers extended.
         call: Its own `__call__`.
-        args: What it is called with, tensors of shape `(batch, …)` among it.
-        kwargs: Likewise.
+        args: The arguments; tensors are `(batch, …)`.
+        kwargs: The keyword arguments; tensors are `(batch, …)`.
         shares: Whether several pieces share the layer's attributes.
-        tells: Whether this process speaks for the job.
+        tells: Whether this process prints for the job.
 
     Raises:
-        ValueError: With the layer that is at fault, and the ways out.
+        ValueError: Names the layer at fault, and how to fix it.
     """
-    said = why_not_in_pieces(layer, call, args, kwargs)
-    if said is None and (shares or tf.executing_eagerly()):
-        said = why_not_shared(layer)
-    if said is None:
-        said = why_not_called_again(layer)
-    if said is not None:
+    reason = why_not_in_pieces(layer, call, args, kwargs)
+    if reason is None and (shares or tf.executing_eagerly()):
+        reason = why_not_shared(layer)
+    if reason is None:
+        reason = why_not_called_again(layer)
+    if reason is not None:
         _forget_steps(layer)
-        raise ValueError(said)
+        raise ValueError(reason)
     drawing = layer._proof.drawing
     if drawing and tells:
         named = [f"{each.name} ({original_class(each).__name__})" for each in drawing]
@@ -91,97 +91,97 @@ def check_rows(
 
 
 def why_not_in_pieces(layer: keras.Layer, call: Callable, args: tuple, kwargs: dict) -> str | None:
-    """Says which layer gives something else in pieces.
+    """Returns why a layer gives other results in pieces.
 
     Args:
-        layer: The built layer, its parts extended.
+        layer: The built layer, its inner layers extended.
         call: Its own `__call__`.
-        args: What it is called with, tensors of shape `(batch, …)` among it.
-        kwargs: Likewise.
+        args: The arguments; tensors are `(batch, …)`.
+        kwargs: The keyword arguments; tensors are `(batch, …)`.
 
     Returns:
-        An error's text, with the ways out; None where all is well.
+        An error's text, with how to fix it; None if the results are equal.
     """
     try:
         proof = prove(layer, call, args, kwargs)
     except Exception as error:
         if _declares_its_rows(layer):
             return _refusal(layer, layer, f"for another number of rows it fails: {error}")
-        raise  # As the step would, which is traced likewise.
+        raise  # As the step would, which is traced in the same way.
     attach(layer, _proof=proof)
-    for own, axis in proof.rows:
-        attach(own, _row_axes={axis} | getattr(own, "_row_axes", set()))
+    for part, axis in proof.rows:
+        attach(part, _row_axes={axis} | getattr(part, "_row_axes", set()))
     return None if proof.fault is None else refusal_of(layer, proof.fault)
 
 
 def why_not_shared(layer: keras.Layer) -> str | None:
-    """Says which tensor one replica would read of another; after `why_not_in_pieces`.
+    """Returns which tensor one replica would read from another; call after `why_not_in_pieces`.
 
-    Replicas share the objects of Python. What a layer keeps in an attribute is that of one replica
-    when a method runs after all have computed; in an eager step, where each replica runs it, also
-    behind an exchange between them.
+    Replicas share Python objects. If a layer keeps a tensor in an attribute, a method that runs
+    after all replicas reads that of one replica; in an eager step, where each replica runs the
+    method, this also happens after an exchange between them.
     """
     proof: Proof | None = getattr(layer, "_proof", None)
-    if proof is None or not proof.kept:
+    if proof is None or not proof.stored:
         return None
-    own, name = proof.kept[0]
+    part, name = proof.stored[0]
     is_part = not (isinstance(layer, keras.Model) and layer.compiled)
     if is_part or any(is_own(layer, method) for method in _READ_LATER):
         where = "may be read by a method of the model's own"
     elif tf.executing_eagerly() and proof.exchanges:
         where = "may be read behind a batch normalization of an eager step"
-    elif any(refers_to(each, [layer, own]) for each in _compiled_with(layer)):
+    elif any(refers_to(each, [layer, part]) for each in _compiled_with(layer)):
         where = "may be read by a loss or a metric"
     else:
         return None
     return (
         "Replicas share a layer's attributes. Tensors that leave a call as its outputs are "
-        f"required. Received: layer '{own.name}' of class {original_class(own).__name__} keeps a "
+        f"required. Received: layer '{part.name}' of class {original_class(part).__name__} keeps a "
         f"tensor in `self.{name}`, which {where}, perhaps that of another replica. Return it, and "
         "hand it on as an argument."
     )
 
 
 def _compiled_with(model: keras.Model) -> list:
-    """The losses and metrics that a model was compiled with."""
-    given = compile_arguments(model) or {}
+    """Returns the losses and metrics that a model was compiled with."""
+    arguments = compile_arguments(model) or {}
     names = ("loss", "metrics", "weighted_metrics")
-    return keras.tree.flatten([given.get(name) for name in names])
+    return keras.tree.flatten([arguments.get(name) for name in names])
 
 
 def why_not_called_again(layer: keras.Layer) -> str | None:
-    """Says which attribute counts the calls of a layer; after `why_not_in_pieces`."""
+    """Returns which attribute counts a layer's calls; call after `why_not_in_pieces`."""
     proof: Proof | None = getattr(layer, "_proof", None)
     if proof is None or not proof.counted:
         return None
-    own, name = proof.counted[0]
+    part, name = proof.counted[0]
     return (
         "Pieces of a batch call a layer more often than one device does. A call that leaves the "
-        f"layer's attributes as they are is required. Received: layer '{own.name}' of class "
-        f"{original_class(own).__name__} changes `self.{name}` in each call. Count in a variable "
+        f"layer's attributes as they are is required. Received: layer '{part.name}' of class "
+        f"{original_class(part).__name__} changes `self.{name}` in each call. Count in a variable "
         "(`add_weight`), or train with `tfparallel.model_parallel`."
     )
 
 
 def has_rows(layer: keras.Layer) -> bool:
-    """Whether it is proved that each output of a layer has a row for each example."""
+    """Returns whether each output of a layer is proved to have a row for each example."""
     proof: Proof | None = getattr(layer, "_proof", None)
     return proof is not None and proof.fault is None and proof.has_rows
 
 
 def proof_in_words(layer: keras.Layer) -> str | None:
-    """What was proved of the last call of a layer that was judged; None where none was."""
+    """Returns the proof of the last judged call of a layer; None if there is none."""
     proof: Proof | None = getattr(layer, "_proof", None)
     return None if proof is None else str(proof)
 
 
 def refusal_of(layer: keras.Layer, fault: Fault) -> str:
-    """The text of an error for what a proof found in a layer or model."""
+    """Returns the text of an error for a fault in a layer or model."""
     return _refusal(layer, fault.layer, str(fault))
 
 
 def _declares_its_rows(layer) -> bool:
-    """Whether a model says how many rows it takes."""
+    """Returns whether a model declares its number of rows."""
     return any(tensor.shape[0] is not None for tensor in getattr(layer, "inputs", None) or ())
 
 
@@ -197,7 +197,7 @@ def _refusal(layer: keras.Layer, at_fault: keras.Layer, why: str) -> str:
 
 
 def _forget_steps(layer) -> None:
-    """Has a model trace its steps anew, whose trace was broken off."""
+    """Makes a model trace its steps anew after an interrupted trace."""
     for name in ("train_function", "test_function", "predict_function"):
         if isinstance(layer, keras.Model):
             setattr(layer, name, None)

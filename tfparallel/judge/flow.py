@@ -1,4 +1,4 @@
-"""Judging what holds graphs, lists and variables: functions, branches, loops, tensor lists."""
+"""Judges operations that hold graphs, lists or variables: functions, branches, loops, lists."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ _HANDED_ON = "hands what it found in one row on to the next"
 Flow = Callable[[Any, tf.Operation, Sequence], list[tuple]]
 
 
-def _bare(judged) -> tuple:
+def _fields(judged) -> tuple:
     return judged.placement, judged.dims, judged.value
 
 
@@ -27,23 +27,23 @@ def _inner(op, name):
     return graph_of(op.graph, op.get_attr(name).name)
 
 
-def _called(judge, op, graph, given) -> list:
-    """What is known of a function's outputs, of what is known of its arguments."""
-    known = {own.name: each for own, each in zip(graph.inputs, given, strict=True)}
-    inner = type(judge)(graph, known, (*judge.path, op), judge.asks_gradients)
-    # A gradient has TensorFlow append what it needs to the outputs of a graph that others call.
+def _called(judge, op, graph, inputs) -> list:
+    """Judges a function's outputs, given the judgements of its arguments."""
+    arguments = {tensor.name: each for tensor, each in zip(graph.inputs, inputs, strict=True)}
+    inner = type(judge)(graph, arguments, (*judge.path, op), judge.asks_gradients)
+    # TensorFlow's gradient appends outputs that it needs to a graph that others call.
     return [inner.of(out) for out in graph.outputs[: len(op.outputs)]]
 
 
-def _function(judge, op, given):
+def _function(judge, op, inputs):
     if _inner(op, "f") is None:
         mixed = Mixed(op, "calls a function of which nothing is known")
         return [(mixed, None, None)] * len(op.outputs)
-    return list(map(_bare, _called(judge, op, _inner(op, "f"), given)))
+    return list(map(_fields, _called(judge, op, _inner(op, "f"), inputs)))
 
 
-def _branches(judge, op, given):
-    condition, *arguments = given
+def _branches(judge, op, inputs):
+    condition, *arguments = inputs
     if condition.placement != Replicate():
         mixed = first_mixed([condition.placement])
         why = "takes a branch that depends on the examples, or on their number"
@@ -53,15 +53,15 @@ def _branches(judge, op, given):
         graphs = [graph_of(op.graph, each.name) for each in op.get_attr("branches")]
     else:
         graphs = [_inner(op, name) for name in names]
-    found = [_called(judge, op, graph, arguments) for graph in graphs]
-    return [_either(judge, op, ways) for ways in zip(*found, strict=True)]
+    results = [_called(judge, op, graph, arguments) for graph in graphs]
+    return [_joined_branches(judge, op, outputs) for outputs in zip(*results, strict=True)]
 
 
-def _either(judge, op, ways) -> tuple:
-    """What is known of an output that one of several branches makes."""
-    if any(map(numbers_a_row, ways)):
+def _joined_branches(judge, op, outputs) -> tuple:
+    """Judges an output that one of several branches computes."""
+    if any(map(numbers_a_row, outputs)):
         return Mixed(op, OF_ROW_NUMBER), None, None
-    first, *others = ways
+    first, *others = outputs
     placement, dims = first.placement, first.dims
     for other in others:
         placement = joined(op, placement, other.placement)
@@ -69,44 +69,44 @@ def _either(judge, op, ways) -> tuple:
     return placement, dims, None
 
 
-def _loop(judge, op, given):
-    """A loop; first it is supposed to go over the rows, if it holds a list of them."""
-    has_rows = any(_is_by_row(each.placement) for each in given)
-    found = _loop_over_rows(judge, op, given) if has_rows else None
-    return found or _loop_of_turns(judge, op, given)
+def _loop(judge, op, inputs):
+    """Judges a loop; if it holds a list of rows, first as a loop over the rows."""
+    has_rows = any(_is_by_row(each.placement) for each in inputs)
+    result = _loop_over_rows(judge, op, inputs) if has_rows else None
+    return result or _loop_of_turns(judge, op, inputs)
 
 
-def _loop_of_turns(judge, op, given):
-    """A loop with as many turns as do not depend on the rows."""
+def _loop_of_turns(judge, op, inputs):
+    """Judges a loop whose number of iterations does not depend on the rows."""
     state = [
-        each if is_kept else _turned(judge, op, place, own, each)
-        for place, (each, own, is_kept) in enumerate(_states(op, given))
+        each if is_fixed else _in_any_turn(judge, op, place, tensor, each)
+        for place, (each, tensor, is_fixed) in enumerate(_states(op, inputs))
     ]
-    state, _ = _settled(judge, op, state)
+    state, _ = _fixed_point(judge, op, state)
     decided = _inner_judge(judge, op, "cond", state).of(_inner(op, "cond").outputs[0])
     if decided.placement != Replicate() or numbers_a_row(decided):
         mixed = first_mixed([decided.placement])
         why = "runs as often as the examples, or their number, decide"
         return [(mixed or Mixed(op, why), None, None)] * len(op.outputs)
     return [
-        (each.placement, each.dims, each.value if is_kept else None)
-        for each, (_, _, is_kept) in zip(state, _states(op, given), strict=True)
+        (each.placement, each.dims, each.value if is_fixed else None)
+        for each, (_, _, is_fixed) in zip(state, _states(op, inputs), strict=True)
     ]
 
 
-def _loop_over_rows(judge, op, given):
-    """A loop with a turn for each row, from the first on; None for another one."""
+def _loop_over_rows(judge, op, inputs):
+    """Judges a loop with one iteration per row, from the first; None for another loop."""
     state, counters = [], {}
-    for place, (each, own, is_kept) in enumerate(_states(op, given)):
+    for place, (each, tensor, is_fixed) in enumerate(_states(op, inputs)):
         starts = None if each.value is None or each.value.size != 1 else each.value.item()
-        if not is_kept and own.dtype.is_integer and own.shape.rank == 0 and starts == 0:
+        if not is_fixed and tensor.dtype.is_integer and tensor.shape.rank == 0 and starts == 0:
             counters[place] = row_number((*judge.names, op.name, place))
             each = each._replace(value=np.asarray(counters[place], object))
-        elif not is_kept and not _is_by_row(each.placement):
+        elif not is_fixed and not _is_by_row(each.placement):
             mixed = first_mixed([each.placement])
             each = each._replace(placement=mixed or Mixed(op, _HANDED_ON), value=None)
         state.append(each)
-    state, after = _settled(judge, op, state, counters)
+    state, after = _fixed_point(judge, op, state, counters)
     steps = [after[place].value for place in counters]
     if not all(step is not None and step.size == 1 and step.item() == number + 1
                for step, number in zip(steps, counters.values(), strict=True)):  # fmt: skip
@@ -115,22 +115,24 @@ def _loop_over_rows(judge, op, given):
         return None
     rows = (Replicate(1), (), np.asarray(ROWS, object))
     return [
-        rows if place in counters else (each.placement, each.dims, each.value if is_kept else None)
-        for place, (each, (_, _, is_kept)) in enumerate(zip(state, _states(op, given), strict=True))
+        rows if place in counters else (each.placement, each.dims, each.value if is_fixed else None)
+        for place, (each, (_, _, is_fixed)) in enumerate(
+            zip(state, _states(op, inputs), strict=True)
+        )
     ]
 
 
-def _states(op, given) -> list[tuple]:
-    """Of each variable of a loop: what is known, its input, and whether it is never changed."""
+def _states(op, inputs) -> list[tuple]:
+    """Returns each variable of a loop: its judgement, its tensor, and whether it is invariant."""
     body = _inner(op, "body")
     return [
-        (each, own, _itself(out) is own)
-        for each, own, out in zip(given, body.inputs, body.outputs, strict=True)
+        (each, tensor, _before_identities(out) is tensor)
+        for each, tensor, out in zip(inputs, body.inputs, body.outputs, strict=True)
     ]
 
 
-def _itself(tensor) -> tf.Tensor:
-    """What `Identity` operations hand on."""
+def _before_identities(tensor) -> tf.Tensor:
+    """Returns the input of `Identity` operations."""
     while tensor.op.type == "Identity":
         tensor = tensor.op.inputs[0]
     return tensor
@@ -142,18 +144,18 @@ def _is_by_row(placement) -> bool:
 
 def _inner_judge(judge, op, name, state):
     graph = _inner(op, name)
-    known = {own.name: each for own, each in zip(graph.inputs, state, strict=True)}
-    return type(judge)(graph, known, (*judge.path, op), judge.asks_gradients)
+    arguments = {tensor.name: each for tensor, each in zip(graph.inputs, state, strict=True)}
+    return type(judge)(graph, arguments, (*judge.path, op), judge.asks_gradients)
 
 
-def _settled(judge, op, state, counters=()):
-    """What is known of a loop's variables in all turns, and at the end of one.
+def _fixed_point(judge, op, state, counters=()):
+    """Judges a loop's variables for all iterations, and at the end of one.
 
     Args:
-        judge: Of the graph that the loop is in.
+        judge: The judge of the graph that contains the loop.
         op: The loop.
-        state: What is known of its variables at first.
-        counters: The places of those that are the number of a row in each turn.
+        state: The judgements of its variables at first.
+        counters: The indices of those that are the row number in each iteration.
     """
     for _ in range(len(state) + 2):
         inner = _inner_judge(judge, op, "body", state)
@@ -163,8 +165,8 @@ def _settled(judge, op, state, counters=()):
             placement = joined(op, before.placement, out.placement)
             if isinstance(placement, Row):
                 placement = Mixed(op, _HANDED_ON)
-            dims = _lasting((*judge.names, op.name, len(new)), before, out)
-            # A number has its name while each turn leaves it what it is in all pieces.
+            dims = _dims_after_turn((*judge.names, op.name, len(new)), before, out)
+            # A number keeps its name while each iteration leaves its placement unchanged.
             is_named = placement == before.placement or len(new) in counters
             value = before.value if is_named else None
             new.append(before._replace(placement=placement, dims=dims, value=value))
@@ -180,11 +182,11 @@ def _settled(judge, op, state, counters=()):
     return [each._replace(placement=mixed) for each in state], after
 
 
-def _turned(judge, op, place, own, judged):
-    """What is known of a variable in any turn; a whole number has a name."""
+def _in_any_turn(judge, op, place, tensor, judged):
+    """Judges a variable in any iteration; an integer gets a name."""
     if numbers_a_row(judged):
         return judged._replace(placement=Mixed(op, OF_ROW_NUMBER), value=None)
-    is_counter = own.dtype.is_integer and own.shape.rank == 0
+    is_counter = tensor.dtype.is_integer and tensor.shape.rank == 0
     if is_counter and judged.placement == Replicate():
         return judged._replace(
             value=np.asarray(size_named(("turn", *judge.names, op.name, place)), object)
@@ -193,7 +195,7 @@ def _turned(judge, op, place, own, judged):
 
 
 def _ends_with_rows(judge, condition) -> bool:
-    """Whether a condition is that the number of a row is less than the number of rows."""
+    """Returns whether a condition is that a row number is less than the number of rows."""
     op = condition.op
     if op.type in ("Identity", "LogicalAnd"):
         return all(_ends_with_rows(judge, each) for each in op.inputs)
@@ -205,15 +207,15 @@ def _ends_with_rows(judge, condition) -> bool:
     return is_row_number(number.item()) and bound.item() == ROWS
 
 
-def _lasting(name, before, after):
-    """The sizes of axes, where a turn of a loop leaves them; another one has a name."""
+def _dims_after_turn(name, before, after):
+    """Returns the sizes of axes; a size that an iteration changes gets a name."""
     if before.dims is None or after.dims is None:
         return before.dims if isinstance(after.placement, Listed) and before.dims else after.dims
     return _joined_dims(before.dims, after.dims, name)
 
 
 def _joined_dims(one, other, name):
-    """The sizes of what has one or the other."""
+    """Returns the sizes of a tensor that has one shape or the other."""
     if one is None or other is None or len(one) != len(other):
         return None
     return tuple(
@@ -230,29 +232,29 @@ def _joined_size(one, other, name):
     return size_named(name) * rows
 
 
-def _argument(judge, op, given):
-    """What comes from outside and holds no rows: weights, states, tables, captured tensors."""
+def _argument(judge, op, inputs):
+    """Judges inputs from outside, without rows: weights, states, tables, captured tensors."""
     return [(Replicate(), None, None) for _ in op.outputs]
 
 
-def _variable(judge, op, given):
-    return [(given[0].placement, None, None)]
+def _variable(judge, op, inputs):
+    return [(inputs[0].placement, None, None)]
 
 
-def _several(judge, op, given):
-    """`IdentityN`; where it has a gradient of the program's own, that one is judged, too."""
-    found = [_bare(each) for each in given]
+def _several(judge, op, inputs):
+    """Judges `IdentityN`, and its gradient if the program defines one."""
+    outputs = [_fields(each) for each in inputs]
     custom = gradient_function_of(op)
-    if custom is None or not judge.asks_gradients or first_mixed(p for p, *_ in found):
-        return found
-    mixed = _gradient_mixes(judge, op, given, custom)
-    return found if mixed is None else [(mixed, dims, value) for _, dims, value in found]
+    if custom is None or not judge.asks_gradients or first_mixed(p for p, *_ in outputs):
+        return outputs
+    mixed = _gradient_mixes(judge, op, inputs, custom)
+    return outputs if mixed is None else [(mixed, dims, value) for _, dims, value in outputs]
 
 
-def _gradient_mixes(judge, op, given, custom):
-    """Why a gradient of the program's own is not that of each row, or no sum over the rows.
+def _gradient_mixes(judge, op, inputs, custom):
+    """Returns why a program's own gradient mixes rows, or is no sum over the rows; None if not.
 
-    What comes back to rows is theirs, and what comes back to what is the same of all is a sum.
+    Gradients of rows must belong to the rows; gradients of replicated values must be sums.
     """
     with op.graph.as_default():
         upstream = [tf.compat.v1.placeholder(out.dtype, out.shape) for out in op.outputs]
@@ -261,11 +263,11 @@ def _gradient_mixes(judge, op, given, custom):
         except Exception as error:
             return Mixed(op, f"has a gradient of its own that is not known: {error}"[:200])
     results = results if isinstance(results, list | tuple) else [results]
-    known = dict(judge.known)
-    for tensor, each in zip(upstream, given, strict=True):
-        known[tensor.name] = each._replace(placement=_of_gradient(each.placement), value=None)
-    inner = type(judge)(op.graph, known, judge.path, asks_gradients=False)
-    for result, each in zip(results, given, strict=False):
+    judgements = dict(judge.judged)
+    for tensor, each in zip(upstream, inputs, strict=True):
+        judgements[tensor.name] = each._replace(placement=_of_gradient(each.placement), value=None)
+    inner = type(judge)(op.graph, judgements, judge.path, asks_gradients=False)
+    for result, each in zip(results, inputs, strict=False):
         if isinstance(result, tf.IndexedSlices):
             with op.graph.as_default():
                 result = tf.convert_to_tensor(result)
@@ -285,13 +287,13 @@ def _gradient_mixes(judge, op, given, custom):
 
 
 def _of_gradient(placement):
-    """Of what comes back: to what is the same of all a sum, and of a sum the same to all."""
+    """Returns the placement of a gradient: a sum for a replicated value, replicated for a sum."""
     if isinstance(placement, Replicate):
         return Sum()
     return Replicate() if isinstance(placement, Sum) else placement
 
 
-def _nothing(judge, op, given):
+def _nothing(judge, op, inputs):
     return []
 
 

@@ -1,4 +1,4 @@
-"""Whether a state grows by a sum over the rows, whatever it was before: as a metric's does."""
+"""Whether a state grows by a sum over the rows, whatever its value before: as a metric's does."""
 
 from collections.abc import Iterable
 
@@ -9,22 +9,22 @@ from tfparallel.judge.propagation import Judge
 
 __all__ = ["SUMS", "growth_of"]
 
-SUMS = (Replicate(1), Sum())  # c·B is a sum over the rows, too.
+SUMS = (Replicate(1), Sum())  # c·B is also a sum over the rows.
 _HANDS_ON = ("Identity", "EnsureShape")
 
 
 def growth_of(
     judge: Judge, new: tf.Tensor, old: tf.Tensor, states: Iterable[tf.Tensor]
 ) -> Placement:
-    """The placement of what is added to a state: `Sum`, or what is wrong.
+    """Returns the placement of the increment of a state: `Sum`, or the fault.
 
-    A piece adds to a state that begins at zero, so nothing that is added may depend on a state.
+    In a piece, a state begins at zero, so the increment must not depend on a state.
 
     Args:
-        judge: Of the graph of both.
-        new: The state behind an update.
+        judge: The judge of the graph of both.
+        new: The state after an update.
         old: The state before it, an input of the graph.
-        states: This one and others, likewise; None among them for one that is made.
+        states: This state and others before the update, inputs of the graph.
     """
     states = {id(state) for state in states}
     while new is not old:
@@ -48,7 +48,7 @@ def growth_of(
 
 
 def _leads_to(tensor: tf.Tensor, old: tf.Tensor) -> bool:
-    """Whether a tensor is a state before an update, or that and what was added to it."""
+    """Returns whether a tensor is a state before an update, or that plus increments."""
     waiting = [tensor]
     while waiting:
         tensor = waiting.pop()
@@ -60,15 +60,15 @@ def _leads_to(tensor: tf.Tensor, old: tf.Tensor) -> bool:
 
 
 def _hands_on(op: tf.Operation) -> bool:
-    """Whether it hands on what it is given; a cast that rounds does not."""
+    """Returns whether an operation passes on its input; a cast that rounds does not."""
     if op.type == "Cast":
-        given, made = op.inputs[0].dtype, op.outputs[0].dtype
-        return given.is_floating == made.is_floating and given.size <= made.size
+        source, target = op.inputs[0].dtype, op.outputs[0].dtype
+        return source.is_floating == target.is_floating and source.size <= target.size
     return op.type in _HANDS_ON
 
 
 def _reads(tensor: tf.Tensor, states: set[int]) -> bool:
-    """Whether a tensor is computed of one of some inputs of its graph."""
+    """Returns whether a tensor is computed from one of the given inputs of its graph."""
     waiting, seen = [tensor], set()
     while waiting:
         tensor = waiting.pop()

@@ -1,7 +1,7 @@
-"""What layers keep in attributes while a call of theirs is judged.
+"""The attributes of layers while a call of theirs is judged.
 
-A judge changes nothing: the layers have afterwards the attributes that they had. A tensor that is
-kept is noted, since replicas share the objects of Python.
+The judge changes nothing: afterwards, the layers have the attributes that they had before. Tensors
+that layers keep are reported, since replicas share Python objects.
 """
 
 import contextlib
@@ -27,18 +27,18 @@ __all__ = [
     "refers_to",
 ]
 
-_DEPTH = 3  # Of containers in containers, in which something may be kept.
+_DEPTH = 3  # The depth to which nested containers are searched.
 _PLAIN = (bool, int, float, str, np.generic)
 
 
 def attributes_kept(layer) -> contextlib.AbstractContextManager[list]:
-    """Gives the layers back the attributes that they had: a judge changes nothing."""
+    """Restores the attributes of a layer and its inner layers after the block."""
     return kept_as_they_were(layers_in(layer))
 
 
 @contextlib.contextmanager
 def kept_as_they_were(parts: Iterable[Any]) -> Iterator[list]:
-    """Gives objects back the attributes that they had: layers, losses, metrics."""
+    """Restores the attributes of objects after the block: layers, losses, metrics."""
     before = [(vars(part), dict(vars(part))) for part in parts]
     containers: dict[int, tuple] = {}
     for _, attributes in before:
@@ -47,8 +47,8 @@ def kept_as_they_were(parts: Iterable[Any]) -> Iterator[list]:
     try:
         yield []
     finally:
-        for own, elements in containers.values():
-            _restore(own, elements)
+        for container, elements in containers.values():
+            _restore(container, elements)
         for attributes, old in before:
             for name in set(attributes) - set(old):
                 del attributes[name]
@@ -57,34 +57,35 @@ def kept_as_they_were(parts: Iterable[Any]) -> Iterator[list]:
                     attributes[name] = value
 
 
-def _note_containers(value, found: dict[int, tuple], depth: int) -> None:
-    """Adds lists, dictionaries and sets, with what they hold, to those that were found."""
-    if not depth or not isinstance(value, list | dict | set) or id(value) in found:
+def _note_containers(value, containers: dict[int, tuple], depth: int) -> None:
+    """Adds lists, dictionaries and sets in a value, and their elements, to `containers`."""
+    if not depth or not isinstance(value, list | dict | set) or id(value) in containers:
         return
-    found[id(value)] = (value, dict(value) if isinstance(value, dict) else list(value))
+    containers[id(value)] = (value, dict(value) if isinstance(value, dict) else list(value))
     for each in value.values() if isinstance(value, dict) else value:
-        _note_containers(each, found, depth - 1)
+        _note_containers(each, containers, depth - 1)
 
 
-def _restore(own, elements) -> None:
-    """Gives a container the elements that it had, past Keras's tracking of its own kinds."""
-    held = list(own.items()) if isinstance(own, dict) else list(own)
+def _restore(container, elements) -> None:
+    """Restores the elements of a container, bypassing Keras's tracked containers."""
+    current = list(container.items()) if isinstance(container, dict) else list(container)
     before = list(elements.items()) if isinstance(elements, dict) else elements
-    flat = [itertools.chain(*each) if isinstance(own, dict) else each for each in (held, before)]
-    if len(held) == len(before) and all(map(operator.is_, *flat)):
+    pair = (current, before)
+    flat = [itertools.chain(*each) if isinstance(container, dict) else each for each in pair]
+    if len(current) == len(before) and all(map(operator.is_, *flat)):
         return
-    if isinstance(own, list):
-        list.__setitem__(own, slice(None), elements)
+    if isinstance(container, list):
+        list.__setitem__(container, slice(None), elements)
         return
-    kind = dict if isinstance(own, dict) else set
-    kind.clear(own)
-    kind.update(own, elements)
+    kind = dict if isinstance(container, dict) else set
+    kind.clear(container)
+    kind.update(container, elements)
 
 
 def plain_attributes(layer) -> dict[tuple[int, str], Any]:
-    """Numbers, texts and the like that layers keep, by the layer's id and the attribute's name.
+    """Returns the numbers, texts and the like that layers keep, by layer id and attribute name.
 
-    What every layer of Keras has is Keras's own.
+    Attributes that every Keras layer has are left out.
     """
     of_keras = vars(keras.layers.Layer(name="any"))
     return {
@@ -96,19 +97,19 @@ def plain_attributes(layer) -> dict[tuple[int, str], Any]:
 
 
 def _plain(value, depth) -> Any:
-    """A copy of the numbers, texts and the like in something; None where there are none."""
+    """Returns a copy of the numbers, texts and the like in a value; None if it has none."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, dict):
         value = list(value.items())
     if not depth or not isinstance(value, list | tuple):
         return None
-    found = (_plain(each, depth - 1) for each in value)
-    return tuple(each for each in found if each is not None) or None
+    copies = (_plain(each, depth - 1) for each in value)
+    return tuple(each for each in copies if each is not None) or None
 
 
 def kept_tensors(layer) -> Iterator[tuple[keras.Layer, str]]:
-    """The tensors of the trace that layers keep in attributes, and others may read."""
+    """Yields the layers and attributes that hold a tensor of the trace, which others may read."""
     for part in layers_in(layer):
         for name, value in vars(part).items():
             for leaf in _leaves(value, _DEPTH):
@@ -118,19 +119,19 @@ def kept_tensors(layer) -> Iterator[tuple[keras.Layer, str]]:
 
 
 def refers_to(function: Any, parts: Sequence[keras.Layer]) -> bool:
-    """Whether a function or an object has a layer at hand: in a closure, a global or an attribute.
+    """Returns whether a function or object refers to a layer, by a closure, global or attribute.
 
     Args:
-        function: A loss or a metric of the user's, for example.
-        parts: The layers that are looked for.
+        function: For example a user's loss or metric.
+        parts: The layers to look for.
     """
     if isinstance(function, types.FunctionType):
-        found = inspect.getclosurevars(function)
-        held = [*found.nonlocals.values(), *found.globals.values()]
+        closure = inspect.getclosurevars(function)
+        values = [*closure.nonlocals.values(), *closure.globals.values()]
     else:
-        held = list(getattr(function, "__dict__", {}).values())
+        values = list(getattr(function, "__dict__", {}).values())
     ids = {id(part) for part in parts}
-    return any(id(each) in ids for value in held for each in _leaves(value, _DEPTH))
+    return any(id(each) in ids for value in values for each in _leaves(value, _DEPTH))
 
 
 def _leaves(value, depth) -> Iterator:

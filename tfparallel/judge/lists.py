@@ -1,4 +1,4 @@
-"""Judging TensorFlow's lists of tensors, which loops read and write turn by turn."""
+"""Judges TensorFlow's lists of tensors, which loops read and write item by item."""
 
 import numpy as np
 
@@ -12,9 +12,9 @@ OF_ROW_NUMBER = "computes with the number of a row"
 _OTHER_KIND = "reads a list of another kind"
 
 
-def _list_of(judge, op, given):
-    placement, dims = given[0].placement, given[0].dims
-    if numbers_a_row(given[0]) or getattr(placement, "numbers", False):
+def _list_of(judge, op, inputs):
+    placement, dims = inputs[0].placement, inputs[0].dims
+    if numbers_a_row(inputs[0]) or getattr(placement, "numbers", False):
         return [(Mixed(op, OF_ROW_NUMBER), None, None)]
     if isinstance(placement, Shard):
         if placement.axis == 0:
@@ -26,16 +26,16 @@ def _list_of(judge, op, given):
     return [(mixed or Listed(placement), None if dims is None else dims, None)]
 
 
-def _empty_list(judge, op, given):
-    number = given[1].value
+def _empty_list(judge, op, inputs):
+    number = inputs[1].value
     by_row = number is not None and number.size == 1 and number.item() == ROWS
-    if not by_row and (given[1].placement != Replicate() or numbers_a_row(given[1])):
+    if not by_row and (inputs[1].placement != Replicate() or numbers_a_row(inputs[1])):
         return [(Mixed(op, "has as many items as the examples decide"), None, None)]
-    return [(Listed(None, by_row), _list_dims(number, given[0].value), None)]
+    return [(Listed(None, by_row), _list_dims(number, inputs[0].value), None)]
 
 
 def _list_dims(number, shape) -> tuple | None:
-    """How many items, and their sizes."""
+    """Returns the number of items and their sizes."""
     if shape is None or shape.ndim == 0:
         return None
     sizes = shape.tolist()
@@ -44,11 +44,11 @@ def _list_dims(number, shape) -> tuple | None:
     return (None if number is None else number.item(), *sizes)
 
 
-def _list_item(judge, op, given):
-    listed, index = given[0].placement, given[1]
+def _list_item(judge, op, inputs):
+    listed, index = inputs[0].placement, inputs[1]
     if not isinstance(listed, Listed):
         return [(first_mixed([listed]) or Mixed(op, _OTHER_KIND), None, None)]
-    dims = given[0].dims[1:] if given[0].dims else None
+    dims = inputs[0].dims[1:] if inputs[0].dims else None
     if listed.by_row:
         turn = None if index.value is None else index.value.item()
         if not is_row_number(turn):
@@ -60,24 +60,24 @@ def _list_item(judge, op, given):
     return [(listed.item or Replicate(), dims, None)]
 
 
-def _list_set(judge, op, given):
-    listed, index, item = (each.placement for each in given)
-    dims = given[0].dims
-    if dims is None and given[2].dims is not None:
-        dims = (None, *given[2].dims)
+def _list_set(judge, op, inputs):
+    listed, index, item = (each.placement for each in inputs)
+    dims = inputs[0].dims
+    if dims is None and inputs[2].dims is not None:
+        dims = (None, *inputs[2].dims)
     mixed = first_mixed([listed, item])
     if mixed or not isinstance(listed, Listed):
         return [(mixed or Mixed(op, "writes a list of another kind"), None, None)]
-    if numbers_a_row(given[2]):
+    if numbers_a_row(inputs[2]):
         return [(Mixed(op, OF_ROW_NUMBER), None, None)]
     if listed.by_row:
-        turn = None if given[1].value is None else given[1].value.item()
+        turn = None if inputs[1].value is None else inputs[1].value.item()
         if not is_row_number(turn) or not (
             item == Replicate() or (isinstance(item, Row) and item.index == turn)
         ):
             return [(Mixed(op, "writes the row of another example"), None, None)]
         return [(Listed(Row(None), True), dims, None)]
-    if index != Replicate() or numbers_a_row(given[1]):
+    if index != Replicate() or numbers_a_row(inputs[1]):
         return [(Mixed(op, "writes an item by an index of the examples"), None, None)]
     if isinstance(item, Row):
         return [(Mixed(op, "writes one row for all"), None, None)]
@@ -89,22 +89,22 @@ def _with_item(op, listed, item):
     return one if isinstance(one, Mixed) else Listed(one)
 
 
-def _pushed(judge, op, given):
-    listed, item = given[0].placement, given[1].placement
+def _pushed(judge, op, inputs):
+    listed, item = inputs[0].placement, inputs[1].placement
     mixed = first_mixed([listed, item])
     if mixed or not isinstance(listed, Listed) or listed.by_row or isinstance(item, Row):
         return [(mixed or Mixed(op, "writes a list of another kind"), None, None)]
-    if numbers_a_row(given[1]):
+    if numbers_a_row(inputs[1]):
         return [(Mixed(op, OF_ROW_NUMBER), None, None)]
-    dims = None if given[1].dims is None else (None, *given[1].dims)
+    dims = None if inputs[1].dims is None else (None, *inputs[1].dims)
     return [(_with_item(op, listed, item), dims, None)]
 
 
-def _stacked(judge, op, given):
-    listed, dims = given[0].placement, given[0].dims
+def _stacked(judge, op, inputs):
+    listed, dims = inputs[0].placement, inputs[0].dims
     if not isinstance(listed, Listed):
         return [(first_mixed([listed]) or Mixed(op, _OTHER_KIND), None, None)]
-    dims = _list_dims(None, given[1].value) or dims
+    dims = _list_dims(None, inputs[1].value) or dims
     if listed.by_row:
         return [(Shard(0), None if dims is None else (ROWS, *dims[1:]), None)]
     item = listed.item or Replicate()
@@ -115,23 +115,23 @@ def _stacked(judge, op, given):
     return [(item, dims, None)]
 
 
-def _list_length(judge, op, given):
-    listed = given[0].placement
+def _list_length(judge, op, inputs):
+    listed = inputs[0].placement
     if isinstance(listed, Listed) and listed.by_row:
         return [(Replicate(1), (), np.asarray(ROWS, object))]
     return [(first_mixed([listed]) or Replicate(), (), None)]
 
 
-def _list_shape(judge, op, given):
-    listed, dims = given[0].placement, given[0].dims
+def _list_shape(judge, op, inputs):
+    listed, dims = inputs[0].placement, inputs[0].dims
     if not isinstance(listed, Listed):
         return [(first_mixed([listed]) or Mixed(op, _OTHER_KIND), None, None)]
     if not dims:
         return [(Replicate(), None, None)]
-    found = np.empty(len(dims) - 1, object)
-    found[:] = dims[1:]
+    sizes = np.empty(len(dims) - 1, object)
+    sizes[:] = dims[1:]
     has_rows = any(map(depends_on_rows, dims[1:]))
-    return [(Mixed(op, "is made of sizes of rows") if has_rows else Replicate(), None, found)]
+    return [(Mixed(op, "is made of sizes of rows") if has_rows else Replicate(), None, sizes)]
 
 
 LISTS = {

@@ -1,15 +1,15 @@
-"""Where the rows of a batch are in a tensor that is computed of a piece of it.
+"""Where the rows of a batch are in a tensor that is computed from a piece of it.
 
-| placement | of rows in two pieces |
+| placement | meaning |
 | --- | --- |
-| `Replicate()` | each piece has the same |
-| `Shard(axis)` | the pieces, one behind the other along the axis, are that of the batch |
-| `Sum()` | the pieces, added up, are that of the batch |
+| `Replicate()` | every piece has the same tensor |
+| `Shard(axis)` | the pieces, concatenated along the axis, are the tensor of the batch |
+| `Sum()` | the sum of the pieces is the tensor of the batch |
 | `Mixed(why)` | none of these is known |
 
 They are those of GSPMD (Xu et al., 2021) and of PyTorch's DTensor, where `Sum` is `Partial`. A
-tensor may hold a power of B, the number of rows: a mean over the rows is `Sum(power=-1)`, which
-pieces make if each is weighted with its share of the rows; B itself is `Replicate(power=1)`.
+tensor may contain a power of B, the number of rows: a mean over the rows is `Sum(power=-1)`, which
+pieces compute if each is weighted by its share of the rows; B itself is `Replicate(power=1)`.
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ __all__ = [
     "Sum",
 ]
 
-OF_REPLICA = "is the number of the replica"  # Why a tensor may be `Mixed`.
+OF_REPLICA = "is the number of the replica"  # A reason why a tensor is `Mixed`.
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where the rows are; see above."""
+    """A placement; see the module docstring."""
 
     def __str__(self):
         return type(self).__name__
@@ -40,7 +40,7 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True)
 class Replicate(Placement):
-    """The same of every piece, but for B^power."""
+    """The same in every piece, up to a factor B^power."""
 
     power: int = 0
 
@@ -50,14 +50,14 @@ class Replicate(Placement):
 
 @dataclasses.dataclass(frozen=True)
 class Shard(Placement):
-    """Axis `axis` holds the rows in order, one or several places a row.
+    """Axis `axis` holds the rows in order, with one or several entries per row.
 
     Attributes:
         axis: From 0.
-        power: Of B, by which every element is multiplied.
-        folded: Operations that folded other axes in before the rows, to be undone in turn.
-        numbers: Whether the elements, or the first of each last axis, are the rows' numbers, by
-            which rows may be looked up and nothing computed.
+        power: The power of B that multiplies every element.
+        folded: Operations that folded other axes in before the rows, to be undone in reverse order.
+        numbers: Whether the elements, or the first of each last axis, are row numbers; rows may be
+            looked up by them, but nothing else computed.
     """
 
     axis: int
@@ -72,10 +72,10 @@ class Shard(Placement):
 
 @dataclasses.dataclass(frozen=True)
 class Row(Placement):
-    """Of one row alone, in a loop over the rows.
+    """A single row, in a loop over the rows.
 
     Attributes:
-        index: Which row.
+        index: The index of the row.
     """
 
     index: Any
@@ -83,7 +83,7 @@ class Row(Placement):
 
 @dataclasses.dataclass(frozen=True)
 class Sum(Placement):
-    """A sum over the rows, of what each of them gives, times B^power."""
+    """A sum over the rows of a term of each row, times B^power."""
 
     power: int = 0
 
@@ -96,8 +96,8 @@ class Listed(Placement):
     """A list of tensors.
 
     Attributes:
-        item: Their placement; None while the list is empty.
-        by_row: Whether each item is that of a row.
+        item: The placement of the items; None while the list is empty.
+        by_row: Whether there is one item per row.
     """
 
     item: Placement | None
@@ -106,7 +106,7 @@ class Listed(Placement):
 
 @dataclasses.dataclass(frozen=True)
 class Entries(Placement):
-    """Part of rows that are sparse or ragged.
+    """A component of sparse or ragged rows.
 
     Attributes:
         part: "indices", "values", "sizes" or "splits".
@@ -117,11 +117,11 @@ class Entries(Placement):
 
 @dataclasses.dataclass(frozen=True)
 class Mixed(Placement):
-    """Nothing of the above is known.
+    """None of the above is known.
 
     Attributes:
-        operation: Where that began.
-        why: In words, a clause about the operation.
+        operation: The first operation that mixes rows.
+        why: A clause about the operation, in words.
     """
 
     operation: Any = dataclasses.field(compare=False)

@@ -1,4 +1,4 @@
-"""Whether a layer treats each position of a sequence by itself: judged as rows are, on axis 1."""
+"""Whether a layer treats each position of a sequence independently: judged like rows, on axis 1."""
 
 import random
 import warnings
@@ -21,17 +21,17 @@ from tfparallel.tracing.graphs import with_inner, writes_state
 
 __all__ = ["AXIS", "Arguments", "keeps_positions_apart"]
 
-AXIS = 1  # Where a sequence has its positions; axis 0 holds the examples.
-_CHECKS = {"Assert", "EnsureShape"}  # What would raise for a part.
+AXIS = 1  # The positions of a sequence; axis 0 holds the examples.
+_CHECKS = {"Assert", "EnsureShape"}  # Operations that may raise for a part.
 
 
 class Arguments(NamedTuple):
-    """What a layer is called with, flat.
+    """The arguments of a layer's call, flat.
 
     Attributes:
-        leaves: The arguments; of tensors rank, type and sizes matter.
-        cut: Which of them have an axis of positions that is divided.
-        masked: Which of those have a mask of Keras's.
+        leaves: The arguments; for tensors, only rank, dtype and sizes matter.
+        cut: Whether each has a divided axis of positions.
+        masked: Whether each has a Keras mask.
     """
 
     leaves: Sequence[Any]
@@ -40,39 +40,39 @@ class Arguments(NamedTuple):
 
 
 def keeps_positions_apart(
-    layer: keras.Layer, call: Callable, given: Arguments, lengths: Sequence[int] = ()
+    layer: keras.Layer, call: Callable, arguments: Arguments, lengths: Sequence[int] = ()
 ) -> bool:
-    """Judges a call of a layer, of sequences of any length.
+    """Judges a call of a layer, for sequences of any length.
 
     Args:
         layer: The built layer.
-        call: Takes the leaves, with other tensors, and calls it.
-        given: The arguments.
-        lengths: Of the whole and of its parts, if they are known when the step is traced.
+        call: Takes leaves, with other tensors, and calls the layer.
+        arguments: The arguments.
+        lengths: The lengths of the whole and its parts, if known when the step is traced.
 
     Returns:
-        Whether each output at a position is made of the inputs there, and nothing else is: no
-        loss, no state, no random value; and a layer of the user's does the same for all lengths.
+        Whether each output at a position depends only on the inputs there, and the call has no
+        loss, state or random values; a user's layer must also compute the same for all lengths.
     """
-    trace = _traced(layer, call, given, None)
+    trace = _traced(layer, call, arguments, None)
     if trace is None or not _is_proved(layer, trace):
         return False
     if all(type(part).__module__.startswith("keras.") for part in layers_in(layer)):
         return True
-    # Python may branch on a length, and compute with it.
-    others = [_traced(layer, call, given, length) for length in dict.fromkeys(lengths)]
+    # Python code may branch on a length, or compute with it.
+    others = [_traced(layer, call, arguments, length) for length in dict.fromkeys(lengths)]
     return all(other is not None and _computed(other) == _computed(trace) for other in others)
 
 
 class _Trace(NamedTuple):
-    """A call, traced.
+    """A traced call.
 
     Attributes:
         graph: Its graph.
         divided: Inputs and masks that are divided.
-        outputs: What it returned, and its masks.
-        scope: What it wrote, and added to the loss.
-        states: The layer's variables, with what stands for them.
+        outputs: Its outputs and their masks.
+        scope: The scope with its writes and added losses.
+        states: The layer's variables, with their placeholders.
     """
 
     graph: tf.Graph
@@ -82,32 +82,33 @@ class _Trace(NamedTuple):
     states: list
 
 
-def _traced(layer, call, given, length) -> _Trace | None:
-    """A call of sequences of a length, None for any; nothing if Python keeps or draws something."""
+def _traced(layer, call, arguments, length) -> _Trace | None:
+    """Traces a call for a length, or any (None); returns None if Python keeps or draws values."""
     graph, before = judged_graph(layer.name), plain_attributes(layer)
     drawn = random.getstate(), np.random.get_state()
     with attributes_kept(layer), graph.as_default(), traced_apart(), warnings.catch_warnings():
-        # Its weights, which it may not have yet.
+        # Placeholders, since the weights may not exist yet.
         states = [(v, tf.compat.v1.placeholder(v.dtype, v.shape)) for v in layer.variables]
-        leaves = [_placeholder(*own, length) for own in zip(given.leaves, given.cut, strict=True)]
-        masks = [_mask_of(leaf) for leaf, own in zip(leaves, given.masked, strict=True) if own]
-        warnings.simplefilter("ignore")  # That a layer would lose a mask, which it may never get.
+        pairs = zip(arguments.leaves, arguments.cut, strict=True)
+        leaves = [_placeholder(leaf, is_cut, length) for leaf, is_cut in pairs]
+        masks = [_mask_of(leaf) for leaf, has in zip(leaves, arguments.masked, strict=True) if has]
+        warnings.simplefilter("ignore")  # Of a mask that a layer would lose but may never get.
         with keras.StatelessScope(states, collect_losses=True) as scope:
             try:
                 outputs = call(leaves)
-            except Exception as error:  # Whatever a `call` raises; a step will say it again.
+            except Exception as error:  # A `call` may raise anything; a step will raise it again.
                 logging.info("Layer '%s' cannot be called apart: %s", layer.name, error)
                 return None
             finally:
                 has_drawn = repr(drawn) != repr((random.getstate(), np.random.get_state()))
                 random.setstate(drawn[0])
                 np.random.set_state(drawn[1])
-        # What it keeps would be what the last device keeps.
+        # A kept value would be that of the last device.
         if has_drawn or any(kept_tensors(layer)) or plain_attributes(layer) != before:
             return None
     flat = [each for each in keras.tree.flatten(outputs) if each is not None]
     flat += [mask for each in flat if (mask := mask_of(each)) is not None]
-    divided = [leaf for leaf, own in zip(leaves, given.cut, strict=True) if own]
+    divided = [leaf for leaf, is_cut in zip(leaves, arguments.cut, strict=True) if is_cut]
     return _Trace(graph, [*divided, *masks], flat, scope, states)
 
 
@@ -120,7 +121,7 @@ def _is_proved(layer, trace) -> bool:
         and all(tf.is_symbolic_tensor(each) and _is_apart(judge.of(each)) for each in trace.outputs)
         and not scope.losses
         and not any(draws(op) or writes_state(op) or op.type in _CHECKS for op in operations)
-        and len(scope.state_mapping) == len(states)  # It writes none that it does not own.
+        and len(scope.state_mapping) == len(states)  # It writes only its own variables.
         and all(scope.get_current_value(variable) is value for variable, value in states)
     )
 
@@ -134,16 +135,16 @@ def _is_apart(judged) -> bool:
 
 
 def _computed(trace) -> list:
-    """What a call computes with numbers, without its handling of sizes."""
-    found = []
+    """Returns the numeric operations of a call, without those that handle sizes."""
+    operations = []
     for op in with_inner(trace.graph.get_operations()):
         if op.type == "Const" and op.outputs[0].dtype.is_floating:
-            found.append((op.type, op.get_attr("value").SerializeToString()))
+            operations.append((op.type, op.get_attr("value").SerializeToString()))
         elif op.type not in ("Const", "Reshape") and any(
             out.dtype.is_floating or out.dtype.is_bool for out in op.outputs
         ):
-            found.append((op.type, b""))
-    return sorted(found)
+            operations.append((op.type, b""))
+    return sorted(operations)
 
 
 def _placeholder(leaf, is_cut, length):

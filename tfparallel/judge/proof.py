@@ -1,8 +1,8 @@
-"""The proof that a call treats each example by itself, on the graph of the call.
+"""Proves that a call treats each example independently, on the graph of the call.
 
-The call is traced with rows of any number, outside of every step, and judged (`propagation.py`):
-outputs must hold a row for each example, losses that layers add must be means over the examples or
-the same of all, states must not depend on single examples, and a metric's must grow by a sum over
+The call is traced outside of every step, for any number of rows, and judged (`propagation.py`):
+outputs must have a row for each example; losses that layers add must be means over the examples or
+replicated; states must not depend on single examples; and a metric's state must grow by a sum over
 them.
 """
 
@@ -49,12 +49,12 @@ _MEANS = (Replicate(), Sum(-1))
 
 
 class Fault(NamedTuple):
-    """What depends on other examples.
+    """A result that depends on other examples.
 
     Attributes:
-        layer: In which layer, or model.
+        layer: The layer or model at fault.
         what: "output 0", "a loss that it adds", "variable 'path'".
-        placement: Where the rows are in it.
+        placement: Its placement.
     """
 
     layer: keras.Layer
@@ -71,19 +71,19 @@ class Fault(NamedTuple):
 
 
 class Proof(NamedTuple):
-    """What was found out about a call.
+    """The result of judging a call.
 
     Attributes:
-        fault: What is at fault first; None where nothing is.
-        outputs: What is known of the outputs, flat.
-        rows: Of layers that asked, which axis of their input holds the rows; None for none.
-        num_operations: How many operations were looked at.
-        drawing: The layers that draw random numbers; without `Dropout`, which draws for a row what
-            it would draw for it in the whole batch.
-        kept: Of each tensor that a layer keeps in an attribute: the layer, and the attribute.
-        counted: Of each attribute that every call changes, likewise: a number of calls, which
-            are more in pieces.
-        exchanges: Whether pieces exchange what they know.
+        fault: The first fault; None if there is none.
+        outputs: The judgements of the outputs, flat.
+        rows: The axis that holds the rows in the input of each layer that asked; None for none.
+        num_operations: The number of operations judged.
+        drawing: The layers that draw random numbers, except `Dropout`, which draws the same values
+            for a row as in the whole batch.
+        stored: The layer and attribute of each tensor that a layer keeps.
+        counted: The layer and attribute of each value that every call changes: it counts calls,
+            and pieces make more calls.
+        exchanges: Whether pieces exchange values.
     """
 
     fault: Fault | None
@@ -91,7 +91,7 @@ class Proof(NamedTuple):
     rows: list[tuple[keras.Layer, int | None]]
     num_operations: int
     drawing: list[keras.Layer]
-    kept: list[tuple[keras.Layer, str]]
+    stored: list[tuple[keras.Layer, str]]
     counted: list[tuple[keras.Layer, str]]
     exchanges: bool
 
@@ -116,15 +116,15 @@ class Proof(NamedTuple):
 
 
 class OfLayer(NamedTuple):
-    """What a proof says of a layer.
+    """The part of a layer in a proof.
 
     Attributes:
-        path: Of the layer, in the model.
+        path: The path of the layer in the model.
         layer: The layer.
-        num_operations: How many operations it made.
-        output: The placement of what the last of them made.
+        num_operations: The number of its operations.
+        output: The placement of the last one's output.
         draws: Whether it draws random numbers.
-        exchanges: Whether pieces exchange what they know in it.
+        exchanges: Whether pieces exchange values in it.
     """
 
     path: str
@@ -142,13 +142,13 @@ def prove(
 
     Args:
         layer: The built layer, or model.
-        call: Its own `__call__`, or what is called in its place.
-        args: What it is called with, tensors of shape `(batch, …)` or their types among it.
-        kwargs: Likewise.
-        traces: If given, the trace is added to it.
+        call: Its own `__call__`, or a replacement.
+        args: The arguments; tensors, or their types, are `(batch, …)`.
+        kwargs: The keyword arguments; tensors, or their types, are `(batch, …)`.
+        traces: If given, the trace is appended to it.
 
     Raises:
-        Exception: What the call raises, as a step would.
+        Exception: If the call raises it, as a step would.
     """
     leaves = keras.tree.flatten((args, kwargs))
     places = [place for place, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
@@ -162,51 +162,51 @@ def prove(
 def explained(
     layer: keras.Layer, call: Callable, args: tuple, kwargs: dict
 ) -> tuple[Proof, list[OfLayer]]:
-    """Judges a call as `prove` does, and says what each layer's part of it is."""
+    """Judges a call as `prove` does, and returns each layer's part of the proof."""
     traces: list[_Trace] = []
     proof = prove(layer, call, args, kwargs, traces)
-    judge, found = traces[-1].judge, {}
+    judge, operations_by_path = traces[-1].judge, {}
     exchanges = set(exchanges_of(judge.graph))
     for op in judge.graph.get_operations():
-        own, path = place_in(layer, op)
-        if own is not layer and op.type != "Const":
-            found.setdefault(path, (own, []))[1].append(op)
+        part, path = place_in(layer, op)
+        if part is not layer and op.type != "Const":
+            operations_by_path.setdefault(path, (part, []))[1].append(op)
     return proof, [
         OfLayer(
             path,
-            own,
+            part,
             len(operations),
             judge.of(next(op for op in reversed(operations) if op.outputs).outputs[0]).placement,
             any(draws(op) for op in operations),
             any(op.name in exchanges for op in operations),
         )
-        for path, (own, operations) in found.items()
+        for path, (part, operations) in operations_by_path.items()
         if any(op.outputs for op in operations)
     ]
 
 
 class _Trace(NamedTuple):
-    """A call, traced.
+    """A traced call.
 
     Attributes:
-        judge: Of its graph.
-        outputs: What it returned.
-        scope: What it wrote, and added to the loss.
-        sums: By the ids of variables to which rows are added, what they were before.
-        kept: The attributes that hold a tensor of the trace, with their layers.
-        counted: Those that each call changes, likewise.
+        judge: The judge of its graph.
+        outputs: Its outputs.
+        scope: The scope with its writes and added losses.
+        sums: The values before the call of variables that add up rows, by variable id.
+        stored: The layers and attributes that hold a tensor of the trace.
+        counted: The layers and attributes that each call changes.
     """
 
     judge: Judge
     outputs: Any
     scope: keras.StatelessScope
     sums: dict[int, tf.Tensor]
-    kept: list[tuple[keras.Layer, str]]
+    stored: list[tuple[keras.Layer, str]]
     counted: list[tuple[keras.Layer, str]]
 
 
 class _JudgedReplica(tf.distribute.ReplicaContext):
-    """A replica in which a call is judged; what it exchanges with others, all of them know."""
+    """The replica in which a call is judged; its exchanges are marked for the judge."""
 
     def all_reduce(self, reduce_op, value, options=None):
         how = "sum" if str(reduce_op).upper().endswith("SUM") else "mean"
@@ -220,19 +220,19 @@ def _traced(layer, call, given_args, places, specs) -> _Trace:
     graph = judged_graph(layer.name)
     strategy, in_replica = getattr(layer, "_strategy", None), contextlib.nullcontext()
     if strategy is not None and strategy.workers is None:
-        # A layer that asks which replica it is in is found out by the name of what it is told.
+        # A layer that asks for its replica is detected by the name of the answer.
         in_replica = _JudgedReplica(strategy, 0)
-    with attributes_kept(layer) as kept, in_replica:
+    with attributes_kept(layer) as stored, in_replica:
         before = plain_attributes(layer)
         with graph.as_default(), traced_apart():
-            given, (args, kwargs) = _placeholders(given_args, places, specs)
+            placeholders, (args, kwargs) = _placeholders(given_args, places, specs)
             sums = [(v, tf.compat.v1.placeholder(v.dtype, v.shape)) for v in _sums(layer)]
             with (scope := keras.StatelessScope(sums, collect_losses=True)):
                 outputs = call(*args, **kwargs)
-        kept.extend(kept_tensors(layer))
+        stored.extend(kept_tensors(layer))
         counted = []
         if (after := plain_attributes(layer)) != before:
-            # What is set, is set once; what counts calls is something else after the next.
+            # An attribute that is set once stays equal; a counter changes in the next call.
             with (
                 judged_graph(layer.name).as_default(),
                 traced_apart(),
@@ -242,28 +242,28 @@ def _traced(layer, call, given_args, places, specs) -> _Trace:
                 call(*args, **kwargs)
             again = plain_attributes(layer)
             counted = [key for key, value in again.items() if after.get(key) != value]
-    known = {name: each for _, own in given for name, each in own.items()}
-    roots = [own for own, _ in given if not isinstance(own, tf.Tensor)]
+    judged = {name: each for _, by_name in placeholders for name, each in by_name.items()}
+    roots = [value for value, _ in placeholders if not isinstance(value, tf.Tensor)]
     return _Trace(
-        Judge(graph, known, roots=roots),
+        Judge(graph, judged, roots=roots),
         outputs,
         scope,
-        {id(v): own for v, own in sums},
-        kept,
-        [(part, name) for part in layers_in(layer) for own, name in counted if own == id(part)],
+        {id(v): placeholder for v, placeholder in sums},
+        stored,
+        [(part, name) for part in layers_in(layer) for key, name in counted if key == id(part)],
     )
 
 
 def _placeholders(given_args, places, specs) -> tuple[list, tuple]:
-    """What stands for the tensors of a call, and its arguments with them."""
-    leaves, given = keras.tree.flatten(given_args), [placeholder_of(spec) for spec in specs]
-    for place, (tensor, _) in zip(places, given, strict=True):
+    """Returns placeholders for the tensors of a call, and its arguments with them."""
+    leaves, placeholders = keras.tree.flatten(given_args), [placeholder_of(spec) for spec in specs]
+    for place, (tensor, _) in zip(places, placeholders, strict=True):
         leaves[place] = tensor
-    return given, keras.tree.pack_sequence_as(given_args, leaves)
+    return placeholders, keras.tree.pack_sequence_as(given_args, leaves)
 
 
 def _judged(layer, trace: _Trace) -> Proof:
-    judge, outputs, scope, sums, kept, counted = trace
+    judge, outputs, scope, sums, stored, counted = trace
     flat = [tf.convert_to_tensor(each) if each is not None else None
             for each in keras.tree.flatten(outputs)]  # fmt: skip
     judged = [None if each is None else judge.of(each) for each in flat]
@@ -294,29 +294,29 @@ def _judged(layer, trace: _Trace) -> Proof:
             _fault(layer, f"variable '{operation.inputs[0].name}'", placement, operation.inputs[1])
         )
     rows = []
-    for own, tensor in notes_of(judge.graph):
+    for part, tensor in notes_of(judge.graph):
         placement = judge.of(tensor).placement
-        rows.append((own, placement.axis if isinstance(placement, Shard) else None))
+        rows.append((part, placement.axis if isinstance(placement, Shard) else None))
     outputs = [each for each in judged if each is not None]
     fault, exchanges = faults[0] if faults else None, bool(exchanges_of(judge.graph))
     number, drawing = len(judge.graph.get_operations()), _drawing(layer, judge.graph)
-    return Proof(fault, outputs, rows, number, drawing, kept, counted, exchanges)
+    return Proof(fault, outputs, rows, number, drawing, stored, counted, exchanges)
 
 
 def _drawing(layer, graph) -> list[keras.Layer]:
-    found = {}
+    layers = {}
     for op, _, innermost in _draws(layer, graph):
         if not isinstance(innermost, keras.layers.Dropout):
-            own, _ = place_in(layer, op, of_models=True)
-            found[id(own)] = own
-    return list(found.values())
+            part, _ = place_in(layer, op, of_models=True)
+            layers[id(part)] = part
+    return list(layers.values())
 
 
 def _dropped_in_functions(layer, graph) -> Iterator[Fault]:
-    """Draws in a function of a layer that holds a `Dropout`.
+    """Yields faults for draws in a function of a layer that holds a `Dropout`.
 
-    The function may have been traced before the call that is judged, when its layers had other
-    names, so which of them draws is not known.
+    The function may have been traced before the judged call, when its layers had other names, so
+    the layer that draws is unknown.
     """
     for op, drawn, _ in _draws(layer, graph):
         if is_in_function(drawn.graph, graph):
@@ -326,21 +326,21 @@ def _dropped_in_functions(layer, graph) -> Iterator[Fault]:
 
 
 def _draws(layer, graph) -> Iterator[tuple[tf.Operation, tf.Operation, keras.Layer]]:
-    """Operations of the graph, those that draw in them, and the layers whose these are."""
+    """Yields operations of the graph, the draws in them, and the layers of these."""
     for op in graph.get_operations():
         for drawn in filter(draws, with_inner([op])):
-            # In a function the scopes begin anew.
+            # In a function, name scopes start anew.
             innermost, _ = place_in(place_in(layer, op)[0], drawn)
             yield op, drawn, innermost
 
 
 def _written(judge, scope, layer, sums) -> Iterator[tuple[str, Placement, tf.Tensor]]:
-    """What the call leaves in variables, of what it must not."""
+    """Yields forbidden writes of a call to variables."""
     parts = layers_in(layer)
-    seeds = {id(own.state) for part in parts for own in seed_generators_of(part)}
+    seeds = {id(seed.state) for part in parts for seed in seed_generators_of(part)}
     for part in parts:
-        own = [*part.variables, *(v for metric in part.metrics for v in metric.variables)]
-        for variable in {id(v): v for v in own}.values():
+        variables = [*part.variables, *(v for metric in part.metrics for v in metric.variables)]
+        for variable in {id(v): v for v in variables}.values():
             value = scope.get_current_value(variable)
             if value is None or not tf.is_symbolic_tensor(value):
                 continue
@@ -369,7 +369,7 @@ def _written(judge, scope, layer, sums) -> Iterator[tuple[str, Placement, tf.Ten
 
 
 def _raw_writes(judge) -> Iterator[tuple[tf.Operation, Placement]]:
-    """Writes of variables that Keras does not know, of what is not the same for all pieces."""
+    """Yields writes to variables unknown to Keras, unless the value is replicated."""
     for op in judge.graph.get_operations():
         if writes_state(op):
             for each in op.inputs[1:]:
@@ -382,10 +382,10 @@ def _raw_writes(judge) -> Iterator[tuple[tf.Operation, Placement]]:
 
 
 def _sums(layer) -> list[keras.Variable]:
-    """The variables of metrics, to which rows are added."""
+    """Returns the variables of metrics, which add up rows."""
     parts = layers_in(layer)
-    found = [v for part in parts for metric in part.metrics for v in metric.variables]
-    return list({id(v): v for v in found}.values())
+    variables = [v for part in parts for metric in part.metrics for v in metric.variables]
+    return list({id(v): v for v in variables}.values())
 
 
 def _fault(layer, what, placement, tensor) -> Fault:

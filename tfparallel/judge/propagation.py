@@ -1,9 +1,9 @@
-"""Whether what is computed of rows may be computed of pieces of them: judged on the traced graph.
+"""Judges, on the traced graph, whether a computation on rows may be split into pieces.
 
 Each tensor has a placement (`placements.py`); the rows come in as `Shard(0)`, weights and states as
 `Replicate`, and each operation has a rule (`rules/`), through loops, branches and functions. An
-operation without a rule is tried by itself, on made-up inputs (`trial_of_operation.py`). Nothing is
-read from the data, and nothing of the model is computed.
+operation without a rule is tried on synthetic inputs (`trial_of_operation.py`). The judge reads no
+data and runs no part of the model.
 """
 
 from collections.abc import Iterable, Sequence
@@ -41,14 +41,14 @@ __all__ = [
 ]
 
 _MOST_SIZES, _MOST_KNOWN = 8, 64
-_REPLICA = "replica_id_in_sync_group"  # As TensorFlow names what its replica contexts tell.
-# Of a graph: by name, tensors that were joined of what all pieces have, and how. Of a graph that is
-# judged: their names, in whatever function; and what was asked.
+_REPLICA = "replica_id_in_sync_group"  # TensorFlow's name for the index in a replica context.
+# Attributes of a graph: exchanged tensors, by name, and how. Attributes of a judged graph: the
+# names of exchanges, also in inner functions; and the notes.
 _EXCHANGED, _EXCHANGES, _NOTES = (
     f"_tfparallel_{what}" for what in ("exchanged", "exchanges", "notes")
 )
 
-# What comes to that of the whole batch if pieces exchange it so, and what becomes of all else.
+# Placements for which an exchange gives the result of the whole batch, and why others do not.
 _RIGHT = {
     "sum": (
         (Sum(), Replicate(power=1)),
@@ -69,11 +69,11 @@ _JOINED = "joins what does not have a row for each example"
 
 
 class Judged(NamedTuple):
-    """What is known of a tensor.
+    """The judgement of a tensor.
 
     Attributes:
         placement: Where the rows are.
-        dims: Sizes of its axes; None if not even their number is known.
+        dims: The sizes of its axes; None if not even their number is known.
         value: Its elements, if they are known sizes, numbers or booleans.
     """
 
@@ -88,14 +88,14 @@ class Judged(NamedTuple):
 
 
 def judged_graph(name: str) -> tf.Graph:
-    """A graph to trace a call in, which is judged."""
+    """Returns a graph for the trace of a judged call."""
     graph = FuncGraph(name)
     setattr(graph, _NOTES, [])
     return graph
 
 
 def is_judged(tensor: tf.Tensor) -> bool:
-    """Whether a tensor is made in the trace of a call that is judged."""
+    """Returns whether a tensor belongs to the trace of a judged call."""
     return tf.is_symbolic_tensor(tensor) and _judged_graph_of(tensor.graph) is not None
 
 
@@ -106,20 +106,20 @@ def _judged_graph_of(graph) -> tf.Graph | None:
 
 
 def is_judging() -> bool:
-    """Whether the trace of a call is made here that is judged."""
+    """Returns whether the trace of a judged call is being made."""
     if tf.executing_eagerly():
         return False
     return _judged_graph_of(tf.compat.v1.get_default_graph()) is not None
 
 
 def exchanged(value: Any, how: str = "", axis: int = 0) -> Any:
-    """Tells the judge that a tensor is the same on all pieces, which exchange what they know.
+    """Marks a tensor as equal in all pieces, since they exchange it, for the judge.
 
     Args:
-        value: What a piece knows; only in a trace that is judged it is told.
-        how: "sum", "mean", "max", "min" or "gather", of which the judge looks at what is given:
-            whether it comes to what the whole batch has. If it is not told how, it believes that.
-        axis: Along which values are joined by "gather".
+        value: The value of a piece; unchanged outside of judged traces.
+        how: "sum", "mean", "max", "min" or "gather": the judge checks that the exchange gives the
+            result of the whole batch. "": the judge assumes it.
+        axis: The axis of "gather".
     """
     if not is_judging():
         return value
@@ -135,7 +135,7 @@ def exchanged(value: Any, how: str = "", axis: int = 0) -> Any:
 
 
 def exchanges_of(graph: tf.Graph) -> list[str]:
-    """The operations, in whatever function, behind which each piece knows what all pieces do."""
+    """Returns the names of the operations, also in inner functions, that exchange values."""
     return getattr(_judged_graph_of(graph), _EXCHANGES, [])
 
 
@@ -146,7 +146,7 @@ def note(layer: keras.Layer, tensor: tf.Tensor) -> None:
 
 
 def notes_of(graph: tf.Graph) -> list[tuple[keras.Layer, tf.Tensor]]:
-    """What was noted in a trace."""
+    """Returns the notes of a trace."""
     return getattr(graph, _NOTES)
 
 
@@ -154,18 +154,18 @@ class Judge:
     """Judges the tensors of a graph.
 
     Args:
-        graph: The graph of a function, traced.
-        known: What is known of its tensors, by name: of its inputs at first. Other inputs are
+        graph: The traced graph of a function.
+        judged: The judgements of its tensors, by name: of its inputs at first. Other inputs are
             `Replicate`.
-        path: The operations of which this is an inner graph, the outermost first.
-        asks_gradients: Whether gradients of the program's own are judged, too.
+        path: The operations that contain this inner graph, the outermost first.
+        asks_gradients: Whether to judge the program's own gradients, too.
         roots: Arguments of sparse or ragged rows.
     """
 
     def __init__(
         self,
         graph: tf.Graph,
-        known: dict[str, Judged],
+        judged: dict[str, Judged],
         path: Sequence = (),
         asks_gradients: bool = True,
         roots: Sequence = (),
@@ -174,14 +174,14 @@ class Judge:
         self.graph = graph
         self.asks_gradients = asks_gradients
         self.path = tuple(path)
-        # A function that is called twice has sizes of each call.
+        # A function that is called twice has separate sizes for each call.
         self.names = tuple(op.name for op in self.path)
-        self.known = dict(known)
+        self.judged = dict(judged)
 
     @classmethod
     def of_rows(cls, graph: tf.Graph, rows: Iterable[tf.Tensor], along: int = 0) -> "Judge":
-        """Judges a graph of which these inputs hold the rows on an axis."""
-        known = {}
+        """Judges a graph whose inputs `rows` hold the rows on an axis."""
+        judgements = {}
         for tensor in rows:
             dims = None
             if tensor.shape.rank is not None:
@@ -189,52 +189,52 @@ class Judge:
                     ROWS if axis == along else _dim(tensor, axis)
                     for axis in range(tensor.shape.rank)
                 )
-            known[tensor.name] = Judged(Shard(along), dims)
-        return cls(graph, known)
+            judgements[tensor.name] = Judged(Shard(along), dims)
+        return cls(graph, judgements)
 
     def of(self, tensor: tf.Tensor) -> Judged:
-        """What is known of a tensor of the graph."""
+        """Returns the judgement of a tensor of the graph."""
         waiting = [tensor.op]
         while waiting:
             op = waiting[-1]
-            if all(out.name in self.known for out in op.outputs):
+            if all(out.name in self.judged for out in op.outputs):
                 waiting.pop()
                 continue
-            missing = [each.op for each in op.inputs if each.name not in self.known]
+            missing = [each.op for each in op.inputs if each.name not in self.judged]
             if missing:
                 waiting.extend(missing)
                 continue
             waiting.pop()
-            given = [self.known[each.name] for each in op.inputs]
+            inputs = [self.judged[each.name] for each in op.inputs]
             try:
-                found = self._judged(op, given)
-            except Exception as error:  # What is not shown to be right is refused, by name.
+                results = self._judged(op, inputs)
+            except Exception as error:  # An operation that is not proved right is a fault.
                 mixed = Mixed(op, f"cannot be judged ({type(error).__name__}: {error})"[:200])
-                found = [self._completed(out, mixed, None) for out in op.outputs]
-            for out, judged in zip(op.outputs, found, strict=True):
-                self.known.setdefault(out.name, judged)
-        return self.known[tensor.name]
+                results = [self._completed(out, mixed, None) for out in op.outputs]
+            for out, judged in zip(op.outputs, results, strict=True):
+                self.judged.setdefault(out.name, judged)
+        return self.judged[tensor.name]
 
-    def _judged(self, op: tf.Operation, given: list[Judged]) -> list[Judged]:
+    def _judged(self, op: tf.Operation, inputs: list[Judged]) -> list[Judged]:
         marked = getattr(op.graph, _EXCHANGED, {})
         if op.outputs and op.outputs[0].name in marked:
             (out,) = op.outputs
-            placement = self._exchanged(op, marked[out.name], given[0].placement)
+            placement = self._exchanged(op, marked[out.name], inputs[0].placement)
             return [Judged(placement, self._static(out))]
         if op.type == "Const" and _REPLICA in op.name:
             return [Judged(Mixed(op, OF_REPLICA), ())]
-        value = values.value_of(op, given)
-        if value is not None and not any(isinstance(p, Entries) for p, *_ in given):
+        value = values.value_of(op, inputs)
+        if value is not None and not any(isinstance(p, Entries) for p, *_ in inputs):
             return [Judged(_of_value(op, value), value.shape, value)]
         if op.type in flow.FLOWS:
             return [
                 self._completed(out, *judged)
                 for out, judged in zip(
-                    op.outputs, flow.FLOWS[op.type](self, op, given), strict=True
+                    op.outputs, flow.FLOWS[op.type](self, op, inputs), strict=True
                 )
             ]
-        placements, dims = rules.apply(op, given, self.known)
-        if any(isinstance(p, Entries) for p, *_ in given) and op.type in trial_of_operation.ENDS:
+        placements, dims = rules.apply(op, inputs, self.judged)
+        if any(isinstance(p, Entries) for p, *_ in inputs) and op.type in trial_of_operation.ENDS:
             if any(isinstance(p, Entries | Mixed) for p in placements):
                 placements = trial_of_operation.tried_with_rows(op, self)
                 dims = [None] * len(placements)
@@ -244,7 +244,7 @@ class Judge:
         ]
 
     def _completed(self, out, placement, dims, value=None) -> Judged:
-        """Fills in what the graph itself knows of a tensor's shape, and names what nobody knows."""
+        """Completes a judgement with the graph's static shape, and names unknown sizes."""
         if value is None and placement == Replicate() and _may_be_size(out):
             value = np.empty(out.shape, object)
             for place in np.ndindex(value.shape):
@@ -265,21 +265,21 @@ class Judge:
         return Judged(placement, tuple(sizes), value)
 
     def _exchanged(self, op, how: str | Shard, placement: Placement) -> Placement:
-        """The placement of what pieces have exchanged."""
+        """Returns the placement of an exchanged tensor."""
         right, why = ((how,), _JOINED) if isinstance(how, Shard) else _RIGHT.get(how, ((), ""))
         if not why or placement in right or self._is_extreme_of_rows(op.inputs[0], how):
             return Replicate()
         return placement if isinstance(placement, Mixed) else Mixed(op, why)
 
     def _is_extreme_of_rows(self, tensor, how) -> bool:
-        """Whether it is the largest, or the smallest, of a piece's rows."""
+        """Returns whether a tensor is the maximum or minimum of a piece's rows."""
         source = tensor.op
         while source.type == "Identity":
             source = source.inputs[0].op
         if source.type not in _EXTREMES.get(how, ()):
             return False
-        rows = self.known[source.inputs[0].name].placement
-        mixed = self.known[tensor.name].placement
+        rows = self.judged[source.inputs[0].name].placement
+        mixed = self.judged[tensor.name].placement
         is_rows = isinstance(rows, Shard) and not rows.power and not rows.numbers
         return is_rows and isinstance(mixed, Mixed) and mixed.operation is source
 
@@ -290,7 +290,7 @@ class Judge:
 
 
 def _of_value(op, value) -> Placement:
-    """The placement of known elements."""
+    """Returns the placement of known elements."""
     flat = value.ravel().tolist() if value.size <= _MOST_KNOWN else [value.flat[0]]
     if not any(map(depends_on_rows, flat)):
         return Replicate()
@@ -301,12 +301,12 @@ def _of_value(op, value) -> Placement:
 
 
 def _may_be_size(out) -> bool:
-    """Whether a tensor may be a size, or several, which get names."""
-    known = out.dtype in (tf.int32, tf.int64) and out.shape.is_fully_defined()
-    return known and out.shape.num_elements() <= _MOST_SIZES
+    """Returns whether a tensor may be a size, or several, which then get names."""
+    is_static = out.dtype in (tf.int32, tf.int64) and out.shape.is_fully_defined()
+    return is_static and out.shape.num_elements() <= _MOST_SIZES
 
 
 def _dim(tensor, axis, *decided):
-    """The size of an axis, or its name, with what decides it."""
+    """Returns the size of an axis, or a name that includes what determines it."""
     size = tensor.shape[axis]
     return size_named((tensor.name, axis, *decided)) if size is None else size

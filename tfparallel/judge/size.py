@@ -1,7 +1,7 @@
-"""Sizes that are known when a graph is traced, or are products of names: 8, B, B·T, 3·B·T, 1/B.
+"""Symbolic sizes of a traced graph, as products of names: 8, B, B·T, 3·B·T, 1/B.
 
-`ROWS` is B, the number of rows of the piece. What is neither a number nor such a product has a name
-of its own, made of what it was computed from, so that equal computations are equal sizes.
+`ROWS` is B, the number of rows of the piece. A size that is neither a number nor such a product has
+its own name, built from the computation, so equal computations give equal sizes.
 """
 
 from collections.abc import Hashable
@@ -25,7 +25,7 @@ _ROW = "row"
 
 
 class Size:
-    """A product of a number and of powers of names; immutable. One without names is an `int`."""
+    """A product of a number and powers of names; immutable. Without names, it is an `int`."""
 
     __slots__ = ("_powers", "factor")
 
@@ -35,7 +35,7 @@ class Size:
 
     @property
     def powers(self) -> dict[Hashable, int]:
-        """Of each name, which power it has."""
+        """The power of each name."""
         return dict(self._powers)
 
     def __eq__(self, other):
@@ -51,13 +51,13 @@ class Size:
         powers = dict(one[1])
         for name, power in another[1].items():
             powers[name] = powers.get(name, 0) + power
-        return _made(one[0] * another[0], powers)
+        return _simplified(one[0] * another[0], powers)
 
     def __truediv__(self, other):
         factor, powers = _parts(other)
         if factor == 0:
             return _composed("/", self, other)
-        return self * _made(1 / factor, {name: -power for name, power in powers.items()})
+        return self * _simplified(1 / factor, {name: -power for name, power in powers.items()})
 
     def __rtruediv__(self, other):
         return _size(other) / self
@@ -80,7 +80,7 @@ class Size:
         if another[0] == 0:
             return self
         if one[1] == another[1]:
-            return _made(one[0] + another[0], one[1])
+            return _simplified(one[0] + another[0], one[1])
         return _composed("+", *sorted((self, other), key=repr))
 
     def __sub__(self, other):
@@ -95,7 +95,7 @@ class Size:
     def __pow__(self, exponent):
         if not isinstance(exponent, int):
             return _composed("**", self, exponent)
-        return _made(self.factor**exponent, {n: p * exponent for n, p in self._powers})
+        return _simplified(self.factor**exponent, {n: p * exponent for n, p in self._powers})
 
     __rmul__, __radd__ = __mul__, __add__
 
@@ -105,7 +105,7 @@ class Size:
 
 
 def size_named(name: Hashable) -> Size:
-    """A size of which nothing is known but its name."""
+    """Returns a size of which only the name is known."""
     return Size(Fraction(1), frozenset({(name, 1)}))
 
 
@@ -113,30 +113,30 @@ ROWS = size_named(_ROWS)
 
 
 def is_whole(size: Any) -> bool:
-    """Whether a size is a whole number, whatever whole numbers its names stand for."""
+    """Returns whether a size is an integer for all integer values of its names."""
     factor, powers = _parts(size)
     return factor.denominator == 1 and all(power > 0 for power in powers.values())
 
 
 def depends_on_rows(size: Any) -> bool:
-    """Whether B is in a size, or in what it was computed from."""
+    """Returns whether B is in a size, or in the computation behind it."""
     return isinstance(size, Size) and any(map(_has_rows, size.powers))
 
 
 def power_of_rows(size: Any) -> int | None:
-    """K of a size that is c·B^k, c independent of B; None of one that is no such product."""
+    """Returns k of a size c·B^k, with c independent of B; None if it is no such product."""
     _, powers = _parts(size)
     power = powers.pop(_ROWS, 0)
     return None if any(map(_has_rows, powers)) else power
 
 
 def row_number(name: Hashable) -> Size:
-    """The number of the row that a turn of a loop over the rows is for."""
+    """Returns the row number of an iteration of a loop over the rows."""
     return size_named((_ROW, name))
 
 
 def is_row_number(size: Any) -> bool:
-    """Whether a size is the number of a row, and nothing made of that."""
+    """Returns whether a size is exactly a row number."""
     if not isinstance(size, Size) or size.factor != 1 or len(size.powers) != 1:
         return False
     ((name, power),) = size.powers.items()
@@ -144,7 +144,7 @@ def is_row_number(size: Any) -> bool:
 
 
 def depends_on_row_number(size: Any) -> bool:
-    """Whether the number of a row is in a size, or in what it was computed from."""
+    """Returns whether a row number is in a size, or in the computation behind it."""
     return isinstance(size, Size) and any(_mentions(name, _ROW) for name in size.powers)
 
 
@@ -169,7 +169,7 @@ def _size(number) -> Size:
     return Size(Fraction(number), frozenset())
 
 
-def _made(factor, powers):
+def _simplified(factor, powers):
     powers = {name: power for name, power in powers.items() if power}
     if not powers or factor == 0:
         return int(factor) if factor.denominator == 1 else factor

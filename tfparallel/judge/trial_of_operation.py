@@ -1,7 +1,7 @@
-"""Where the rows are in what an operation without a rule makes: it is tried by itself.
+"""Finds the placements of an operation without a rule by running it alone.
 
-Inputs of its own types are made up, whole and cut in two where the rows are; what it makes of the
-parts is compared with what it makes of the whole.
+It runs on synthetic inputs, whole and cut in two where the rows are; the results for the parts are
+compared with those for the whole.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from tfparallel.seams.tensorflow import run_alone
 
 __all__ = ["ENDS", "tried", "tried_with_rows"]
 
-# What makes dense tensors of the entries of sparse and ragged ones: tried from those rows on.
+# Operations that make dense tensors of sparse or ragged entries: tried from those rows on.
 ENDS = frozenset(
     (
         *("RaggedTensorToTensor", "SparseToDense", "SparseTensorDenseMatMul", "SegmentSum"),
@@ -26,127 +26,127 @@ ENDS = frozenset(
         *("DenseBincount", "RaggedBincount", "SparseBincount"),
     )
 )
-# They have a state in name alone: what Python or another library computes.
+# Stateful in name only: computed by Python or another library.
 _FUNCTIONS = ("EagerPyFunc", "PyFunc", "PyFuncStateless", "XlaCallModule")
 _LENGTH = 6
 
 _NUM_ROWS, _CUT = 5, 2
-_SEEDS, _ALIKE = range(4), 3  # Of the last one all numbers are alike.
+_SEEDS, _ALIKE = range(4), 3  # With the last seed, all numbers are equal.
 _TOLERANCE = 1e-4
 
 
-def tried(op: tf.Operation, given: Sequence) -> list[Placement]:
-    """The placements of an operation's outputs.
+def tried(op: tf.Operation, inputs: Sequence) -> list[Placement]:
+    """Returns the placements of an operation's outputs.
 
     Args:
         op: The operation.
-        given: What is known of its inputs, `Judged`.
+        inputs: The judgements of its inputs.
     """
     number = len(op.outputs)
-    placements = [each.placement for each in given]
+    placements = [each.placement for each in inputs]
     if not all(isinstance(p, Shard) and not p.power and not p.folded or p == Replicate()
                for p in placements):  # fmt: skip
         return [Mixed(op, "is not known for sums over the rows")] * number
-    values = [n for each in given if each.value is not None for n in each.value.ravel().tolist()]
+    values = [n for each in inputs if each.value is not None for n in each.value.ravel().tolist()]
     if any(map(depends_on_rows, values)):
         return [Mixed(op, "takes as much as the number of rows says")] * number
     if op.op_def.is_stateful and op.type not in _FUNCTIONS:
         return [Mixed(op, "has a state, and no rule")] * number
-    found: list[Placement] | None = None
+    agreed: list[Placement] | None = None
     for seed in _SEEDS:
         try:
             with tf.init_scope():
-                now = _compared(op, given, seed)
+                placed = _compared(op, inputs, seed)
         except Exception as error:
             if seed == _ALIKE:
                 continue
             return [Mixed(op, f"has no rule, and cannot be tried: {error}"[:200])] * number
-        if now is None:
+        if placed is None:
             continue
-        found = (
-            now
-            if found is None
-            else [one if one == other else None for one, other in zip(found, now, strict=True)]
+        agreed = (
+            placed
+            if agreed is None
+            else [one if one == other else None for one, other in zip(agreed, placed, strict=True)]
         )
-    if found is None:
+    if agreed is None:
         return [Mixed(op, "has no rule, and made up inputs tell nothing")] * number
-    return [p or Mixed(op, "mixes the examples") for p in found]
+    return [p or Mixed(op, "mixes the examples") for p in agreed]
 
 
 def tried_with_rows(op: tf.Operation, judge) -> list[Placement]:
-    """The placements of an operation's outputs, all that leads to it from the rows tried at once.
+    """Returns the placements of an operation's outputs; runs all operations from the rows to it.
 
     Args:
-        op: The operation, some of whose inputs are entries of sparse or ragged rows.
-        judge: Of its graph.
+        op: The operation; some of its inputs are entries of sparse or ragged rows.
+        judge: The judge of its graph.
     """
-    found: list[Placement] | None = None
+    agreed: list[Placement] | None = None
     for seed in _SEEDS:
         try:
             with tf.init_scope():
-                given = [_made_up_rows(root, seed) for root in judge.roots]
-                ways = []
+                examples = [_synthetic_rows(root, seed) for root in judge.roots]
+                runs = []
                 for rows in (slice(None), slice(0, _CUT), slice(_CUT, None)):
-                    known = {}
-                    for root, made in zip(judge.roots, given, strict=True):
-                        pairs = zip(_parts(root), _parts(_rows_of(made, rows)), strict=True)
-                        known |= {own.name: value for own, value in pairs}
-                    ways.append(_Run(judge, known, seed, rows).outputs(op))
+                    values = {}
+                    for root, example in zip(judge.roots, examples, strict=True):
+                        pairs = zip(_parts(root), _parts(_rows_of(example, rows)), strict=True)
+                        values |= {tensor.name: value for tensor, value in pairs}
+                    runs.append(_Run(judge, values, seed, rows).outputs(op))
         except Exception as error:
             return [Mixed(op, f"cannot be tried on made-up rows: {error}"[:200])] * len(op.outputs)
-        now = [_placed(*map(np.asarray, each)) for each in zip(*ways, strict=True)]
-        found = (
-            now
-            if found is None
-            else [one if one == other else None for one, other in zip(found, now, strict=True)]
+        placed = [_placed(*map(np.asarray, each)) for each in zip(*runs, strict=True)]
+        agreed = (
+            placed
+            if agreed is None
+            else [one if one == other else None for one, other in zip(agreed, placed, strict=True)]
         )
-    return [p or Mixed(op, "mixes the examples") for p in found]
+    return [p or Mixed(op, "mixes the examples") for p in agreed]
 
 
 class _Run:
-    """Computes operations of a graph one by one, of made-up rows."""
+    """Runs operations of a graph one by one, on synthetic rows."""
 
-    def __init__(self, judge, known, seed, rows):
+    def __init__(self, judge, values, seed, rows):
         self._judge = judge
-        self._known = dict(known)
+        self._values = dict(values)
         self._seed, self._rows = seed, rows
-        self._captured = {own.name: outer for outer, own in judge.graph.captures}
+        self._captured = {inner.name: outer for outer, inner in judge.graph.captures}
 
     def outputs(self, op) -> list:
-        """What an operation makes."""
+        """Returns the outputs of an operation."""
         return run_alone(op, [self._of(each) for each in op.inputs])
 
     def _of(self, tensor):
-        if tensor.name in self._known:
-            return self._known[tensor.name]
+        if tensor.name in self._values:
+            return self._values[tensor.name]
         if tensor.name in self._captured:
             return self._captured[tensor.name]
         if tensor.op.type == "Const":
             return tf.constant(tf.make_ndarray(tensor.op.get_attr("value")))
         judged = self._judge.of(tensor)
         if isinstance(judged.placement, Shard):
-            whole = _made_up(tensor, judged, (self._seed, len(tensor.name)))
-            found = [whole[(slice(None),) * judged.placement.axis + (self._rows,)]]
+            whole = _synthetic(tensor, judged, (self._seed, len(tensor.name)))
+            outputs = [whole[(slice(None),) * judged.placement.axis + (self._rows,)]]
         else:
-            found = run_alone(tensor.op, [self._of(each) for each in tensor.op.inputs])
-        for out, value in zip(tensor.op.outputs, found, strict=False):
-            self._known[out.name] = value
-        return self._known[tensor.name]
+            outputs = run_alone(tensor.op, [self._of(each) for each in tensor.op.inputs])
+        for out, value in zip(tensor.op.outputs, outputs, strict=False):
+            self._values[out.name] = value
+        return self._values[tensor.name]
 
 
 def _parts(rows) -> list[tf.Tensor]:
     return tf.nest.flatten(rows, expand_composites=True)
 
 
-def _rows_of(made, rows: slice):
-    if isinstance(made, tf.SparseTensor):
-        dense = tf.sparse.to_dense(made)[rows]
+def _rows_of(example, rows: slice):
+    if isinstance(example, tf.SparseTensor):
+        dense = tf.sparse.to_dense(example)[rows]
         return tf.sparse.from_dense(dense)
-    return made[rows]
+    return example[rows]
 
 
-def _made_up_rows(root, seed):
-    """Sparse or ragged rows of a type; ragged ones of unequal lengths."""
+def _synthetic_rows(root, seed):
+    """Returns synthetic sparse or ragged rows; ragged rows have different lengths."""
     random = np.random.default_rng(seed)
     if isinstance(root, tf.SparseTensor):
         shape = [_NUM_ROWS, *(size or _LENGTH for size in root.shape[1:])]
@@ -165,18 +165,18 @@ def _made_up_rows(root, seed):
     return tf.RaggedTensor.from_row_lengths(tf.constant(flat), splits)
 
 
-def _compared(op, given, seed):
-    """Of each output where the rows are, None for mixed; None where nothing is finite."""
-    made = [_made_up(tensor, each, (seed, i)) for i, (tensor, each) in
-            enumerate(zip(op.inputs, given, strict=True))]  # fmt: skip
-    whole = _run(op, made)
+def _compared(op, inputs, seed):
+    """Returns the placement of each output, None for mixed; None if values are not finite."""
+    arrays = [_synthetic(tensor, each, (seed, i)) for i, (tensor, each) in
+            enumerate(zip(op.inputs, inputs, strict=True))]  # fmt: skip
+    whole = _run(op, arrays)
     parts = []
     for rows in (slice(0, _CUT), slice(_CUT, None)):
         cut = [
             array[(slice(None),) * each.placement.axis + (rows,)]
             if isinstance(each.placement, Shard)
             else array
-            for array, each in zip(made, given, strict=True)
+            for array, each in zip(arrays, inputs, strict=True)
         ]
         parts.append(_run(op, cut))
     pairs = list(zip(whole, *parts, strict=True))
@@ -212,7 +212,7 @@ def _is_finite(array) -> bool:
     return array.dtype.kind not in "fc" or bool(np.isfinite(array).all())
 
 
-def _made_up(tensor, judged, seed):
+def _synthetic(tensor, judged, seed):
     value = constant(judged.value)
     if value is not None:
         return np.reshape(np.array(value, tensor.dtype.as_numpy_dtype), judged.value.shape)

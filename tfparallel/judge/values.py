@@ -1,4 +1,4 @@
-"""The elements of small tensors, if they are known in a traced graph: sizes, axes, divisors."""
+"""The elements of small tensors that are known in a traced graph: sizes, axes, divisors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,35 +13,35 @@ __all__ = ["SEVERAL_ROWS", "constant", "only", "slices_of", "value_of"]
 _MOST = 64  # Elements.
 
 
-def value_of(op: tf.Operation, given) -> np.ndarray | None:
-    """The elements of what an operation makes; None where they are not known.
+def value_of(op: tf.Operation, inputs) -> np.ndarray | None:
+    """Returns the elements of an operation's output; None if they are unknown.
 
     Args:
         op: The operation.
-        given: What is known of its inputs, `Judged`.
+        inputs: The judgements of its inputs.
     """
     if op.type == "Const":
         return _of_constant(op)
     if op.type in ("Shape", "Size", "Rank"):
-        return _of_shape(op.type, given[0].dims)
+        return _of_shape(op.type, inputs[0].dims)
     if op.type == "Equal" and op.inputs[0] is op.inputs[1] and not op.inputs[0].dtype.is_floating:
         return np.asarray(True, object) if op.outputs[0].shape.rank == 0 else None
-    if op.type == "Minimum" and (least := _clamped(op, given)) is not None:
+    if op.type == "Minimum" and (least := _clamped(op, inputs)) is not None:
         return least
     rule = _RULES.get(op.type)
-    if rule is None or any(each.value is None or each.value.size > _MOST for each in given):
+    if rule is None or any(each.value is None or each.value.size > _MOST for each in inputs):
         return None
     try:
-        found = np.asarray(rule(op, *(each.value for each in given)), object)
+        value = np.asarray(rule(op, *(each.value for each in inputs)), object)
     except (ArithmeticError, TypeError, ValueError, IndexError):
         return None
-    return found if found.size <= _MOST or not any(found.strides) else None
+    return value if value.size <= _MOST or not any(value.strides) else None
 
 
-def _clamped(op, given):
-    """c, of min(c, max(c, …)), as Keras bounds a number of classes."""
-    for known, other in ((0, 1), (1, 0)):
-        inner, value = op.inputs[other].op, given[known].value
+def _clamped(op, inputs):
+    """Returns c for min(c, max(c, …)), with which Keras bounds a number of classes."""
+    for place, other in ((0, 1), (1, 0)):
+        inner, value = op.inputs[other].op, inputs[place].value
         if value is None or value.size != 1 or inner.type != "Maximum":
             continue
         bounds = [tf.get_static_value(each) for each in inner.inputs]
@@ -52,15 +52,15 @@ def _clamped(op, given):
 
 
 def only(value: np.ndarray) -> Any:
-    """The element that all elements are; None if there are several, or none."""
+    """Returns the value of all elements; None if they differ, or there are none."""
     if value.size and not any(value.strides):
-        return value.flat[0]  # Of a large constant.
-    found = set(value.ravel().tolist()) if value.size <= _MOST else set()
-    return found.pop() if len(found) == 1 else None
+        return value.flat[0]  # A large constant.
+    elements = set(value.ravel().tolist()) if value.size <= _MOST else set()
+    return elements.pop() if len(elements) == 1 else None
 
 
 def constant(value: np.ndarray | None) -> list[int] | None:
-    """The elements of a known tensor, flat, if they are whole numbers; else None."""
+    """Returns the elements of a known tensor, flat, if they are integers; else None."""
     if value is None:
         return None
     flat = value.ravel().tolist()
@@ -82,10 +82,10 @@ def _of_constant(op):
 
 
 def _objects(array) -> np.ndarray:
-    found = np.empty(array.shape, object)
+    elements = np.empty(array.shape, object)
     for place, element in np.ndenumerate(array):
-        found[place] = element.item() if hasattr(element, "item") else element
-    return found
+        elements[place] = element.item() if hasattr(element, "item") else element
+    return elements
 
 
 def _of_shape(kind, dims):
@@ -99,38 +99,38 @@ def _of_shape(kind, dims):
 
 
 def slices_of(op, begin, end, strides, rank: int | None) -> list:
-    """What a `StridedSlice` takes, axis by axis of its input: slices, ints, and None for new axes.
+    """Returns the slices of a `StridedSlice`, by input axis: slices, ints, and None for new axes.
 
     Args:
         op: The operation.
-        begin: Its elements.
-        end: Likewise.
-        strides: Likewise.
-        rank: Of the input, if an ellipsis stands for several axes.
+        begin: The elements of `begin`.
+        end: The elements of `end`.
+        strides: The elements of `strides`.
+        rank: The rank of the input, in case an ellipsis covers several axes.
     """
     masks = {
         name: op.get_attr(f"{name}_mask")
         for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
     }
-    found, has_ellipsis = [], False
-    taken = sum(
+    slices, has_ellipsis = [], False
+    num_sliced = sum(
         not (masks["new_axis"] >> i & 1 or masks["ellipsis"] >> i & 1) for i in range(len(begin))
     )
     for i, bounds in enumerate(zip(begin, end, strides, strict=True)):
         if masks["ellipsis"] >> i & 1:
-            found += [slice(None)] * (rank - taken)
+            slices += [slice(None)] * (rank - num_sliced)
             has_ellipsis = True
         elif masks["new_axis"] >> i & 1:
-            found.append(None)
+            slices.append(None)
         elif masks["shrink_axis"] >> i & 1:
-            found.append(bounds[0])
+            slices.append(bounds[0])
         else:
             first = None if masks["begin"] >> i & 1 else bounds[0]
             last = None if masks["end"] >> i & 1 else bounds[1]
-            found.append(slice(first, last, None if bounds[2] == 1 else bounds[2]))
+            slices.append(slice(first, last, None if bounds[2] == 1 else bounds[2]))
     if not has_ellipsis and rank is not None:
-        found += [slice(None)] * (rank - taken)
-    return found
+        slices += [slice(None)] * (rank - num_sliced)
+    return slices
 
 
 def _sliced(op, array, begin, end, strides):
@@ -147,17 +147,17 @@ def _least(op, one, other):
 
 def _pairwise(one, other, function):
     one, other = np.broadcast_arrays(one, other)
-    found = np.empty(one.shape, object)
+    result = np.empty(one.shape, object)
     for place in np.ndindex(one.shape):
-        found[place] = function(one[place], other[place])
-    return found
+        result[place] = function(one[place], other[place])
+    return result
 
 
 def _chosen(one, other, function, name):
     if one == other:
         return one
     if isinstance(one, Size) or isinstance(other, Size):
-        # A number of rows is 1 or more, so that max(B, 1) is B.
+        # A piece has at least 1 row, so max(B, 1) is B.
         for size, number in ((one, other), (other, one)):
             is_rows = size == ROWS and not isinstance(number, Size)
             if is_rows and number <= 1 and name == "max":
@@ -199,12 +199,12 @@ def _compared(function) -> Callable:
     return compare
 
 
-# Whether there are several rows, as an element of a tensor.
+# Whether there are several rows, as the element of a tensor.
 SEVERAL_ROWS = size_named(("B > 1", ROWS))
 
 
 def _sign(one, other, function):
-    """Whether B, or a multiple of it, is more than 0, which is all that is known of it."""
+    """Compares B, or a multiple of it, with 0; nothing else is known of it."""
     for size, number, sign in ((one, other, 1), (other, one, -1)):
         is_rows = isinstance(size, Size) and size == ROWS * size.factor and size.factor > 0
         if number == 0 and is_rows:
@@ -228,7 +228,7 @@ def _equal(op, one, other):
 
 
 def _only(array, axis):
-    """The largest, and the smallest, of one element."""
+    """Returns the maximum or minimum of a single element."""
     if array.size != 1:
         raise TypeError("It is not known which of them is the largest.")
     return array.reshape([1] * (array.ndim - axis.size))

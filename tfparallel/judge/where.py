@@ -1,4 +1,4 @@
-"""Where in a program an operation of a graph was made: the layer, and the line."""
+"""Finds the layer and the source line that made an operation."""
 
 import os
 import pathlib
@@ -11,7 +11,7 @@ from tfparallel.seams.keras import layers_in
 
 __all__ = ["line_of", "place_in"]
 
-# By where they are: a program may stand in a folder of the same name.
+# By path: a program may be in a folder of the same name.
 _LIBRARIES = tuple(
     f"{folder}{os.sep}"
     for folder in (
@@ -23,12 +23,12 @@ _MACHINERY = re.compile(r"^<|importlib|contextlib\.py$")
 
 
 def line_of(operation: tf.Operation) -> str:
-    """`" of line 12 of model.py"`; empty where no line of the program's own made it."""
-    own = [frame for frame in operation.traceback or () if _is_of_program(frame.filename)]
-    if not own:
+    """Returns ` (line 12 of model.py)`; empty if no line of the program made it."""
+    frames = [frame for frame in operation.traceback or () if _is_of_program(frame.filename)]
+    if not frames:
         return ""
-    path = own[-1].filename.replace("\\", "/")
-    return f" (line {own[-1].lineno} of {path.rpartition('/')[2]})"
+    path = frames[-1].filename.replace("\\", "/")
+    return f" (line {frames[-1].lineno} of {path.rpartition('/')[2]})"
 
 
 def _is_of_program(filename: str) -> bool:
@@ -38,23 +38,23 @@ def _is_of_program(filename: str) -> bool:
 def place_in(
     layer: keras.Layer, operation: tf.Operation, *, of_models: bool = False
 ) -> tuple[keras.Layer, str]:
-    """The innermost layer that made an operation, by the scopes in its name, and its path.
+    """Returns the innermost layer that made an operation, by its name scopes, and its path.
 
     Args:
-        layer: The layer, or model, in whose call it was made.
+        layer: The layer or model whose call made it.
         operation: The operation.
-        of_models: Whether to name the layer of a model, and none that such a layer holds.
+        of_models: Whether to stop at the layer of a model, and not look inside that layer.
     """
-    found, path = layer, []
+    innermost, path = layer, []
     for scope in operation.name.split("/")[:-1]:
-        if of_models and found is not layer and not isinstance(found, keras.Model):
+        if of_models and innermost is not layer and not isinstance(innermost, keras.Model):
             break
         inner = [
             part
-            for part in layers_in(found, include_self=False)
+            for part in layers_in(innermost, include_self=False)
             if re.fullmatch(re.escape(part.name) + r"(_\d+)?", scope)
         ]
         if inner:
-            found = min(inner, key=lambda part: len(scope) - len(part.name))
-            path.append(found.name)
-    return found, "/".join(path)
+            innermost = min(inner, key=lambda part: len(scope) - len(part.name))
+            path.append(innermost.name)
+    return innermost, "/".join(path)

@@ -1,6 +1,6 @@
-"""Layers split into parts, a part on each device.
+"""Layers split into parts, with one part on each device.
 
-Written in a model's definition they are the plain layers of Keras that they stand for, until
+In a model's definition, they are the plain Keras layers of the same arguments, until
 `tfparallel.tensor_parallel` splits them:
 
     def build():

@@ -1,4 +1,4 @@
-"""Multi-head attention in parts, by heads."""
+"""Multi-head attention split by heads."""
 
 import keras
 import tensorflow as tf
@@ -32,15 +32,15 @@ class ParallelMultiHeadAttention(ParallelHint, SplitLayer):
 
         y = Σ_k attention(x·Q_k, x·K_k, x·V_k)·O_k + b
 
-    A column-parallel projection, softmax head by head, and a row-parallel one: one reduction
-    forward, one backward. Of grouped-query attention a device gets whole groups: key and value
-    heads, with the query heads that read them.
+    A column-parallel projection, softmax head by head, and a row-parallel projection: one reduction
+    forward, one backward. For grouped-query attention, a device gets whole groups: key and value
+    heads with the query heads that read them.
 
     Input: query `(batch, T, width)`, value and key `(batch, S, width)`, masks, all whole. Output:
     `(batch, T, width)`, whole, on the first device.
 
-    Written by hand, with the arguments of `keras.layers.MultiHeadAttention`, it is that plain layer
-    until `tensor_parallel` splits it. A `keras.layers.GroupQueryAttention` is split as it is.
+    Written in a model with the arguments of `keras.layers.MultiHeadAttention`, it is that plain
+    layer until `tensor_parallel` splits it. `keras.layers.GroupQueryAttention` is split as it is.
 
     Example:
         >>> inputs = keras.Input((16, 64))
@@ -61,9 +61,9 @@ class ParallelMultiHeadAttention(ParallelHint, SplitLayer):
         groups = sizes_of(min(heads.values()), self._devices)
         locals_ = []
         for device, size in zip(self._devices, groups, strict=True):
-            own = {name: size * number // min(heads.values()) for name, number in heads.items()}
-            locals_.append(local_layer(self, device, **own))
-        # Those that ask, of which there may be more than of keys and values.
+            counts = {name: size * number // min(heads.values()) for name, number in heads.items()}
+            locals_.append(local_layer(self, device, **counts))
+        # The query heads; there may be more of them than key and value heads.
         most = max(heads, key=heads.get)
         numbers = [local.get_config()[most] for local in locals_]
         object.__setattr__(self, "_num_heads_of_parts", numbers)
@@ -73,7 +73,7 @@ class ParallelMultiHeadAttention(ParallelHint, SplitLayer):
                 _take_projection(self, locals_, projection, {"kernel": 1, "bias": 0})
         _take_projection(self, locals_, "_output_dense", {"kernel": 0})
         for local in locals_:
-            # It is added once, to the sum.
+            # The whole layer adds the bias once, to the sum.
             object.__setattr__(output_projection(local), "bias", None)
         if self.dropout > 0:
             share_draws(
@@ -102,13 +102,13 @@ class ParallelMultiHeadAttention(ParallelHint, SplitLayer):
                 copies[id(tensor)] = on_each(tensor, self._devices)
 
         def attend(k, local):
-            own = {**kwargs, **{name: copies[id(kwargs[name])][k] for name in names}}
-            return local(*(copies[id(tensor)][k] for tensor in inputs), **own)
+            local_kwargs = {**kwargs, **{name: copies[id(kwargs[name])][k] for name in names}}
+            return local(*(copies[id(tensor)][k] for tensor in inputs), **local_kwargs)
 
         locals_ = self._small.layers
         outputs = on_devices(self._devices, attend, range(len(locals_)), locals_)
         for tensor in inputs:
-            # Keras's attention takes the mask off what it reads, so that nobody behind it finds it.
+            # Keras's attention removes the mask from its inputs, so that later layers ignore it.
             if mask_of(copies[id(tensor)][0]) is None:
                 set_mask(tensor, None)
         scores = None
@@ -124,14 +124,14 @@ class ParallelMultiHeadAttention(ParallelHint, SplitLayer):
         return total, tf.concat(scores, self._heads_axis)
 
     def _has_heads(self, mask) -> bool:
-        """Whether each head has a mask of its own."""
+        """Returns whether each head has its own mask."""
         if len(mask.shape) <= -self._heads_axis:
             return False
         return mask.shape[self._heads_axis] == sum(self._num_heads_of_parts) > 1
 
 
 def _head_counts(layer) -> dict[str, int]:
-    """The numbers of heads in a layer's configuration, by their names there."""
+    """Returns the numbers of heads in a layer's config, by key."""
     config = layer.get_config()
     names = ("num_heads", "num_query_heads", "num_key_value_heads")
     return {name: config[name] for name in names if name in config}

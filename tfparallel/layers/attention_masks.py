@@ -1,4 +1,4 @@
-"""What attention over divided positions leaves out, block by block: by masks, and by dropout."""
+"""Masks and dropout of attention over divided positions, block by block."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,33 +15,33 @@ __all__ = ["AttentionDropout", "AttentionMask", "is_plain_mask"]
 _ALL = slice(None)
 
 
-def is_plain_mask(given: tf.Tensor | None, others: Sequence[tf.Tensor]) -> bool:
-    """Whether a mask of scores says of each key yes or no, for all heads if there are other masks.
+def is_plain_mask(mask: tf.Tensor | None, others: Sequence[tf.Tensor]) -> bool:
+    """Returns whether a mask of scores is boolean or integer, and the same for all heads if needed.
 
-    Of others Keras aligns the examples with the heads, or takes what is over a half.
+    `others` are the other masks. If not, Keras aligns examples with heads, or thresholds at 0.5.
     """
-    if given is None:
+    if mask is None:
         return True
-    is_yes_or_no = given.dtype.is_bool or given.dtype.is_integer
-    return is_yes_or_no and given.shape.rank in ((3,) if others else (2, 3, 4))
+    is_yes_or_no = mask.dtype.is_bool or mask.dtype.is_integer
+    return is_yes_or_no and mask.shape.rank in ((3,) if others else (2, 3, 4))
 
 
 class AttentionMask:
-    """Which keys the queries look at: those of device i at those of device j.
+    """Which keys the queries attend to: queries of device i, keys of device j.
 
     Args:
-        layer: Of Keras's.
+        layer: The Keras layer.
         devices: The devices.
         inputs: Query and value, whole.
-        of_query: `(batch, T)`; or None. Likewise below.
-        of_keys: `(batch, S)` each.
-        given: `(batch, T, S)` or `(batch, heads, T, S)`; sizes may be 1.
-        is_causal: Whether a query looks at no key behind it.
+        of_query: The query mask, `(batch, T)`; or None.
+        of_keys: The value and key masks, `(batch, S)`; or None.
+        of_scores: `(batch, T, S)` or `(batch, heads, T, S)`, sizes may be 1; or None.
+        is_causal: Whether a query ignores later keys.
 
     Attributes:
-        rows: The number of the first query of each device, and that behind the last.
-        columns: Of keys.
-        masked: What becomes of masked scores, as for `Block`.
+        rows: The index of the first query of each device, and the number of queries.
+        columns: The same for keys.
+        masked: How scores are masked, as for `Block`.
     """
 
     def __init__(
@@ -51,24 +51,25 @@ class AttentionMask:
         inputs: Sequence[tf.Tensor],
         of_query: tf.Tensor | None,
         of_keys: Sequence[tf.Tensor | None],
-        given: tf.Tensor | None,
+        of_scores: tf.Tensor | None,
         is_causal: bool,
     ):
         self.rows, self.columns = (ends_of(each, devices) for each in inputs[:2])
-        # Where nothing is dropped, Keras computes attention by an operation of the backend's.
+        # Without dropout, Keras computes attention by an operation of the backend.
         self.masked = MASKED_SCORES if layer.dropout else "least"
         self._is_causal, self._window = is_causal, attention_window(layer)
         self._of_query = None if of_query is None else cut(tf.cast(of_query, tf.bool), devices)
-        known = [mask for mask in of_keys if mask is not None]
-        self._of_keys = [cut(tf.cast(mask, tf.bool), devices) for mask in known]
-        self._given = None if given is None else tf.cast(given, tf.bool)
-        self._is_causal_alone = is_causal and not known and of_query is None and given is None
+        key_masks = [mask for mask in of_keys if mask is not None]
+        self._of_keys = [cut(tf.cast(mask, tf.bool), devices) for mask in key_masks]
+        self._of_scores = None if of_scores is None else tf.cast(of_scores, tf.bool)
+        self._is_causal_alone = (
+            is_causal and not key_masks and of_query is None and of_scores is None
+        )
 
     def is_seen(self, i: int, j: int) -> bool:
-        """Whether a query of device i may look at a key of device j.
+        """Returns whether a query of device i may attend to a key of device j.
 
-        Where something else is masked, too, a query may be left without a key; it then looks at
-        all, as in Keras.
+        Where other masks apply, a query may have no key left; it then attends to all, as in Keras.
         """
         end, start = self.rows[i + 1], self.columns[j]
         if not self._is_causal_alone or tf.is_tensor(end) or tf.is_tensor(start):
@@ -76,13 +77,13 @@ class AttentionMask:
         return start < max(end, 1)
 
     def of(self, i: int, j: int, heads: slice = _ALL) -> Callable[[], tf.Tensor | None]:
-        """Returns the mask of a block: `(batch, heads, T_i, S_j)`, sizes may be 1; None if all."""
+        """Returns the mask of a block: `(batch, heads, T_i, S_j)`, sizes may be 1; or None."""
 
         def mask():
-            found = None
+            combined = None
             for each in self._of_block(i, j, heads):
-                found = each if found is None else found & each
-            return found
+                combined = each if combined is None else combined & each
+            return combined
 
         return mask
 
@@ -97,16 +98,16 @@ class AttentionMask:
             yield (row >= column)[None, None]
         if self._window is not None:
             yield (tf.abs(row - column) < self._window)[None, None]
-        if self._given is not None:
-            given = self._given
-            if None in given.shape[-2:]:  # What is 1 there holds for all.
-                sizes = [tf.shape(given)[:-2], [self.rows[-1], self.columns[-1]]]
-                given = tf.broadcast_to(given, tf.concat(sizes, 0))
-            if given.shape.rank < 4:
-                given = given[..., None, :, :]
-            own = (heads, slice(*self.rows[i : i + 2]), slice(*self.columns[j : j + 2]))
-            sizes = zip(given.shape[-3:], own, strict=True)
-            yield given[(..., *(_ALL if size == 1 else each for size, each in sizes))]
+        if self._of_scores is not None:
+            mask_of_scores = self._of_scores
+            if None in mask_of_scores.shape[-2:]:  # A size of 1 there broadcasts.
+                sizes = [tf.shape(mask_of_scores)[:-2], [self.rows[-1], self.columns[-1]]]
+                mask_of_scores = tf.broadcast_to(mask_of_scores, tf.concat(sizes, 0))
+            if mask_of_scores.shape.rank < 4:
+                mask_of_scores = mask_of_scores[..., None, :, :]
+            block = (heads, slice(*self.rows[i : i + 2]), slice(*self.columns[j : j + 2]))
+            sizes = zip(mask_of_scores.shape[-3:], block, strict=True)
+            yield mask_of_scores[(..., *(_ALL if size == 1 else each for size, each in sizes))]
 
     def _is_before(self, i, j) -> bool:
         start, end = self.rows[i], self.columns[j + 1]
@@ -114,13 +115,13 @@ class AttentionMask:
 
 
 class AttentionDropout:
-    """What dropout multiplies the weights of each block by: what one device would.
+    """The dropout factors of the attention weights of each block, equal to those on one device.
 
     Args:
-        layer: Of Keras's.
-        queries: Of each device `(batch, T_i, heads, size)`.
-        mask: Of the attention.
-        training: Whether it is a training step.
+        layer: The Keras layer.
+        queries: The queries of each device, `(batch, T_i, heads, size)`.
+        mask: The mask of the attention.
+        training: Whether this is a training step.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Dense layers and convolutions in parts: by columns of the kernel, or by rows."""
+"""Dense layers and convolutions split by columns or by rows of the kernel."""
 
 import keras
 import tensorflow as tf
@@ -17,7 +17,7 @@ __all__ = [
 
 
 class ColumnParallel(SplitLayer):
-    """What dense layers and convolutions share whose outputs are split."""
+    """Base of dense layers and convolutions whose outputs are split."""
 
     _count, _axes = "units", {"kernel": 1, "bias": 0}
 
@@ -25,8 +25,8 @@ class ColumnParallel(SplitLayer):
         """Makes the parts.
 
         Args:
-            gather: Whether the output is handed on whole. Then the activation is applied to the
-                whole, which may mix the features, as softmax does.
+            gather: Whether to join the output. The activation is then applied to the whole, since
+                it may mix features, as softmax does.
         """
         changes = {"activation": None} if gather else {}
 
@@ -45,7 +45,7 @@ class ColumnParallel(SplitLayer):
         if self.activation is not None:
             outputs = self.activation(outputs)
         if self.activation in (None, keras.activations.linear, keras.activations.softmax):
-            # A softmax loss finds the logits here, and need not wait for the whole.
+            # A softmax loss finds the logits here, and need not join the outputs.
             outputs._tfparallel_logits = parts
         return outputs
 
@@ -64,7 +64,7 @@ class ColumnParallelDense(ParallelHint, ColumnParallel):
 
     Input: `(batch, …, in)`, whole. Output: `(batch, …, units)` in parts along the last axis.
 
-    Written by hand, with the arguments of `keras.layers.Dense`, it is that plain layer until
+    Written in a model with the arguments of `keras.layers.Dense`, it is that plain layer until
     `tensor_parallel` splits it.
 
     Example:
@@ -87,19 +87,19 @@ class ColumnParallelDense(ParallelHint, ColumnParallel):
 
 
 class RowParallel(SplitLayer):
-    """What dense layers and convolutions share whose inputs are split."""
+    """Base of dense layers and convolutions whose inputs are split."""
 
     _axis, _reads_features = 0, True
 
     def split(self, sizes=None) -> None:
-        """Makes the parts, which read so many features each; even shares if None."""
+        """Makes the parts. `sizes` are the features that each reads; default: even shares."""
         shape = _input_shape(self)
         sizes = sizes or sizes_of(shape[-1], self._devices)
         object.__setattr__(self, "_sizes", sizes)
 
         def smaller(device, size):
-            own = (*shape[:-1], size)
-            return local_layer(self, device, own, use_bias=False, activation=None)
+            input_shape = (*shape[:-1], size)
+            return local_layer(self, device, input_shape, use_bias=False, activation=None)
 
         self._split(sizes, smaller, {"kernel": self._axis})
 
@@ -107,7 +107,7 @@ class RowParallel(SplitLayer):
         partial = self._on_devices(pieces(inputs, self._sizes, -1, self._devices))
         outputs = tf.add_n(partial, name="sum_of_parts")
         if self.bias is not None:
-            # The last axis is that of units and of channels.
+            # The last axis holds the units or the channels.
             outputs = outputs + keras.ops.cast(self.bias, outputs.dtype)
         return outputs if self.activation is None else self.activation(outputs)
 
@@ -122,15 +122,15 @@ class RowParallelDense(ParallelHint, RowParallel):
                                 │    W_1    │ CPU:1
                                 └───────────┘
 
-    The sum is one reduction forward. Backward nothing is: each x_k has its gradient where it is.
-    So a column-parallel layer, anything that works feature by feature, and a row-parallel layer
-    have one reduction forward and one backward. An input that is whole, or split by
-    `tfparallel.data.by_feature`, is the feature partition.
+    The sum is one reduction forward. There is none backward: each x_k has its gradient on its own
+    device. So a column-parallel layer, layers that work feature by feature, and a row-parallel
+    layer need one reduction forward and one backward. An input that is whole, or split by
+    `tfparallel.data.by_feature`, gives the feature partition.
 
     Input: `(batch, …, in)`, in parts along the last axis, or whole. Output: `(batch, …, units)`,
     whole, on the first device, where the bias is.
 
-    Written by hand, with the arguments of `keras.layers.Dense`, it is that plain layer until
+    Written in a model with the arguments of `keras.layers.Dense`, it is that plain layer until
     `tensor_parallel` splits it.
 
     Example:
@@ -155,9 +155,9 @@ class ChannelParallelConv2D(ParallelHint, ColumnParallel):
              └───────┴───────┘                      └───────┴───────┘
                CPU:0   CPU:1                          CPU:0   CPU:1
 
-    y_k = f(x * W_k + b_k). What works channel by channel behind it (normalization, activation,
-    pooling, a depthwise convolution) stays in parts. A convolution that reads channels in parts,
-    `ChannelReducingConv2D`, has its kernel split along `in`, and sums, as `RowParallelDense` does:
+    y_k = f(x * W_k + b_k). Layers behind it that work channel by channel (normalization,
+    activation, pooling, depthwise convolution) stay in parts. A convolution that reads channels in
+    parts, `ChannelReducingConv2D`, splits its kernel along `in` and sums, as `RowParallelDense`:
 
         ┌─────┐
         │ V_0 │ CPU:0
@@ -166,9 +166,9 @@ class ChannelParallelConv2D(ParallelHint, ColumnParallel):
         └─────┘
 
     Input: `(batch, height, width, in)`, whole. Output: `(batch, height', width', filters)` in parts
-    along the last axis. `channels_last` and `groups=1` alone.
+    along the last axis. Only `channels_last` and `groups=1`.
 
-    Written by hand, with the arguments of `keras.layers.Conv2D`, it is that plain layer until
+    Written in a model with the arguments of `keras.layers.Conv2D`, it is that plain layer until
     `tensor_parallel` splits it.
 
     Example:
@@ -194,7 +194,7 @@ class ChannelReducingConv2D(ParallelHint, RowParallel):
     Input: `(batch, height, width, in)`, in parts along the last axis, or whole. Output: `(batch,
     height', width', filters)`, whole, on the first device, where the bias is.
 
-    Written by hand, with the arguments of `keras.layers.Conv2D`, it is that plain layer until
+    Written in a model with the arguments of `keras.layers.Conv2D`, it is that plain layer until
     `tensor_parallel` splits it.
 
     Example:

@@ -1,9 +1,9 @@
-"""Composite layers, which call other layers in a `call` of their own: what they call, and how.
+"""Composite layers: layers that call other layers in their own `call`.
 
-A functional model shows who reads what; the `call` of a transformer's block does not. It is called
-here as Keras calls the layers of a functional model, with symbolic tensors, and the calls that it
-makes are a functional model, too, which is planned as any other. A `call` that cannot be so called,
-since it is written with TensorFlow's own functions, leaves each of its layers by itself.
+A functional model shows which layer reads what; the `call` of a transformer block does not. So it
+is called here with symbolic tensors, as Keras calls the layers of a functional model; the calls
+that it makes form a functional model, too, which is planned like any other. If a `call` rejects
+symbolic tensors, since it uses TensorFlow's own functions, each of its layers is split alone.
 """
 
 import collections
@@ -33,14 +33,14 @@ _DEFINITIONS = types.FunctionType | property | classmethod | staticmethod
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Layers that call, and are called by, the same model or composite layer.
+    """Layers that the same model or composite layer calls.
 
     Attributes:
-        owner: Who calls them.
-        prefix: What stands before their names in a report; empty for the layers of models.
-        path: What stands before the names of composite layers among them.
-        graph: The calls, as a functional model; None where they are not known.
-        apart: Layers that `graph` does not show once: what they read and return is whole.
+        owner: The model or layer that calls them.
+        prefix: The prefix of their names in a report; empty for the layers of models.
+        path: The prefix of the names of composite layers among them.
+        graph: The calls, as a functional model; None if unknown.
+        apart: Layers not called exactly once in `graph`: their inputs and outputs are whole.
     """
 
     owner: keras.Layer
@@ -51,28 +51,28 @@ class Group:
 
     @property
     def layers(self) -> list[keras.Layer]:
-        """All of them, in the order of the calls as far as that is known."""
-        known = [] if self.graph is None else layers_in_order(self.graph)
+        """All of them, in the order of the calls if known."""
+        called = [] if self.graph is None else layers_in_order(self.graph)
         if self.graph is self.owner:
-            return known
-        # It may also call layers that those which it holds hold, whose group is another.
-        in_calls = set(map(id, known)).intersection(map(id, _held_by(self.owner)))
+            return called
+        # It may also call layers that its own layers hold; those are in another group.
+        in_calls = set(map(id, called)).intersection(map(id, _inner_layers(self.owner)))
         in_calls -= set(map(id, self.apart))
-        return [*(layer for layer in known if id(layer) in in_calls), *self.apart]
+        return [*(layer for layer in called if id(layer) in in_calls), *self.apart]
 
     def name_of(self, layer: keras.Layer) -> str:
-        """The name of one of them in a report."""
+        """Returns the name of one of them in a report."""
         return self.prefix + layer.name
 
 
 def is_composite(layer: keras.Layer) -> bool:
-    """Whether a layer is no layer or model of Keras's own, and holds others."""
+    """Returns whether a layer is neither a layer nor a model of Keras, and holds others."""
     is_of_keras = class_of_keras(layer).__module__.startswith("keras.")
-    return not is_of_keras and not has_graph(layer) and bool(_held_by(layer))
+    return not is_of_keras and not has_graph(layer) and bool(_inner_layers(layer))
 
 
 def class_of_keras(layer: keras.Layer) -> type:
-    """The class of a layer; Keras's if it extends one and defines nothing of its own."""
+    """Returns the class of a layer; Keras's if the layer's only inherits from one."""
     cls = original_class(layer)
     while not cls.__module__.startswith("keras.") and len(cls.__bases__) == 1:
         if any(isinstance(value, _DEFINITIONS) for value in vars(cls).values()):
@@ -82,7 +82,7 @@ def class_of_keras(layer: keras.Layer) -> type:
 
 
 def groups_in(model: keras.Model) -> list[Group]:
-    """The groups of a functional model, of those in it and of composite layers, innermost first."""
+    """Returns the groups of a functional model, including nested ones, innermost first."""
     return list(_groups(Group(model, graph=model), set()))
 
 
@@ -101,35 +101,35 @@ def _groups(group: Group, seen: set[int]) -> Iterator[Group]:
 
 
 def _inside(layer, outer) -> Group:
-    """The group of a composite layer, which another one calls."""
+    """Returns the group of a composite layer that another group calls."""
     graph = _calls_in(layer, outer.graph)
     numbers = collections.Counter(id(node.operation) for node in calls_of(graph))
-    apart = tuple(each for each in _held_by(layer) if numbers[id(each)] != 1)
+    apart = tuple(each for each in _inner_layers(layer) if numbers[id(each)] != 1)
     path = f"{outer.path}{layer.name}/"
     return Group(layer, path, path, graph, apart)
 
 
 def _calls_in(layer, outer) -> keras.Model | None:
-    """What a layer calls in training; None if it cannot be called with symbolic tensors."""
+    """Returns the calls of a layer in training; None if it rejects symbolic tensors."""
     calls = [] if outer is None else calls_of(outer)
-    # If there are several, or others than in training, what is in parts can be read as a whole.
+    # Further calls, or calls in inference, may differ: they can read parts as a whole.
     node = next((node for node in calls if node.operation is layer), None)
     if node is None:
         return None
     arguments = (node.arguments.args, node.arguments.kwargs)
     numbers = dict(get_global(NAME_NUMBERS) or {})
-    # What the call writes is not to last: states of seeds, losses, names that Keras counts on.
+    # Discard what the call writes: seed states, losses, and the names that Keras counts.
     with without_draws(), keras.StatelessScope(collect_losses=True), calling_with(layer, True):
         try:
             args, kwargs = keras.tree.map_structure(_input_like, arguments)
             if takes_training(layer):
                 kwargs["training"] = True
-            else:  # Which Keras drops, too.
+            else:  # Keras drops it, too.
                 kwargs.pop("training", None)
             inputs = list(filter(keras.backend.is_keras_tensor, keras.tree.flatten((args, kwargs))))
             outputs = keras.tree.flatten(layer.call(*args, **kwargs))
             return keras.Model(inputs, list(filter(keras.backend.is_keras_tensor, outputs)))
-        except Exception as error:  # Whatever a `call` raises that was not written for this.
+        except Exception as error:  # A `call` not written for this may raise anything.
             logging.info("Layer '%s' cannot be called with symbolic tensors: %s", layer.name, error)
             return None
         finally:
@@ -139,9 +139,9 @@ def _calls_in(layer, outer) -> keras.Model | None:
 def _input_like(value):
     if not keras.backend.is_keras_tensor(value):
         return value
-    # Of a batch of known size, with which a `call` may compute.
+    # A known batch size, which a `call` may compute with.
     return keras.Input(batch_shape=(value.shape[0] or 2, *value.shape[1:]), dtype=value.dtype)
 
 
-def _held_by(layer) -> list[keras.Layer]:
+def _inner_layers(layer) -> list[keras.Layer]:
     return layers_in(layer, include_self=False, recursive=False)

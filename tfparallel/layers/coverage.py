@@ -1,4 +1,4 @@
-"""A warning where most of a model's weights are not in its split layers."""
+"""A warning if most of a model's weights are outside its split layers."""
 
 import math
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ def warn_of_whole(model: keras.Model, groups: Sequence[Group]) -> None:
     sizes = {}
     for group in groups:
         for layer in group.layers:
-            # A model's and a composite layer's own, beside those of layers with names.
-            own = variables_held_by(layer) if id(layer) in owners else layer.weights
-            whole = [math.prod(v.shape) for v in own if not isinstance(v, SplitVariable)]
+            # The weights that a model or composite layer owns, besides those of its named layers.
+            weights = variables_held_by(layer) if id(layer) in owners else layer.weights
+            whole = [math.prod(v.shape) for v in weights if not isinstance(v, SplitVariable)]
             sizes[f"{group.name_of(layer)} ({original_class(layer).__name__})"] = sum(whole)
     total = sum(math.prod(v.shape) for v in model.weights)
     largest = sorted(filter(sizes.get, sizes), key=sizes.get, reverse=True)[:_MOST_NAMES]

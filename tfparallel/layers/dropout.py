@@ -1,7 +1,7 @@
-"""Dropout of a tensor in parts: the mask of the whole, of which each device takes its share.
+"""Dropout of a tensor in parts: each device takes its share of the whole tensor's mask.
 
-Each device draws all of the mask, from the same seed: the same numbers as on one device, and no
-traffic.
+Each device draws the whole mask from the same seed: the same numbers as on one device, without
+communication.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ __all__ = ["Draw", "PartwiseDropout", "dropped_in_parts", "share_draws"]
 
 
 class PartwiseDropout(PartwiseLayer):
-    """Extends dropout: the mask is the whole tensor's, in parts."""
+    """Extends dropout: each part takes its share of the whole tensor's mask."""
 
     def call(self, inputs, training=False):
         if not training or self.rate == 0 or not isinstance(inputs, Parts):
@@ -28,7 +28,7 @@ class PartwiseDropout(PartwiseLayer):
 
 
 def dropped_in_parts(layer: keras.layers.Dropout, inputs: Parts) -> Parts:
-    """Drops what a dropout layer drops of the whole, in training."""
+    """Applies a dropout layer, in training, as to the whole tensor."""
     sizes = [tf.shape(tensor)[inputs.axis] for tensor in inputs.tensors]
     draw = Draw(layer, sizes, inputs.axis)
     parts = on_devices(inputs.devices, draw.dropped, range(len(sizes)), inputs.tensors)
@@ -38,12 +38,12 @@ def dropped_in_parts(layer: keras.layers.Dropout, inputs: Parts) -> Parts:
 def share_draws(
     layer: keras.layers.Dropout, locals_: Sequence[keras.layers.Dropout], sizes, axis: int
 ) -> None:
-    """Has the dropout inside of smaller layers draw what the whole one would.
+    """Makes the dropout inside smaller layers draw the mask of the whole layer.
 
     Args:
-        layer: The whole layer's; its seed counts on.
-        locals_: Those of the smaller layers, which are called in this order, once each a step.
-        sizes: How long each one's part is along the axis.
+        layer: The dropout of the whole layer; its seed advances.
+        locals_: The dropouts of the smaller layers, called in this order, once each per step.
+        sizes: The length of each part along the axis.
         axis: The axis.
     """
     drawn: list = []
@@ -52,7 +52,7 @@ def share_draws(
 
 
 class SharedDraws:
-    """Extends a dropout layer that draws a share of what another would."""
+    """Extends a dropout layer: it takes a share of another layer's mask."""
 
     def call(self, inputs, training=False):
         layer, drawn, sizes, k, axis = self._share_of
@@ -64,7 +64,7 @@ class SharedDraws:
 
 
 class Draw:
-    """One mask of a dropout layer, of a tensor with parts of these sizes along the axis."""
+    """One mask of a dropout layer, for a tensor with parts of these sizes along an axis."""
 
     def __init__(self, layer: keras.layers.Dropout, sizes: Sequence, axis: int):
         self._layer, self._sizes, self._axis = layer, sizes, axis
@@ -73,26 +73,26 @@ class Draw:
         self._seed = seeds.next() if self._shard is None else seeds.next_global()
 
     def dropped(self, k: int, tensor: tf.Tensor) -> tf.Tensor:
-        """Part k of the tensor, with its share of the mask."""
+        """Returns part k of the tensor with its share of the mask applied."""
         note(self._layer, tensor)
         if self._layer.rate >= 1:
             return tf.zeros_like(tensor)
         axis = self._axis % len(tensor.shape)
         shape = [tf.shape(tensor)[place] for place in range(len(tensor.shape))]
         shape[axis] = tf.add_n([tf.convert_to_tensor(size) for size in self._sizes])
-        own = tf.split(self.factors(tensor, shape), self._sizes, axis, num=len(self._sizes))[k]
-        # Not a product alone: what is dropped is zero, even where it was infinite.
-        return tf.where(own != 0, tensor * own, tf.zeros_like(tensor))
+        factors = tf.split(self.factors(tensor, shape), self._sizes, axis, num=len(self._sizes))[k]
+        # A product alone would turn dropped infinite values into NaN.
+        return tf.where(factors != 0, tensor * factors, tf.zeros_like(tensor))
 
     def factors(self, tensor: tf.Tensor, shape) -> tf.Tensor:
-        """What each element of the whole is multiplied by.
+        """Returns the factor of each element of the whole tensor.
 
         Args:
             tensor: A part of it.
-            shape: Of the whole.
+            shape: The shape of the whole.
         """
         rate = self._layer.rate
-        if self._shard is not None:  # Of some of the rows for which one device draws.
+        if self._shard is not None:  # Some of the rows for which one device draws.
             uniform = self._layer.uniform(tensor, shape, self._seed, self._shard)
             return tf.where(uniform >= rate, tf.constant(1 / (1 - rate), tensor.dtype), 0)
         # As `keras.random` narrows a seed.

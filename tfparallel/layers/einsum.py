@@ -1,4 +1,4 @@
-"""Dense layers written as a sum over letters (Einstein's convention), in parts."""
+"""Dense layers in Einstein notation (`EinsumDense`), in parts."""
 
 import keras
 
@@ -9,11 +9,11 @@ __all__ = ["ColumnParallelEinsum", "units_of"]
 
 
 class ColumnParallelEinsum(SplitLayer):
-    """An `EinsumDense` of which each device computes a part of the longest axis that it adds.
+    """An `EinsumDense` split along its longest output axis that the input does not have.
 
-        abc,cde -> abde      kernel (c, d, e), split along d or e; output joined along the same
+        abc,cde -> abde      kernel (c, d, e), split along d or e; outputs joined along the same
 
-    Input and output are whole. The bias is added, and the activation applied, to the whole.
+    Input and output are whole. The bias and the activation are applied to the whole output.
     """
 
     def split(self) -> None:
@@ -41,18 +41,18 @@ class ColumnParallelEinsum(SplitLayer):
 
 
 def units_of(layer: keras.layers.EinsumDense) -> int:
-    """How long the axis is along which a layer is split; 0 if there is none."""
+    """Returns the length of the axis along which a layer is split; 0 if there is none."""
     letter = _letter_of(layer)
     return 0 if letter is None else layer.kernel.shape[_letters(layer)[1].index(letter)]
 
 
 def _letter_of(layer) -> str | None:
-    """The longest axis of the kernel that the output has and the input has not."""
+    """Returns the longest axis of the kernel that is in the output and not in the input."""
     inputs, kernel, output = _letters(layer)
-    # Behind what an ellipsis stands for, an axis is counted from the end.
+    # After an ellipsis, axes are counted from the end.
     behind = output.rpartition(".")[2]
-    own = [letter for letter in kernel if letter in behind and letter not in inputs]
-    return max(own, key=lambda letter: layer.kernel.shape[kernel.index(letter)], default=None)
+    letters = [letter for letter in kernel if letter in behind and letter not in inputs]
+    return max(letters, key=lambda letter: layer.kernel.shape[kernel.index(letter)], default=None)
 
 
 def _letters(layer) -> tuple[str, str, str]:

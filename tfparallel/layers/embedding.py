@@ -1,4 +1,4 @@
-"""Embeddings in parts, by the vocabulary."""
+"""Embeddings split by the vocabulary."""
 
 import keras
 import tensorflow as tf
@@ -23,12 +23,12 @@ class VocabParallelEmbedding(ParallelHint, SplitLayer):
         5…9 │    E_1    │ CPU:1   ── E_1[4], E_1[4] ──┘
             └───────────┘
 
-    Each id is sent to its owner, and its row back: nothing is added up, and no row travels that
-    nobody asked for. The gradient of a part stays sparse, in the order in which the ids came.
+    Each id is sent to its owner, and its row is returned: there is no sum, and no other row is
+    sent. The gradient of a part stays sparse, in the order of the ids.
 
     Input: ids `(batch, …)`, whole, also ragged. Output: `(batch, …, width)`, whole.
 
-    Written by hand, with the arguments of `keras.layers.Embedding`, it is that plain layer until
+    Written in a model with the arguments of `keras.layers.Embedding`, it is that plain layer until
     `tensor_parallel` splits it.
 
     Example:
@@ -39,8 +39,8 @@ class VocabParallelEmbedding(ParallelHint, SplitLayer):
 
     References:
         Shoeybi et al., Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
-        Parallelism, arXiv 1909.08053, 2019. (There each device looks up zeros for the ids of
-        others, and the sum of all is reduced.)
+        Parallelism, arXiv 1909.08053, 2019. (There, each device looks up zeros for the other
+        devices' ids, and an all-reduce sums the results.)
     """
 
     plain, kind = keras.layers.Embedding, "vocabulary"
@@ -60,13 +60,13 @@ class VocabParallelEmbedding(ParallelHint, SplitLayer):
         ids = tf.convert_to_tensor(whole(inputs))
         if ids.dtype not in (tf.int32, tf.int64):
             ids = tf.cast(ids, tf.int32)
-        if is_judged(ids):  # What follows is, to the judge, many tables and no row's own.
+        if is_judged(ids):  # The judge would see many tables and no row apart in what follows.
             return tf.gather(tf.concat([local.embeddings for local in self._small.layers], 0), ids)
-        with where_it_is(ids):  # As a rule the host, which a device would wait for.
+        with where_it_is(ids):  # Usually the host; a device would have to wait for it.
             flat = tf.reshape(ids, [-1])
             flat = tf.where(flat < 0, flat + self.input_dim, flat)
             starts = tf.constant(self._starts, flat.dtype)
-            # An id past the table is its last part's, which says so as the whole table would.
+            # The last part gets ids past the table, and raises the same error as the whole table.
             owners = tf.searchsorted(starts, flat, side="right") - 1
             owners = tf.maximum(owners, 0)
             number = len(self._devices)
@@ -80,9 +80,9 @@ class VocabParallelEmbedding(ParallelHint, SplitLayer):
 
 
 class ReversibleVocabParallelEmbedding(VocabParallelEmbedding):
-    """An embedding whose table is a language model's last layer, too, split by the vocabulary.
+    """An embedding whose table is also a language model's last layer, split by the vocabulary.
 
-    In reverse each device computes the logits of its part: x·E_kᵀ, joined.
+    In reverse, each device computes the logits of its part, x·E_kᵀ; they are joined.
     """
 
     def call(self, inputs, reverse=False):

@@ -1,4 +1,4 @@
-"""Layers that give each device features of its own: they join parts, or have weights for each."""
+"""Layers that keep features in parts: they join inputs, or have weights for each feature."""
 
 import keras
 import tensorflow as tf
@@ -11,9 +11,9 @@ __all__ = ["FeaturewiseJoin", "FeaturewiseWeights"]
 
 
 class FeaturewiseJoin(SplitLayer):
-    """Extends the concatenation of an example's features, one input for each device.
+    """Extends the concatenation of an example's features, one input per device.
 
-    Nothing is joined: input k goes to device k, and a row-parallel layer reads it there.
+    Nothing is joined: input k is copied to device k, where a row-parallel layer reads it.
     """
 
     def call(self, xs):
@@ -21,7 +21,7 @@ class FeaturewiseJoin(SplitLayer):
 
 
 class FeaturewiseWeights(SplitLayer):
-    """Extends a layer with weights for each feature, which are split as its input is.
+    """Extends a layer with weights for each feature; they are split as its input is.
 
                  gamma, beta, moving mean and variance (channels)
                            ┌─────────┬─────────┐
@@ -35,7 +35,7 @@ class FeaturewiseWeights(SplitLayer):
     _reads_features = True
 
     def split(self, sizes) -> None:
-        """Makes the parts, of so many features of the input each."""
+        """Makes the parts; `sizes` are the features of the input that each has."""
         shape = _shape(self)
         axes = {v.name: _feature_axis(self, v) for v in self.variables}
 
@@ -47,14 +47,14 @@ class FeaturewiseWeights(SplitLayer):
     def call(self, inputs, **kwargs):
         mask = mask_of(inputs)
         if mask is not None and isinstance(self, keras.layers.BatchNormalization):
-            # Keras itself hands a mask on with tensors alone.
+            # Keras passes a mask on with tensors only.
             kwargs["mask"] = mask
         for local in self._small.layers:
-            if local.trainable != self.trainable:  # Frozen batch normalization is another.
+            if local.trainable != self.trainable:  # Frozen batch normalization computes otherwise.
                 local.trainable = self.trainable
         sizes = [local.get_build_config()["input_shape"][-1] for local in self._small.layers]
-        own = pieces(inputs, sizes, -1, self._devices)
-        return Parts(self._on_devices(own, **kwargs), -1, self._devices)
+        parts = pieces(inputs, sizes, -1, self._devices)
+        return Parts(self._on_devices(parts, **kwargs), -1, self._devices)
 
 
 def _shape(layer):

@@ -1,4 +1,4 @@
-"""What all layers of a model with split layers share: how they meet a tensor in parts."""
+"""Base classes of all layers in a model with split layers: how they read tensors in parts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,10 +32,10 @@ __all__ = [
 ]
 
 
-class _Held:
-    """What holds the smaller layers, so that Keras writes and reads the whole one's weights alone.
+class _HiddenLayers:
+    """Hides the smaller layers from Keras, which then saves only the whole layer's weights.
 
-    It looks for layers in all attributes, and in lists and dictionaries there.
+    Keras looks for layers in all attributes, and in lists and dictionaries there.
     """
 
     def __init__(self, layers: list[keras.Layer]):
@@ -43,7 +43,7 @@ class _Held:
 
 
 class OnDevices:
-    """Extends a layer that has a place on several devices: those of the replica at work."""
+    """Extends a layer that is on several devices: those of the replica at work."""
 
     @property
     def _devices(self) -> list[str]:
@@ -51,7 +51,7 @@ class OnDevices:
 
 
 class WholeLayer(OnDevices):
-    """Extends a layer that is left in place: on the first device, it reads whole tensors."""
+    """Extends a layer that is left in place: it reads whole tensors, on the first device."""
 
     def __call__(self, *args, **kwargs):
         args, kwargs = keras.tree.map_structure(whole, (args, kwargs))
@@ -60,9 +60,9 @@ class WholeLayer(OnDevices):
 
 
 class FixedLayer:
-    """Extends a layer whose weights are in parts: they are all that it has, and stay what they are.
+    """Extends a layer whose weights are in parts: no weights can be added or replaced.
 
-    The smaller layers would not know of factors that are added, nor of other numbers.
+    The smaller layers would not see LoRA's factors nor quantized weights.
     """
 
     def enable_lora(self, *args, **kwargs):
@@ -73,29 +73,29 @@ class FixedLayer:
         raise PlacementError(_fixed(self, "quantize"))
 
     def fix(self) -> None:
-        """Has the layer refuse to be quantized."""
-        # Before Keras 3.16 each layer has a method of its own, which hides that of a class.
+        """Makes the layer refuse to be quantized."""
+        # Before Keras 3.16, Keras sets `quantize` on each layer, which hides the class's method.
         attach(self, quantize=self._quantize)
 
 
 class SplitLayer(OnDevices, FixedLayer):
-    """Extends a built layer of Keras that is computed by smaller ones, one on each device.
+    """Extends a built Keras layer that smaller layers compute, one on each device.
 
-    The smaller ones are plain layers of the same class. Their variables are the parts of this
-    one's, which keep their place, names and shapes in the model. Each class has a method `split`
-    that makes the smaller layers, and a `call` that puts together what they compute.
+    The smaller layers are plain layers of the same class. Their variables are the parts of this
+    layer's, which keep their place, names and shapes in the model. Each class has a method `split`
+    that makes the smaller layers, and a `call` that combines their outputs.
     """
 
-    _reads_features = False  # Whether its input may lie in parts along the last axis.
+    _reads_features = False  # Whether its input may be in parts along the last axis.
 
     def split(self, **_) -> None:
-        """Makes no parts: the layer itself is called with each part."""
+        """Makes no smaller layers: the layer itself is called with each part."""
 
     def __call__(self, *args, **kwargs):
-        """Calls the layer; a tensor in parts may stand where a tensor does.
+        """Calls the layer; tensors may be in parts.
 
-        Only the next layer of a model in parts can read such a tensor: whoever else calls this
-        one, a submodel or a layer of the user's own, gets the whole.
+        Only the next layer of a model in parts can read such a tensor: any other caller, a submodel
+        or a user's own layer, gets the whole.
         """
         if self._reads_features:
             args = keras.tree.map_structure(parts_of_tensor, args)
@@ -106,7 +106,7 @@ class SplitLayer(OnDevices, FixedLayer):
         return keras.tree.map_structure(hand_on, outputs)
 
     def __setattr__(self, name, value):
-        """Sets an attribute, if it is none that the smaller layers have a copy of."""
+        """Sets an attribute, unless the smaller layers hold a copy of it."""
         if name in getattr(self, "_settings", ()):
             raise PlacementError(
                 "What a layer computes must be set before it is split. Received: "
@@ -116,29 +116,29 @@ class SplitLayer(OnDevices, FixedLayer):
         super().__setattr__(name, value)
 
     def _autocast(self, value):
-        # As Keras does to a tensor.
+        # As Keras casts a tensor.
         if not isinstance(value, Parts) or not self.autocast or not value.dtype.is_floating:
             return value
         return value.cast(self.compute_dtype)
 
     def _hold(self, locals_: Sequence[keras.Layer]) -> None:
-        object.__setattr__(self, "_small", _Held(list(locals_)))
+        object.__setattr__(self, "_small", _HiddenLayers(list(locals_)))
         settings = {*self.get_config(), "dtype_policy"} - {"name", "trainable"}
         for name, value in vars(self).items():
             if isinstance(value, keras.Variable):
-                settings |= {name, name.removeprefix("_")}  # Of `kernel` there is a property.
+                settings |= {name, name.removeprefix("_")}  # `kernel` is a property of `_kernel`.
         object.__setattr__(self, "_settings", settings)
         self.fix()
 
     def _split(
         self, sizes: Sequence[int], smaller: Callable[[str, int], keras.Layer], axes: dict[str, int]
     ) -> None:
-        """Makes a smaller layer of a size on each device, which has the parts of the variables.
+        """Makes one smaller layer per device, which holds the parts of the variables.
 
         Args:
-            sizes: One a device.
+            sizes: The size of each smaller layer.
             smaller: Returns the layer for a device and its size.
-            axes: Along which axis each variable is split, by its name.
+            axes: The axis along which each variable is split, by its name.
         """
         locals_ = list(map(smaller, self._devices, sizes))
         self._hold(locals_)
@@ -147,14 +147,14 @@ class SplitLayer(OnDevices, FixedLayer):
     def _on_devices(self, inputs: Sequence[Any], **kwargs) -> list:
         """Calls each smaller layer on its device with its part of the input."""
         return on_devices(
-            self._devices, lambda local, own: local(own, **kwargs), self._small.layers, inputs
+            self._devices, lambda local, part: local(part, **kwargs), self._small.layers, inputs
         )
 
 
 class PartwiseLayer(SplitLayer):
-    """Extends a layer without weights that treats each feature, or each pixel, by itself.
+    """Extends a layer without weights that treats each feature or each pixel independently.
 
-    It leaves a tensor in its parts: it is called with each of them, where that is.
+    A tensor stays in parts: the layer is called with each part, on its device.
     """
 
     _reads_features = True
@@ -190,20 +190,20 @@ def split_variables(
 
 
 def sizes_of(number: int, devices: Sequence[str]) -> list[int]:
-    """How many of that many units, heads, channels or rows each device gets."""
+    """Divides a number of units, heads, channels or rows evenly over the devices."""
     return [part.size for part in row_ranges(number, len(devices))]
 
 
 def local_layer(
     layer: keras.Layer, device: str, shape: Sequence[int | None] | None = None, **changes: Any
 ) -> keras.Layer:
-    """Makes a plain layer like this one, but smaller, on a device.
+    """Makes a plain but smaller copy of a layer, on a device.
 
-    Its input has the shape of the whole layer's by default; `changes` are those of its config.
+    The input shape defaults to the whole layer's; `changes` override entries of its config.
     """
     config = {**layer.get_config(), **changes}
     for key in config:
-        # The values come from the whole; so do penalties, and constraints.
+        # The whole layer initializes the values, and applies penalties and constraints.
         if key.endswith("_initializer"):
             config[key] = "zeros"
         elif key.endswith(("_regularizer", "_constraint")):

@@ -1,4 +1,4 @@
-"""A tensor in parts, a part on each device, on its way from one split layer to the next."""
+"""A tensor in parts, one on each device, between two split layers."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -24,13 +24,13 @@ __all__ = [
 
 
 class Parts:
-    """A tensor that is nowhere whole, unless somebody asks.
+    """A tensor whose parts are joined only on request.
 
-    Keras's graph of layers hands it from layer to layer as it is.
+    Keras's graph of layers passes it from layer to layer as it is.
 
     Attributes:
         tensors: The parts, each on its device, in order.
-        axis: Along which axis of the whole they follow one another; -1 for the last.
+        axis: The axis of the whole along which they follow one another; -1 for the last.
         devices: The devices.
     """
 
@@ -43,9 +43,9 @@ class Parts:
 
     @property
     def _keras_mask(self):
-        """The mask, under the name by which Keras hands it on and takes it off.
+        """The mask, under the name by which Keras passes it on and removes it.
 
-        It is one with the mask of the whole: what takes it off there takes it off here.
+        It is shared with the whole: removing it there removes it here.
         """
         return self._mask if self._whole is None else mask_of(self._whole)
 
@@ -72,18 +72,18 @@ class Parts:
 
     @property
     def sizes(self) -> list[int | None]:
-        """How long each part is along the axis."""
+        """The length of each part along the axis."""
         return [tensor.shape[self.axis] for tensor in self.tensors]
 
     def cast(self, dtype: str) -> "Parts":
-        """Returns the same tensor with elements of another type, cast where each part is."""
+        """Returns the tensor cast to another dtype, each part on its device."""
         if self.dtype == tf.as_dtype(dtype):
             return self
         tensors = on_devices(self.devices, lambda tensor: tf.cast(tensor, dtype), self.tensors)
         return Parts(tensors, self.axis, self.devices, self._keras_mask)
 
     def whole(self) -> tf.Tensor:
-        """Joins the parts on the first device; once, however many ask."""
+        """Joins the parts on the first device; later calls return the same tensor."""
         if self._whole is None:
             with tf.device(self.devices[0]):
                 self._whole = tf.concat(self.tensors, self.axis)
@@ -93,63 +93,63 @@ class Parts:
 
 
 def whole(value):
-    """Returns a tensor in parts as one; anything else as it is."""
+    """Returns the whole of a tensor in parts; anything else unchanged."""
     return value.whole() if isinstance(value, Parts) else value
 
 
 def with_parts(value):
-    """Returns a tensor in parts as one that knows its parts; anything else as it is.
+    """Returns the whole of a tensor in parts, with the parts attached; anything else unchanged.
 
-    For the `call` of a composite layer, which may do with it what it likes. Where nobody reads the
-    whole, it is an operation without readers, which TensorFlow leaves out.
+    For the `call` of a composite layer, which may do anything with it. If nothing reads the
+    whole, TensorFlow prunes the operation that joins the parts.
     """
     if not isinstance(value, Parts):
         return value
     tensor = value.whole()
-    if value.axis in (-1, value.ndim - 1):  # A picture's rows are whole between these layers.
+    if value.axis in (-1, value.ndim - 1):  # Rows of pictures are joined between these layers.
         tensor._tfparallel_parts = value
     return tensor
 
 
 def parts_of_tensor(value):
-    """Returns the parts, by features, that a tensor knows; anything else as it is."""
+    """Returns the parts, by features, attached to a tensor; anything else unchanged."""
     return getattr(value, "_tfparallel_parts", value)
 
 
 def as_it_is(value):
-    """Returns a tensor in parts as it is, and anything else."""
+    """Returns a tensor in parts, or anything else, unchanged."""
     return value
 
 
 def handing_on(how: Callable[[Any], Any]) -> AbstractContextManager[None]:
-    """Says how a layer hands on what it makes in parts: by `whole`, `with_parts` or `as_it_is`.
+    """Sets how layers return tensors in parts: by `whole`, `with_parts` or `as_it_is`.
 
-    As it is between the layers of a model in parts alone, where Keras hands it to the next one.
+    `as_it_is` only between the layers of a model in parts, where Keras passes it to the next one.
     """
     return within(hand_on_parts=how)
 
 
 def handed_on() -> Callable[[Any], Any]:
-    """How a layer that is called here hands on what it makes in parts."""
+    """Returns how a layer called now returns tensors in parts."""
     return context().hand_on_parts or whole
 
 
 def on_devices(
     devices: Sequence[str], function: Callable[..., Any], *inputs: Iterable[Any]
 ) -> list[Any]:
-    """Calls a function on each device, with what each of the inputs has for it, in order."""
+    """Calls a function on each device with that device's element of each input, in order."""
     outputs = []
-    for device, *own in zip(devices, *inputs, strict=True):
+    for device, *arguments in zip(devices, *inputs, strict=True):
         with tf.device(device):
-            outputs.append(function(*own))
+            outputs.append(function(*arguments))
     return outputs
 
 
 def on_each(tensor, devices: Sequence[str]) -> list:
     """Copies a tensor, and its mask, to each device.
 
-    One copy a device, whoever reads it there: so the gradients of its readers are summed there
-    first, and one sum a device travels back.
+    All readers on a device share one copy: their gradients are summed there first, and one sum per
+    device is sent back.
     """
 
     def copy():
@@ -162,7 +162,7 @@ def on_each(tensor, devices: Sequence[str]) -> list:
 
 
 def pieces(tensor, sizes: Sequence[int], axis: int, devices: Sequence[str]) -> list[tf.Tensor]:
-    """Returns each device's part of a tensor that may be in such parts already."""
+    """Returns each device's part of a tensor, which may already be in such parts."""
     if isinstance(tensor, Parts):
         same = tensor.sizes == list(sizes) and axis in (tensor.axis, tensor.axis - tensor.ndim)
         if same:

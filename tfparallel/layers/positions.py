@@ -2,10 +2,10 @@
 
         CPU:0   x₀ … x₃    CPU:1   x₄ … x₇          of 8 positions on 2 devices
 
-Between two layers such a tensor is whole, an operation that joins the parts, and knows them; so
-layers, operations and a user's own `call` may do with it what they like. Who asks for the parts
-gets them as they are, or of an elementwise operation on such tensors the same operation on the
-parts. Where nobody reads the whole, TensorFlow leaves it out.
+Between two layers, such a tensor is an operation that joins the parts, with the parts attached; so
+layers, operations and a user's own `call` can use it like any tensor. `positions_of` returns the
+attached parts; for an elementwise operation on such tensors, it applies the operation to the parts.
+If nothing reads the whole, TensorFlow prunes it.
 """
 
 import inspect
@@ -21,8 +21,8 @@ from tfparallel.seams.tensorflow import not_recording, record_operation
 
 __all__ = ["check_lengths", "cut", "ends_of", "is_long_enough", "joined", "positions_of"]
 
-# What computes each element of the same one, or of those in its place, of its inputs. `Identity`
-# is none of them: a step takes the gradient in one, of the inputs of a stage, and must find it.
+# Operations that compute each element from the same element of their inputs, with broadcasting.
+# `Identity` is excluded: a step differentiates by one, at a stage's inputs, and must find it.
 _ELEMENTWISE = {
     "Abs", "AddV2", "Cast", "Elu", "Erf", "Exp", "LeakyRelu", "Maximum", "Minimum",
     "Mul", "Neg", "RealDiv", "Relu", "Relu6", "Rsqrt", "Selu", "Sigmoid", "Softplus", "Sqrt",
@@ -31,7 +31,7 @@ _ELEMENTWISE = {
 
 
 def joined(tensors: Sequence[tf.Tensor], devices: Sequence[str], mask=None) -> tf.Tensor:
-    """The whole of what is divided by positions, which knows its parts."""
+    """Joins a tensor that is divided by positions, and attaches its parts."""
     parts = Parts(tensors, AXIS, devices, mask)
     tensor = parts.whole()
     tensor._tfparallel_parts = parts
@@ -39,29 +39,29 @@ def joined(tensors: Sequence[tf.Tensor], devices: Sequence[str], mask=None) -> t
 
 
 def positions_of(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
-    """What each device has of a tensor's positions.
+    """Returns each device's positions of a tensor.
 
-    The operations lead past the whole, and so does the gradient of a step, which goes back along
-    them. To a tape the parts are cut from the whole: it may be asked for the gradient in that.
+    In a graph, the operations bypass the whole, and so does the gradient of a step, which follows
+    them back. For a tape, the parts are cut from the whole: it may be asked for that gradient.
     """
     with not_recording():
-        known = _known(tensor, devices, set())
-        parts = None if known is None else on_devices(devices, tf.identity, known)
+        known_parts = _known_parts(tensor, devices, set())
+        parts = None if known_parts is None else on_devices(devices, tf.identity, known_parts)
     if parts is None:
         return cut(tensor, devices)
     if is_differentiable(tensor):
         with tf.device(devices[0]):
-            record_operation("positions", parts, [tensor], lambda *own: [tf.concat(own, AXIS)])
+            record_operation("positions", parts, [tensor], lambda *parts: [tf.concat(parts, AXIS)])
     return parts
 
 
 def is_long_enough(tensor: tf.Tensor, devices: Sequence[str]) -> bool:
-    """Whether each device gets a position; true of a length that only the step knows."""
+    """Returns whether each device gets a position; True if only the step knows the length."""
     return tensor.shape[AXIS] is None or tensor.shape[AXIS] >= len(devices)
 
 
 def check_lengths(tensors: Sequence[tf.Tensor]) -> None:
-    """Has the step raise if sequences whose lengths it alone knows differ: 1 would be repeated."""
+    """Makes the step raise if lengths that only it knows differ; 1 would broadcast."""
     if len(tensors) > 1 and tensors[0].shape[AXIS] is None:
         first, *others = (tf.shape(tensor)[AXIS] for tensor in tensors)
         tf.debugging.assert_equal(
@@ -73,7 +73,7 @@ def check_lengths(tensors: Sequence[tf.Tensor]) -> None:
 
 
 def cut(tensor: tf.Tensor, devices: Sequence[str], axis: int = AXIS) -> list[tf.Tensor]:
-    """Divides a whole tensor along an axis: sizes that differ by one at most, some of them 0."""
+    """Cuts a whole tensor along an axis: sizes differ by at most one, and may be 0."""
     sizes = [rows.size for rows in row_ranges(_length(tensor, axis), len(devices))]
     with tf.device(devices[0]):
         parts = tf.split(tensor, sizes, axis, num=len(devices))
@@ -81,7 +81,7 @@ def cut(tensor: tf.Tensor, devices: Sequence[str], axis: int = AXIS) -> list[tf.
 
 
 def ends_of(tensor: tf.Tensor, devices: Sequence[str]) -> list:
-    """The index of the first position on each device, and the length."""
+    """Returns the index of the first position on each device, and the length."""
     ranges = row_ranges(_length(tensor, AXIS), len(devices))
     return [*(rows.start for rows in ranges), ranges[-1].start + ranges[-1].size]
 
@@ -91,48 +91,49 @@ def _length(tensor, axis):
     return tf.shape(tensor)[axis] if length is None else length
 
 
-def _known(tensor, devices, without: set[int]) -> list[tf.Tensor] | None:
-    """The parts that a tensor knows, or those that it inherits; None if there are none."""
+def _known_parts(tensor, devices, without: set[int]) -> list[tf.Tensor] | None:
+    """Returns a tensor's attached parts, or those computed from its inputs; None if none."""
     parts = getattr(tensor, "_tfparallel_parts", None)
     if parts is not None:
         return parts.tensors if parts.axis == AXIS else None
-    is_here = tf.is_symbolic_tensor(tensor) and tensor.graph is tf.compat.v1.get_default_graph()
-    if not is_here or id(tensor) in without:
+    is_in_graph = tf.is_symbolic_tensor(tensor) and tensor.graph is tf.compat.v1.get_default_graph()
+    if not is_in_graph or id(tensor) in without:
         return None
     without.add(id(tensor))
     op, ranks = tensor.op, [each.shape.rank for each in (tensor, *tensor.op.inputs)]
     if op.type not in _ELEMENTWISE or None in ranks or ranks[0] <= AXIS:
         return None
-    known = [_known(each, devices, without) for each in op.inputs]
-    if not any(known):
+    input_parts = [_known_parts(each, devices, without) for each in op.inputs]
+    if not any(input_parts):
         return None
-    given = [
-        _beside(each, own, tensor, devices) for each, own in zip(op.inputs, known, strict=True)
+    operands = [
+        _operand_parts(each, parts_, tensor, devices)
+        for each, parts_ in zip(op.inputs, input_parts, strict=True)
     ]
-    if any(own is None for own in given):
+    if any(parts_ is None for parts_ in operands):
         return None
-    check_lengths([each for each, own in zip(op.inputs, known, strict=True) if own])
-    outputs = on_devices(devices, lambda *own: _again(op, own), *given)
+    check_lengths([each for each, parts_ in zip(op.inputs, input_parts, strict=True) if parts_])
+    outputs = on_devices(devices, lambda *parts_: _on_parts(op, parts_), *operands)
     tensor._tfparallel_parts = Parts(outputs, AXIS, devices)
     return outputs
 
 
-def _beside(each, known, result, devices) -> list[tf.Tensor] | None:
-    """What each device needs of an operand; None if the graph does not tell."""
+def _operand_parts(each, parts, result, devices) -> list[tf.Tensor] | None:
+    """Returns what each device needs of an operand; None if the graph does not show it."""
     axis = AXIS - (len(result.shape) - len(each.shape))
     if axis < 0:
         return on_each(each, devices)
-    size, all_ = each.shape[axis], result.shape[AXIS]
-    if known is not None and axis == AXIS and size == all_:
-        return known
-    if size == 1 and all_ != 1:
+    size, length = each.shape[axis], result.shape[AXIS]
+    if parts is not None and axis == AXIS and size == length:
+        return parts
+    if size == 1 and length != 1:
         return on_each(each, devices)
-    return cut(each, devices, axis) if size is not None and size == all_ else None
+    return cut(each, devices, axis) if size is not None and size == length else None
 
 
-def _again(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Tensor:
+def _on_parts(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Tensor:
     function = getattr(tf.raw_ops, op.type)
-    taken = inspect.signature(function).parameters
-    attributes = {a.name: op.get_attr(a.name) for a in op.op_def.attr if a.name in taken}
+    parameters = inspect.signature(function).parameters
+    attributes = {a.name: op.get_attr(a.name) for a in op.op_def.attr if a.name in parameters}
     names = [argument.name for argument in op.op_def.input_arg]
     return function(**dict(zip(names, inputs, strict=True)), **attributes)

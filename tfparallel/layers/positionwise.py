@@ -1,4 +1,4 @@
-"""Layers that treat each position of a sequence by itself: each device computes some of them."""
+"""Layers that treat each position of a sequence independently: each device computes some."""
 
 import zlib
 from typing import Any, NamedTuple
@@ -24,13 +24,13 @@ _OF_KERAS = (keras.Layer, keras.Variable, keras.random.SeedGenerator)
 
 
 class Argument(NamedTuple):
-    """An argument of a call, as far as a judgement depends on it.
+    """An argument of a call, as far as the judgement depends on it.
 
     Attributes:
-        path: Its place among the arguments.
-        value: Rank, type and length of a tensor; itself, or its type, if it is none.
+        path: Its path among the arguments.
+        value: Rank, dtype and length of a tensor; a plain value; or the type of any other value.
         is_cut: Whether it is divided by positions.
-        is_masked: Whether it has a mask of Keras's.
+        is_masked: Whether it has a Keras mask.
     """
 
     path: tuple
@@ -40,10 +40,9 @@ class Argument(NamedTuple):
 
 
 def arguments_of(args: tuple, kwargs: dict) -> tuple[Argument, ...] | None:
-    """What a layer is called with.
+    """Returns the arguments of a layer's call; None if they hold no sequence to divide.
 
-    Divided are sequences of features, of ids, of truths. None if there is none, or if they are not
-    all of one length.
+    Sequences of features, ids or labels are divided, if all have the same length.
     """
     leaves = keras.tree.flatten_with_path((args, kwargs))
     lengths = {leaf.shape[1] for _, leaf in leaves if _is_sequence(leaf)} - {1}
@@ -80,16 +79,17 @@ def _is_sequence(leaf) -> bool:
 
 
 def _settings_of(layer: keras.Layer) -> str:
-    """What a layer's calls may depend on besides weights: if it changes, they are judged anew."""
-    own, found = extended_attributes(layer), [sorted(plain_attributes(layer).items(), key=repr)]
+    """Returns the state, besides weights, that calls depend on; if it changes, judge again."""
+    skipped = extended_attributes(layer)
+    settings = [sorted(plain_attributes(layer).items(), key=repr)]
     for part in layers_in(layer):
-        found += [
+        settings += [
             (name, _setting(value))
             for name, value in vars(part).items()
-            if name not in own and not isinstance(value, _OF_KERAS)
+            if name not in skipped and not isinstance(value, _OF_KERAS)
         ]
-        found += [part.trainable] if not type(part).__module__.startswith("keras.") else []
-    return repr(found)
+        settings += [part.trainable] if not type(part).__module__.startswith("keras.") else []
+    return repr(settings)
 
 
 def _setting(value):
@@ -97,41 +97,41 @@ def _setting(value):
         return zlib.crc32(value.tobytes())
     if callable(value) or not hasattr(value, "__dict__"):
         return id(value) if callable(value) else None
-    own = vars(value).items()
-    return {name: each if isinstance(each, _PLAIN) else id(each) for name, each in own}
+    attributes = vars(value).items()
+    return {name: each if isinstance(each, _PLAIN) else id(each) for name, each in attributes}
 
 
 class SequenceLayer(WholeLayer):
-    """Extends a layer that computes in parts of a sequence: what it returns knows its parts."""
+    """Extends a layer that computes in parts of a sequence: its outputs have parts attached."""
 
     def __call__(self, *args, **kwargs):
-        return keras.tree.map_structure(_known_whole, super().__call__(*args, **kwargs))
+        return keras.tree.map_structure(_with_parts_attached, super().__call__(*args, **kwargs))
 
     @property
     def _has_penalties(self) -> bool:
-        """Whether it adds a loss for what it returns, which Keras takes of tensors alone."""
+        """Whether it adds a loss for its outputs, which Keras computes from tensors only."""
         return any(
             getattr(part, "activity_regularizer", None) is not None for part in layers_in(self)
         )
 
 
-def _known_whole(value):
+def _with_parts_attached(value):
     if not isinstance(value, Parts):
         return value
     return joined(value.tensors, value.devices, mask_of(value))
 
 
 class Judgements:
-    """What was found out about a layer's calls; an object, since a judge reads plain attributes."""
+    """Verdicts about a layer's calls; an object, since the judge reads plain attributes."""
 
     def __init__(self):
-        self.found: dict[tuple, bool] = {}
+        self.verdicts: dict[tuple, bool] = {}
 
 
 class PositionwiseLayer(SequenceLayer):
-    """Extends a layer that keeps positions apart: it is called with those of each device.
+    """Extends a layer that treats positions independently: each device calls it with its own.
 
-    Each kind of call is judged when it is first made; one that mixes positions reads the whole.
+    Each kind of call is judged the first time; a call that mixes positions reads the whole.
     """
 
     _judgements: Judgements
@@ -152,37 +152,37 @@ class PositionwiseLayer(SequenceLayer):
         ]
         call = super(WholeLayer, self).__call__
 
-        def on_device(*own):
-            args_, kwargs_ = keras.tree.pack_sequence_as((args, kwargs), own)
+        def on_device(*local):
+            args_, kwargs_ = keras.tree.pack_sequence_as((args, kwargs), local)
             return call(*args_, **kwargs_)
 
         with handing_on(whole):
             outputs = on_devices(devices, on_device, *parts)
-        return keras.tree.map_structure(lambda *own: _joined(own, devices), *outputs)
+        return keras.tree.map_structure(lambda *local: _joined(local, devices), *outputs)
 
 
 def is_apart(layer: keras.Layer, args: tuple, kwargs: dict, num_devices: int) -> bool:
-    """Whether a call of a layer, which is given sequences, may be divided over so many devices.
+    """Returns whether a layer's call with sequences may be divided over `num_devices` devices.
 
-    It is judged with training and without; the layer keeps the answer for calls of the same kind.
+    The judge checks it with and without training; the layer caches the verdict for similar calls.
     """
     kwargs = {name: value for name, value in kwargs.items() if name != "training"}
     arguments = arguments_of(args, kwargs)
-    found = getattr(layer, "_judgements", Judgements()).found
+    verdicts = getattr(layer, "_judgements", Judgements()).verdicts
     key = (arguments, num_devices, _settings_of(layer))
-    if key not in found:
+    if key not in verdicts:
         (length,) = {each.value[2] for each in arguments if each.is_cut}
         sizes = [] if length is None else [rows.size for rows in row_ranges(length, num_devices)]
         leaves = keras.tree.flatten((args, kwargs))
         cut_ones = [each.is_cut for each in arguments]
-        given = Arguments(leaves, cut_ones, [each.is_masked for each in arguments])
+        example = Arguments(leaves, cut_ones, [each.is_masked for each in arguments])
         lengths = [length, *sizes] if sizes else []
-        ways = [True, False] if takes_training(layer) else [None]
-        found[key] = all(
-            keeps_positions_apart(layer, _calling(layer, (args, kwargs), way), given, lengths)
-            for way in ways
+        modes = [True, False] if takes_training(layer) else [None]
+        verdicts[key] = all(
+            keeps_positions_apart(layer, _calling(layer, (args, kwargs), mode), example, lengths)
+            for mode in modes
         )
-    return found[key]
+    return verdicts[key]
 
 
 def _calling(layer, structure, training):
@@ -190,8 +190,8 @@ def _calling(layer, structure, training):
 
     def call(leaves):
         args, kwargs = keras.tree.pack_sequence_as(structure, leaves)
-        told = {} if training is None else {"training": training}
-        return plain(*args, **kwargs | told)
+        options = {} if training is None else {"training": training}
+        return plain(*args, **kwargs | options)
 
     return call
 
@@ -199,8 +199,8 @@ def _calling(layer, structure, training):
 def _with_masks(tensor, devices) -> list[tf.Tensor]:
     parts, mask = positions_of(tensor, devices), mask_of(tensor)
     if mask is not None:
-        for part, own in zip(parts, cut(mask, devices), strict=True):
-            set_mask(part, own)
+        for part, part_mask in zip(parts, cut(mask, devices), strict=True):
+            set_mask(part, part_mask)
     return parts
 
 
@@ -213,7 +213,7 @@ def _joined(parts, devices):
 
 
 class PositionwiseDropout(SequenceLayer):
-    """Extends dropout: the mask is the whole sequence's, in parts."""
+    """Extends dropout: each part takes its share of the whole sequence's mask."""
 
     def call(self, inputs, training=False):
         is_divided = _is_sequence(inputs) and is_long_enough(inputs, self._devices)

@@ -1,13 +1,13 @@
 """Attention over a sequence whose positions are divided over devices.
 
-Each device projects its own positions. What then goes from device to device is chosen by how much
-that is, and by how evenly the work is divided:
+Each device projects its own positions. The exchange between devices is chosen by its volume and by
+how evenly it divides the work:
 
-- ring: keys and values go round, a device keeps its queries (`ring_attention.py`). Device k sends
-  2·(S − 1)·T/S keys and values in all. Under a causal mask the last device has the most to do.
-- all-to-all: each device gets all positions of some heads, and gives back what they make of them.
-  It sends (S − 1)/S of its queries, keys, values and outputs; all devices have as much to do. It
-  needs a head of keys for each device.
+- ring: keys and values go round, and each device keeps its queries (`ring_attention.py`). Device k
+  sends 2·(S − 1)·T/S keys and values in all. With a causal mask, the last device has the most work.
+- all-to-all: each device gets all positions of some heads, and returns their outputs. It sends
+  (S − 1)/S of its queries, keys, values and outputs; all devices have the same work. It needs at
+  least one key head per device.
 
 References:
     Liu, Zaharia, Abbeel. Ring Attention with Blockwise Transformers for Near-Infinite Context,
@@ -35,13 +35,13 @@ RING, ALL_TO_ALL = "ring", "all-to-all"
 
 
 def exchange_of(num_heads: int, num_key_heads: int, num_devices: int, is_causal: bool) -> str:
-    """What goes from device to device: the least, or what divides the work of a causal mask evenly.
+    """Returns the exchange with less traffic, or with even work under a causal mask.
 
     Args:
-        num_heads: Of queries.
-        num_key_heads: Of keys and values.
+        num_heads: The number of query heads.
+        num_key_heads: The number of key and value heads.
         num_devices: S.
-        is_causal: Whether a query looks at the keys before it alone.
+        is_causal: Whether a query attends only to earlier keys.
 
     Returns:
         `RING` or `ALL_TO_ALL`.
@@ -60,13 +60,13 @@ def exchange_of(num_heads: int, num_key_heads: int, num_devices: int, is_causal:
 
 
 class SequenceAttention(SequenceLayer):
-    """Extends `MultiHeadAttention` and `GroupedQueryAttention` (see the module).
+    """Extends `MultiHeadAttention` and `GroupedQueryAttention` (see the module docstring).
 
     Input: query `(batch, T, width)`, value and key `(batch, S, width)`, masks; divided by
     positions, or whole. Output: `(batch, T, width)`, divided. Each device reads the whole weights.
-    If scores are asked for, or there are several axes of positions, it reads whole sequences.
+    It reads whole sequences if scores are requested or if there are several axes of positions.
 
-    Dropout draws the mask of all scores on each device, one device's: of T·S numbers.
+    With dropout, each device draws the whole mask of T·S scores, the same as one device.
     """
 
     def call(
@@ -83,14 +83,14 @@ class SequenceAttention(SequenceLayer):
         use_causal_mask=False,
     ):
         inputs = (query, value) if key is None else (query, value, key)
-        known = [mask for mask in (query_mask, value_mask, key_mask) if mask is not None]
+        masks = [mask for mask in (query_mask, value_mask, key_mask) if mask is not None]
         if (
             return_attention_scores
             or self._has_penalties
-            or not _is_as_keras_has_it(self)
+            or not _computes_like_keras(self)
             or any(each.shape.rank != 3 for each in inputs)
             or not all(is_long_enough(each, self._devices) for each in inputs)
-            or not is_plain_mask(attention_mask, known)
+            or not is_plain_mask(attention_mask, masks)
         ):
             return super().call(
                 *inputs,
@@ -102,7 +102,7 @@ class SequenceAttention(SequenceLayer):
                 training=training,
                 use_causal_mask=use_causal_mask,
             )
-        devices, own = self._devices, attention_parts(self)
+        devices, inner = self._devices, attention_parts(self)
         query_mask = drop_masks(self, *inputs, query_mask)
         mask = AttentionMask(
             self, devices, inputs, query_mask, (value_mask, key_mask), attention_mask,
@@ -110,27 +110,29 @@ class SequenceAttention(SequenceLayer):
         )  # fmt: skip
         queries, values, *keys = (positions_of(each, devices) for each in inputs)
         keys = keys[0] if keys else values
-        gates = None if own.gate is None else on_devices(devices, own.gate, queries)
-        queries = on_devices(devices, own.query, queries)
-        scale = keras.ops.cast(own.scale, queries[0].dtype)
+        gates = None if inner.gate is None else on_devices(devices, inner.gate, queries)
+        queries = on_devices(devices, inner.query, queries)
+        scale = keras.ops.cast(inner.scale, queries[0].dtype)
         queries = on_devices(devices, lambda each: each * scale, queries)
-        keys, values = on_devices(devices, own.key, keys), on_devices(devices, own.value, values)
+        keys = on_devices(devices, inner.key, keys)
+        values = on_devices(devices, inner.value, values)
         dropout = AttentionDropout(self, queries, mask, training)
         heads = (queries[0].shape[2], keys[0].shape[2])
-        way = exchange_of(*heads, len(devices), use_causal_mask)
-        compute = _by_ring if way == RING else _by_heads
+        exchange = exchange_of(*heads, len(devices), use_causal_mask)
+        compute = _by_ring if exchange == RING else _by_heads
         outputs = compute(queries, keys, values, mask, dropout, devices)
         if gates is not None:
             outputs = on_devices(devices, tf.multiply, outputs, gates)
-        outputs = on_devices(devices, own.output, outputs)
+        outputs = on_devices(devices, inner.output, outputs)
         is_handed_on = isinstance(self, keras.layers.MultiHeadAttention)
         return Parts(outputs, 1, devices, query_mask if is_handed_on else None)
 
 
-def _is_as_keras_has_it(layer) -> bool:
-    """Whether all that it computes is Keras's own: no method set on it, no projection replaced."""
-    own = attention_parts(layer)
-    projections = [own.query, own.key, own.value, own.output, *([own.gate] if own.gate else [])]
+def _computes_like_keras(layer) -> bool:
+    """Returns whether it computes as in Keras: no method set on it, no projection replaced."""
+    inner = attention_parts(layer)
+    gates = [inner.gate] if inner.gate else []
+    projections = [inner.query, inner.key, inner.value, inner.output, *gates]
     return not has_own_methods(layer) and all(
         original_class(each) is keras.layers.EinsumDense
         and not has_own_methods(each)
@@ -144,8 +146,8 @@ def _by_ring(queries, keys, values, mask, dropout, devices):
     for i, device in enumerate(devices):
         order = [(i + step) % number for step in range(number)]
         blocks = [_block(mask, dropout, i, j) for j in order]
-        came = ([each[j] for j in order] for each in (keys, values))
-        outputs.append(attend(queries[i], *came, blocks, device))
+        received = ([each[j] for j in order] for each in (keys, values))
+        outputs.append(attend(queries[i], *received, blocks, device))
     return outputs
 
 
@@ -156,15 +158,15 @@ def _by_heads(queries, keys, values, mask, dropout, devices):
     of_queries = [size * groups for size in of_keys]
 
     def sent(tensors, sizes):
-        """By the device that gets it, of each device's positions some heads."""
+        """Returns, for each receiving device, its heads of each device's positions."""
         parts = on_devices(devices, lambda each: tf.split(each, sizes, 2), tensors)
         return list(zip(*parts, strict=True))
 
     queries, keys, values = sent(queries, of_queries), sent(keys, of_keys), sent(values, of_keys)
-    found = []
+    outputs = []
     for k, device in enumerate(devices):
         heads = slice(sum(of_queries[:k]), sum(of_queries[: k + 1]))
-        found.append([
+        outputs.append([
             attend(
                 queries[k][i],
                 keys[k],
@@ -174,7 +176,7 @@ def _by_heads(queries, keys, values, mask, dropout, devices):
             )
             for i in range(number)
         ])  # fmt: skip
-    return on_devices(devices, lambda *own: tf.concat(own, 2), *found)
+    return on_devices(devices, lambda *of_device: tf.concat(of_device, 2), *outputs)
 
 
 def _block(mask, dropout, i, j, heads=slice(None)) -> Block | None:

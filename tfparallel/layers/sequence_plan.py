@@ -1,7 +1,8 @@
-"""Which layers of a model compute in parts of a sequence.
+"""Decides which layers of a model compute in parts of a sequence.
 
-Attention (`sequence_attention.py`); dropout; and each other layer that is judged to treat every
-position by itself (`judge/positions.py`). All else reads whole sequences, on the first device.
+These are attention (`sequence_attention.py`), dropout, and every layer that the judge proves to
+treat positions independently (`judge/positions.py`). All others read whole sequences, on the first
+device.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -32,40 +33,40 @@ _ATTENTION = {_layers.MultiHeadAttention, _layers.GroupQueryAttention}
 
 
 def plan(
-    group: Group, num_devices: int, left: Collection[str] = (), shared: Collection[int] = ()
+    group: Group, num_devices: int, unsplit: Collection[str] = (), shared: Collection[int] = ()
 ) -> dict[str, str]:
-    """Says how each layer of a group computes in parts.
+    """Plans how each layer of a group computes in parts.
 
     Args:
-        group: Built layers. Models and composite layers among them are groups of their own.
-        num_devices: How many parts there are to be.
-        left: The names, in the group's report, of layers to leave in place.
-        shared: The `id` of each layer that another group calls, too: it is left in place.
+        group: Built layers. Models and composite layers among them have their own groups.
+        num_devices: The number of parts.
+        unsplit: The names, in the group's report, of layers to leave in place.
+        shared: The `id` of each layer that another group also calls: it is left in place.
 
     Returns:
-        A kind by the layer's name in a report; what is left in place is not named.
+        A kind, by the layer's name in a report; layers left in place are omitted.
     """
-    found = {}
+    kinds = {}
     for layer in group.layers:
         name = group.name_of(layer)
-        if name in left or id(layer) in shared or has_graph(layer) or is_composite(layer):
+        if name in unsplit or id(layer) in shared or has_graph(layer) or is_composite(layer):
             continue
         nodes = nodes_of(group, layer)
         if not nodes or not layer.built or not _are_batch_first(group, nodes):
             continue
         if class_of_keras(layer) in _ATTENTION:
             if list(attention_axes(layer)) == [1]:
-                found[name] = ATTENTION
+                kinds[name] = ATTENTION
         elif original_class(layer) is _layers.Dropout:
             if layer.noise_shape is None and any(map(_has_sequence, nodes)):
-                found[name] = POSITIONS
+                kinds[name] = POSITIONS
         elif any(_is_apart(layer, node, num_devices) for node in nodes):
-            found[name] = POSITIONS
-    return found
+            kinds[name] = POSITIONS
+    return kinds
 
 
 def extension_of(layer: keras.Layer) -> tuple[type, dict]:
-    """What extends a layer of a plan, and with which attributes."""
+    """Returns the class that extends a planned layer, and its attributes."""
     if class_of_keras(layer) in _ATTENTION:
         return SequenceAttention, {}
     if original_class(layer) is _layers.Dropout:
@@ -74,9 +75,9 @@ def extension_of(layer: keras.Layer) -> tuple[type, dict]:
 
 
 def warn_of_whole(plans: Sequence[tuple[Group, Mapping[str, str]]]) -> None:
-    """Warns of layers that are called with a sequence and are not in the plans."""
+    """Warns of layers that are called with a sequence but are not in the plans."""
     planned = {name for _, kinds in plans for name in kinds}
-    # A composite layer whose calls are not known computes whole sequences itself.
+    # A composite layer whose calls are unknown reads whole sequences itself.
     seen = {id(group.owner) for group, _ in plans if group.graph is not None}
     names = [
         f"{group.name_of(layer)} ({original_class(layer).__name__})"
@@ -94,13 +95,13 @@ def warn_of_whole(plans: Sequence[tuple[Group, Mapping[str, str]]]) -> None:
 
 
 def nodes_of(group: Group, layer: keras.Layer) -> list:
-    """The calls of a layer in a group, as far as they are known."""
+    """Returns the known calls of a layer in a group."""
     calls = [] if group.graph is None else calls_of(group.graph)
     return [node for node in calls if node.operation is layer and not node.is_input]
 
 
 def _are_batch_first(group, nodes) -> bool:
-    """Whether what is called has its examples on axis 0, as the model's or the layer's inputs."""
+    """Returns whether axis 0 of the inputs holds examples, as in the model's or layer's inputs."""
     batch = group.graph.inputs[0].shape[0]
     leaves = [leaf for node in nodes for leaf in node.input_tensors]
     return all(leaf.shape[0] == batch for leaf in leaves if len(leaf.shape) > 1)
@@ -111,5 +112,5 @@ def _has_sequence(node) -> bool:
 
 
 def _is_apart(layer, node, num_devices) -> bool:
-    given = (node.arguments.args, node.arguments.kwargs)
-    return _has_sequence(node) and is_apart(layer, *given, num_devices)
+    arguments = (node.arguments.args, node.arguments.kwargs)
+    return _has_sequence(node) and is_apart(layer, *arguments, num_devices)

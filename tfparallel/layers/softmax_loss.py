@@ -1,12 +1,12 @@
-"""Cross-entropy of a softmax whose logits lie in parts.
+"""Softmax cross-entropy of logits in parts.
 
 With z_k the logits of device k, and m the largest of all:
 
     loss = log Σ_k Σ_j exp(z_kj − m) + m − z_label
 
-What travels between the devices is one number an example for each term (the largest, the sum, the
-label's logit), whatever the number of classes; the gradient, softmax(z) − onehot, is computed where
-the logits are.
+The devices exchange one number per example and term (the largest logit, the sum, the label's
+logit), whatever the number of classes; the gradient, softmax(z) − onehot, is computed on the
+devices of the logits.
 
 References:
     Shoeybi et al., Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
@@ -26,11 +26,11 @@ __all__ = ["cross_entropy", "in_parts"]
 
 
 class LossInParts:
-    """Extends a sparse categorical cross-entropy: logits in parts stay so."""
+    """Extends a sparse categorical cross-entropy: logits stay in parts."""
 
     def __call__(self, y_true, y_pred, sample_weight=None):
         parts = getattr(y_pred, "_tfparallel_logits", None)
-        # Of probabilities, only those that a softmax made of these logits.
+        # Probabilities qualify only if a softmax computed them from these logits.
         is_known = parts is not None and (
             options_of(self)["from_logits"] != (logits_beside(y_pred) is not None)
         )
@@ -49,7 +49,7 @@ class LossInParts:
 
 
 def in_parts(loss):
-    """Extends a loss that can be computed of parts, in place; returns any other as it is."""
+    """Extends a loss that supports logits in parts, in place; returns any other unchanged."""
     if (
         isinstance(loss, keras.losses.Loss)
         and original_class(loss) is keras.losses.SparseCategoricalCrossentropy
@@ -64,9 +64,9 @@ def cross_entropy(labels: tf.Tensor, logits: Parts, dtype) -> tf.Tensor:
     """Returns −log softmax(logits)[label].
 
     Args:
-        labels: `(batch, …)`, whole numbers from 0 to the number of classes.
-        logits: `(batch, …, classes)` in parts along the last axis.
-        dtype: What to compute in.
+        labels: `(batch, …)`, integers from 0 to the number of classes − 1.
+        logits: `(batch, …, classes)`, in parts along the last axis.
+        dtype: The dtype of the computation.
 
     Returns:
         `(batch, …)`, on the first device.
@@ -76,8 +76,8 @@ def cross_entropy(labels: tf.Tensor, logits: Parts, dtype) -> tf.Tensor:
     parts = on_devices(devices, lambda z: tf.cast(z, dtype), logits.tensors)
     largest = on_devices(devices, lambda z: tf.reduce_max(tf.stop_gradient(z), -1), parts)
     num_classes = tf.cast(sum(logits.sizes), labels.dtype)
-    # A label that no part has would cost nothing. The whole softmax raises for it on a CPU; on a
-    # GPU, which its host does not wait for, it gives NaN.
+    # A label outside of all parts would cost nothing. The whole softmax raises for it on a CPU; on
+    # a GPU, which runs asynchronously, it returns NaN.
     raises = _raises_for_bad_labels(devices[0])
     if raises:
         with tf.control_dependencies(
@@ -93,8 +93,8 @@ def cross_entropy(labels: tf.Tensor, logits: Parts, dtype) -> tf.Tensor:
         return _sum_of_classes(tf.exp(z - tf.identity(top)[..., None]))
 
     def logit_of_label(z, start, size):
-        own = tf.one_hot(labels - start, size, on_value=True, off_value=False, dtype=tf.bool)
-        return _sum_of_classes(tf.where(own, z, tf.zeros_like(z)))
+        is_label = tf.one_hot(labels - start, size, on_value=True, off_value=False, dtype=tf.bool)
+        return _sum_of_classes(tf.where(is_label, z, tf.zeros_like(z)))
 
     sums = on_devices(devices, sum_of_exponentials, parts)
     chosen = on_devices(devices, logit_of_label, parts, starts, logits.sizes)
@@ -106,7 +106,7 @@ def cross_entropy(labels: tf.Tensor, logits: Parts, dtype) -> tf.Tensor:
 
 
 def _sum_of_classes(tensor):
-    # Where the axis goes in the sum, the gradient works out its shape on the device, and waits.
+    # If the sum dropped the axis, its gradient would compute its shape on the device, and wait.
     return tf.squeeze(tf.reduce_sum(tensor, -1, keepdims=True), -1)
 
 

@@ -12,8 +12,8 @@ Weights are whole; the pictures, and with them the activations, are in parts:
                 └──────────────────────────────┘
 
 Output rows [a, b) of a window of extent e and stride s, with p rows of padding above, need the
-input rows [a·s − p, (b − 1)·s − p + e). Those of them that another device holds are sent: the halo.
-Rows outside of the picture are padding, which only the first and the last part have.
+input rows [a·s − p, (b − 1)·s − p + e). Those that another device holds are sent: the halo. Only
+the first and the last part have padding, the rows outside of the picture.
 
 References:
     Dryden, Maruyama, Benson, Moon, Snir, Van Essen. Improving Strong-Scaling of CNN Training by
@@ -43,7 +43,7 @@ __all__ = [
 
 
 class Window(NamedTuple):
-    """How a layer slides over one axis: extent and stride, and the padding at both ends."""
+    """A layer's window along one axis: its extent, its stride, and the padding at both ends."""
 
     extent: int
     stride: int
@@ -52,16 +52,16 @@ class Window(NamedTuple):
 
 
 class SpatialWindow(SplitLayer):
-    """What layers share that slide a window over the picture."""
+    """Base of layers that slide a window over the picture."""
 
     _fill_with_least = False
 
     def split(self, shape: Sequence[int | None], height: int) -> None:
-        """Notes the windows.
+        """Sets the windows.
 
         Args:
-            shape: Of the input, `(batch, height, width, channels)`, with height and width known.
-            height: Of the output.
+            shape: The input shape, `(batch, height, width, channels)`; height and width are known.
+            height: The height of the output.
         """
         windows = [_window(self, axis, shape[1 + axis]) for axis in (0, 1)]
         object.__setattr__(self, "_windows", windows)
@@ -73,7 +73,7 @@ class SpatialWindow(SplitLayer):
         weights = [getattr(self, name, None) for name in ("kernel", "bias")]
         tensors = [keras.ops.convert_to_tensor(v) for v in weights if v is not None]
 
-        def rows_of_device(start, stop, *own):
+        def rows_of_device(start, stop, *kernels):
             low = start * rows.stride - rows.before
             high = (stop - 1) * rows.stride - rows.before + rows.extent
             picture = rows_of(inputs, max(low, 0), min(high, height), self._devices)
@@ -82,7 +82,7 @@ class SpatialWindow(SplitLayer):
             if any(map(any, pad)):
                 fill = picture.dtype.min if self._fill_with_least else 0
                 picture = tf.pad(picture, pad, constant_values=tf.constant(fill, picture.dtype))
-            return self._slide(picture, *own, pad=pad)
+            return self._slide(picture, *kernels, pad=pad)
 
         copies = [on_each(tensor, self._devices) for tensor in tensors]
         outputs = on_devices(self._devices, rows_of_device, ends[:-1], ends[1:], *copies)
@@ -90,22 +90,22 @@ class SpatialWindow(SplitLayer):
 
 
 class SpatialParallelConv2D(ParallelHint, SpatialWindow):
-    """A convolution, or a depthwise one, of which each device computes some rows (see the module).
+    """A plain or depthwise convolution split by height (see the module docstring).
 
     y_k = f(x_k * W + b), with x_k the rows of part k and its halo. Each device reads the whole
-    kernel; its gradient is one sum over the devices.
+    kernel; the kernel's gradient is one sum over the devices.
 
     Input: `(batch, height, width, in)`, in parts along the height, or whole. Output: `(batch,
     height', width', filters)` in parts along the height. Padding "same" or "valid", any strides,
     dilation and groups; `channels_last`.
 
-    Written by hand, with the arguments of `keras.layers.Conv2D`, it is that plain layer until
-    `tensor_parallel` splits it. The plain layers behind it that can stay in rows do.
+    Written in a model with the arguments of `keras.layers.Conv2D`, it is that plain layer until
+    `tensor_parallel` splits it. Plain layers behind it stay in rows if they can.
 
     Example:
         >>> pictures = keras.Input((32, 32, 3))
         >>> hidden = tfparallel.layers.SpatialParallelConv2D(16, 3, padding="same")(pictures)
-        >>> outputs = keras.layers.MaxPooling2D()(hidden)  # Of its own rows on each device.
+        >>> outputs = keras.layers.MaxPooling2D()(hidden)  # Each device pools its own rows.
         >>> model = keras.Model(pictures, outputs)
         >>> tfparallel.tensor_parallel(model, devices=["GPU:0", "GPU:1"]).split.values()
         dict_values(['height', 'height'])
@@ -130,11 +130,11 @@ class SpatialParallelConv2D(ParallelHint, SpatialWindow):
 
 
 class SpatialParallelPooling2D(ParallelHint, SpatialWindow):
-    """Pooling, of which each device computes some rows (see the module).
+    """Pooling split by height (see the module docstring).
 
-    Of a mean at the border only the pixels inside of the picture are counted, as in Keras. It
-    stands for two classes of Keras, so write one of those: behind a `SpatialParallelConv2D` it
-    stays in rows, elsewhere `split={name: "height"}` asks for it.
+    A mean at the border counts only pixels inside of the picture, as in Keras. This class stands
+    for two Keras classes, so write one of those: behind a `SpatialParallelConv2D` it stays in rows;
+    elsewhere, request it with `split={name: "height"}`.
 
     Input: `(batch, height, width, channels)`, in parts along the height, or whole. Output: `(batch,
     height', width', channels)` in parts along the height.
@@ -171,22 +171,22 @@ class SpatialZeroPadding2D(SpatialWindow):
 
 
 class SpatialMerge(SplitLayer):
-    """Extends a sum, product or concatenation of channels of pictures in the same parts."""
+    """Extends a sum, product or channel concatenation of pictures in the same parts."""
 
     def call(self, inputs):
         call, parts = super().call, [picture.tensors for picture in inputs]
-        outputs = on_devices(self._devices, lambda *own: call(list(own)), *parts)
+        outputs = on_devices(self._devices, lambda *pictures: call(list(pictures)), *parts)
         return Parts(outputs, 1, self._devices)
 
 
 class SpatialGlobalPooling2D(SplitLayer):
-    """Extends the mean, or the largest, of all pixels: one reduction of one number a channel."""
+    """Extends the mean or maximum of all pixels: one reduction of one number per channel."""
 
     def split(self, shape, height) -> None:
         object.__setattr__(self, "_num_pixels", shape[1] * shape[2])
 
     def call(self, inputs):
-        """Reduces each part, then what is left."""
+        """Reduces each part, then the results."""
         if isinstance(self, keras.layers.GlobalAveragePooling2D):
             sums = self._reduced(tf.reduce_sum, inputs.tensors)
             pooled = tf.add_n(sums, name="sum_of_parts") / self._num_pixels
@@ -195,32 +195,32 @@ class SpatialGlobalPooling2D(SplitLayer):
         return pooled if self.keepdims else tf.squeeze(pooled, [1, 2])
 
     def _largest(self, tensors):
-        """The largest of all pixels. Those that are equal share its gradient, wherever they are."""
-        found = tf.reduce_max(tf.stack(self._reduced(tf.reduce_max, tensors)), 0)
-        found = tf.stop_gradient(found)
+        """Returns the maximum of all pixels. Equal maxima share its gradient across devices."""
+        largest = tf.reduce_max(tf.stack(self._reduced(tf.reduce_max, tensors)), 0)
+        largest = tf.stop_gradient(largest)
 
         def ties(tensor):
-            return tf.reduce_sum(tf.cast(tensor == found, tensor.dtype), [1, 2], keepdims=True)
+            return tf.reduce_sum(tf.cast(tensor == largest, tensor.dtype), [1, 2], keepdims=True)
 
-        def steps(tensor):  # Zeros, with the gradient of the pixels that are the largest.
+        def steps(tensor):  # Zeros that carry the gradient to the largest pixels.
             step = tensor - tf.stop_gradient(tensor)
-            is_one = (tensor == found) & tf.math.is_finite(tensor)  # ∞ − ∞ is NaN.
+            is_one = (tensor == largest) & tf.math.is_finite(tensor)  # ∞ − ∞ is NaN.
             step = tf.where(is_one, step, tf.zeros_like(step))
             return tf.reduce_sum(step, [1, 2], keepdims=True)
 
         number = tf.add_n(on_devices(self._devices, ties, tensors))
-        return found + tf.add_n(on_devices(self._devices, steps, tensors)) / number
+        return largest + tf.add_n(on_devices(self._devices, steps, tensors)) / number
 
     def _reduced(self, reduce, tensors):
         return on_devices(self._devices, lambda each: reduce(each, [1, 2], keepdims=True), tensors)
 
 
 class SpatialBatchNormalization(SplitLayer):
-    """Extends batch normalization: mean and variance are those of all rows.
+    """Extends batch normalization: mean and variance are computed over all rows.
 
         μ = Σ_k Σ x_k / n        σ² = Σ_k Σ (x_k − μ)² / n
 
-    One reduction each, of one number a channel.
+    One reduction for each, of one number per channel.
     """
 
     def split(self, shape, height) -> None:
@@ -237,8 +237,8 @@ class SpatialBatchNormalization(SplitLayer):
         else:
             mean = keras.ops.cast(self.moving_mean, dtype)
             variance = keras.ops.cast(self.moving_variance, dtype)
-        own = [mean, variance]
-        own += [keras.ops.cast(v, dtype) for v in (self.beta, self.gamma) if v is not None]
+        parameters = [mean, variance]
+        parameters += [keras.ops.cast(v, dtype) for v in (self.beta, self.gamma) if v is not None]
 
         def normalized(x, mean, variance, *affine):
             beta = affine[0] if self.center else None
@@ -248,7 +248,7 @@ class SpatialBatchNormalization(SplitLayer):
             )
             return tf.cast(outputs, self.compute_dtype)
 
-        copies = [on_each(tensor, self._devices) for tensor in own]
+        copies = [on_each(tensor, self._devices) for tensor in parameters]
         outputs = on_devices(self._devices, normalized, parts, *copies)
         return Parts(outputs, 1, self._devices)
 
@@ -265,23 +265,23 @@ class SpatialBatchNormalization(SplitLayer):
 
 
 def rows_of(picture, low: int, high: int, devices: Sequence[str]) -> tf.Tensor:
-    """Returns the rows [low, high) of a picture in parts, or whole, where it is asked for.
+    """Returns the rows [low, high) of a picture, in parts or whole, on the current device.
 
-    What other devices hold of them is cut out there, so that only these rows are sent.
+    Each device cuts out its own rows, so only these are sent.
     """
     if not isinstance(picture, Parts):
         with tf.device(devices[0]):
-            own = picture[:, low:high]
-        return tf.identity(own)
-    found, start = [], 0
+            rows = picture[:, low:high]
+        return tf.identity(rows)
+    slices, start = [], 0
     tensors = pieces(picture, picture.sizes, 1, devices)
     for tensor, device, size in zip(tensors, devices, picture.sizes, strict=True):
         first, last = max(low - start, 0), min(high - start, size)
         if first < last:
             with tf.device(device):
-                found.append(tensor[:, first:last] if last - first < size else tensor)
+                slices.append(tensor[:, first:last] if last - first < size else tensor)
         start += size
-    return tf.concat(found, 1) if len(found) > 1 else tf.identity(found[0])
+    return tf.concat(slices, 1) if len(slices) > 1 else tf.identity(slices[0])
 
 
 def _window(layer, axis, length) -> Window:

@@ -1,8 +1,8 @@
-"""Which layers of a model are split along the height of the picture.
+"""Decides which layers of a model are split along the height of the picture.
 
-Convolutions and pooling with at least one row of output a device; and what treats each pixel by
-itself, or merges pictures, behind them. A layer whose output is the model's is left in place if it
-ends in an activation: Keras looks there for the logits of a loss.
+These are convolutions and pooling with at least one row of output per device, and, behind them,
+layers that treat each pixel independently or merge pictures. A layer that computes the model's
+output is left in place if it ends in an activation, where Keras looks for the logits of a loss.
 """
 
 import keras
@@ -49,14 +49,14 @@ _BEHIND = {
 
 
 def class_of(layer: keras.Layer) -> type:
-    """Returns what extends a layer that is split by height."""
+    """Returns the class that extends a layer split by height."""
     return (_WINDOWS | _BEHIND)[original_class(layer)]
 
 
 def has_activation_of_keras(layer: keras.Layer) -> bool:
-    """Whether an activation, if there is one, is Keras's own, which mixes at most the last axis.
+    """Returns whether the activation, if any, is Keras's own, which mixes at most the last axis.
 
-    What a function of the user's own does is not known.
+    A user's own function may do anything.
     """
     activation = getattr(layer, "activation", None)
     module = getattr(activation, "__module__", "") or ""
@@ -64,9 +64,9 @@ def has_activation_of_keras(layer: keras.Layer) -> bool:
 
 
 def is_split_by_height(layer: keras.Layer, graph, num_devices: int, in_rows: set[str]) -> bool:
-    """Whether a layer that is called once is split by height, into so many parts.
+    """Returns whether a layer that is called once is split by height over `num_devices` devices.
 
-    `in_rows` are the layers before it whose outputs are split by height.
+    `in_rows` are the preceding layers whose outputs are split by height.
     """
     cls, node = original_class(layer), graph.nodes[layer.name][0]
     shape, outputs = node.input_tensors[0].shape, node.outputs[0].shape
@@ -78,7 +78,7 @@ def is_split_by_height(layer: keras.Layer, graph, num_devices: int, in_rows: set
         return False
     others = [name for name in graph.readers[layer.name] if name not in graph.layers]
     if others and others != [CALLER]:
-        return False  # An operation that is no layer cannot join parts.
+        return False  # An operation that is not a layer cannot join parts.
     if others and getattr(layer, "activation", keras.activations.linear) not in (
         None,
         keras.activations.linear,
@@ -103,5 +103,5 @@ def is_split_by_height(layer: keras.Layer, graph, num_devices: int, in_rows: set
 
 
 def is_in_rows(layer: keras.Layer) -> bool:
-    """Whether what a layer split by height returns is in rows, too."""
+    """Returns whether the output of a layer split by height is also in rows."""
     return class_of(layer) is not spatial.SpatialGlobalPooling2D

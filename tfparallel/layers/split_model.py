@@ -1,4 +1,4 @@
-"""The Keras model whose layers are split into parts."""
+"""The Keras model of `tensor_parallel`: its layers are split into parts."""
 
 import keras
 
@@ -15,7 +15,7 @@ __all__ = ["CompositeLayer", "NestedLayer", "SplitModel"]
 
 
 class NestedModel:
-    """Extends a model inside of another: it reads and returns whole tensors."""
+    """Extends a nested model: it reads and returns whole tensors."""
 
     def call(self, *args, **kwargs):
         with handing_on(as_it_is):
@@ -28,7 +28,7 @@ class NestedLayer(NestedModel, WholeLayer):
 
 
 class CompositeLayer(WholeLayer):
-    """Extends a layer of the user's, or of a library's, that calls split layers."""
+    """Extends a layer of the user's or of a library that calls split layers."""
 
     def call(self, *args, **kwargs):
         with handing_on(with_parts):
@@ -52,13 +52,13 @@ class SplitModel(NestedModel, PlacedModel):
         return self.devices[0]
 
     def compile(self, optimizer="rmsprop", loss=None, *args, **kwargs):
-        """Compiles the model, as `keras.Model.compile`; a softmax loss is computed in parts."""
+        """Compiles the model, as `keras.Model.compile`; computes a softmax loss in parts."""
         super().compile(optimizer, keras.tree.map_structure(in_parts, loss), *args, **kwargs)
 
     def save_spec(self, *args, **kwargs):
-        """Raises an error, for TFLite's converter.
+        """Raises an error that TFLite's converter shows.
 
-        It asks for this once it could not make a SavedModel, and says nothing of why.
+        The converter calls this after it fails to make a SavedModel, and hides the reason.
         """
         raise PlacementError(
             "TFLite's converter needs a model with whole weights. Received: model "

@@ -1,22 +1,21 @@
-"""Which layers of a model are split, and how.
+"""Decides which layers of a model are split, and how.
 
-Walked in the order of the layers:
+Layers are visited in topological order:
 
     Dense, Conv2D                           column: its output is in parts
     Dense, Conv2D, if its input is          row: it sums
-    what works feature by feature           features: stays in parts, between column and row
+    layers that work feature by feature     features: stay in parts, between column and row
     attention                               heads
-    EinsumDense                             column, handed on whole
+    EinsumDense                             column, output joined
     Embedding, ReversibleEmbedding          vocabulary
-    Concatenate of an input for each device joined: parts for a row, the feature partition
-    convolutions and pooling, if so asked   height: rows of the picture (`spatial_plan.py`)
+    Concatenate of one input per device     joined: parts for a row, the feature partition
+    convolutions and pooling, on request    height: rows of the picture (`spatial_plan.py`)
 
-A column whose parts nobody can use hands its output on whole; so does a layer that is called more
-than once, and one in a composite layer whose calls are not known (`composite.py`). What has a
-`call` of the user's own or belongs to a class of theirs is left in place, but for the layers in it;
-so is one that adds a loss for its activity, has LoRA or is quantized, or holds a layer of which
-that is true.
-What is asked for, in the call or by the class as which a layer was written, is done or refused.
+A column layer whose parts no other layer can use joins its output; so does a layer that is called
+more than once, and one in a composite layer with unknown calls (`composite.py`). A layer with a
+user's own `call` or class is left in place, except for the layers inside it; so is a layer that
+adds an activity loss, has LoRA or is quantized, or holds such a layer.
+A request, by argument or by the class as which a layer was written, is met or raises an error.
 """
 
 import collections
@@ -51,9 +50,9 @@ KINDS = (COLUMN, GATHERED, ROW, FEATURES, HEADS, VOCABULARY, JOINED, HEIGHT)
 
 _PAIRED = {_layers.Dense, _layers.Conv2D}
 _ATTENTION = {_layers.MultiHeadAttention, _layers.GroupQueryAttention}
-# Before Keras 3.14 there is none.
+# Keras before 3.14 has no ReversibleEmbedding.
 _EMBEDDINGS = {_layers.Embedding, getattr(_layers, "ReversibleEmbedding", _layers.Embedding)}
-# What is shared out: how many there are of it, and its name in an error.
+# What is divided: how to count it, and its name in an error.
 _COUNTS: dict[type, tuple[Callable[[Any], int], str]] = {
     _layers.Dense: (attrgetter("units"), "units"),
     _layers.Conv2D: (attrgetter("filters"), "channels"),
@@ -62,7 +61,7 @@ _COUNTS: dict[type, tuple[Callable[[Any], int], str]] = {
     _layers.GroupQueryAttention: (attrgetter("num_key_value_heads"), "key and value heads"),
     **dict.fromkeys(_EMBEDDINGS, (attrgetter("input_dim"), "rows of vocabulary")),
 }
-# How what reads and returns a whole is split.
+# How layers that read and return whole tensors are split.
 _ALONE = {
     _layers.EinsumDense: GATHERED,
     **dict.fromkeys(_ATTENTION, HEADS),
@@ -74,7 +73,7 @@ _FEATUREWISE = {
     _layers.GlobalAveragePooling2D, _layers.GlobalMaxPooling2D, _layers.Activation,
     _layers.BatchNormalization, _layers.DepthwiseConv2D, _layers.PReLU,
 }  # fmt: skip
-# What may be asked for.
+# The kinds of split that may be requested.
 _COULD_BE = {
     _layers.Dense: (COLUMN, ROW),
     _layers.Conv2D: (COLUMN, ROW, HEIGHT),
@@ -84,52 +83,52 @@ _COULD_BE = {
     _layers.AveragePooling2D: (HEIGHT,),
 }
 _METHODS = types.FunctionType | types.MethodType
-_SET_BY_KERAS = {"build", "quantize"}  # On each layer.
-# What an activation does to one feature must not depend on the others.
+_SET_BY_KERAS = {"build", "quantize"}  # Keras sets these on each layer.
+# Activations that mix features.
 _MIX_FEATURES = {"softmax", "log_softmax", "glu", "sparsemax"}
 
 
 def plan(
     group: Group,
     num_devices: int,
-    asked: Mapping[str, str | None] | None = None,
+    requests: Mapping[str, str | None] | None = None,
     by_height: bool = False,
     shared: Collection[int] = (),
     stage_of: Mapping[str, int] | None = None,
 ) -> dict[str, str]:
-    """Says how each layer of a group is split.
+    """Plans how each layer of a group is split.
 
     Args:
-        group: Built layers. Models and composite layers among them are groups of their own.
-        num_devices: How many parts there are to be.
-        asked: How single layers are split, by their names in the group's report; None leaves one in
-            place. It outweighs the class as which a layer was written.
-        by_height: Whether convolutions, and what is between them, are split by the picture's height
-            and not by channels.
-        shared: The `id` of each layer that another group calls, too: what it returns is whole.
-        stage_of: The stage of each layer of a model, by name, where there are several: what passes
-            from one to another is whole.
+        group: Built layers. Models and composite layers among them have their own groups.
+        num_devices: The number of parts.
+        requests: How to split single layers, by their names in the group's report; None leaves one
+            in place. They override the class as which a layer was written.
+        by_height: Whether to split convolutions, and the layers between them, by the picture's
+            height rather than by channels.
+        shared: The `id` of each layer that another group also calls: its outputs are whole.
+        stage_of: The stage of each layer of a model, by name, if there are several: tensors between
+            stages are whole.
 
     Returns:
-        One of `KINDS` by the layer's name in a report; what is left in place is not named.
+        One of `KINDS`, by the layer's name in a report; layers left in place are omitted.
 
     Raises:
-        PlacementError: If a layer cannot be split as is asked.
+        PlacementError: If a layer cannot be split as requested.
     """
-    asked = {layer.name: asked[group.name_of(layer)] for layer in group.layers
-             if asked and group.name_of(layer) in asked}  # fmt: skip
+    requests = {layer.name: requests[group.name_of(layer)] for layer in group.layers
+             if requests and group.name_of(layer) in requests}  # fmt: skip
     apart = {*map(id, group.apart), *shared}
     graph, problems = Graph(group.graph, apart, stage_of), Problems()
     names = collections.Counter(layer.name for layer in group.layers if layer.built)
-    found: dict[str, str] = {}
+    kinds: dict[str, str] = {}
     in_parts: set[str] = set()
     in_rows: set[str] = set()
     for layer in group.layers:
         name, sources = layer.name, graph.sources[layer.name]
         if names[name] > 1:
-            continue  # Nobody could say which one is meant.
+            continue  # The name is ambiguous.
         is_once = graph.is_called_once(layer)
-        # Parts that somebody else wants as a whole would be joined all the same.
+        # Parts with another reader would have to be joined anyway.
         reads_parts = (
             is_once
             and len(sources) == 1
@@ -138,29 +137,29 @@ def plan(
             and graph.are_in_one_stage(sources[0], name)
         )
         kind = _kind(layer, num_devices, reads_parts, graph)
-        # What is in rows stays so, up to the next convolution.
+        # Pictures in rows stay so up to the next convolution.
         can_stay = not isinstance(layer, _layers.Conv2D) and in_rows.issuperset(sources)
         if (by_height or can_stay) and _is_plain(layer) and is_once:
             if is_split_by_height(layer, graph, num_devices, in_rows):
                 kind = HEIGHT
             elif isinstance(layer, _layers.Conv2D):
                 kind = None
-        if name in asked or hint_of(layer) is not None:
+        if name in requests or hint_of(layer) is not None:
             kind = None
             with problems.gathered():
-                kind = _asked_kind(layer, asked, num_devices, graph)
+                kind = _requested_kind(layer, requests, num_devices, graph)
                 if kind == HEIGHT and not is_split_by_height(layer, graph, num_devices, in_rows):
-                    raise PlacementError(_not_by_height(layer, asked, num_devices))
+                    raise PlacementError(_not_by_height(layer, requests, num_devices))
         if kind is None:
             continue
-        found[name] = kind
+        kinds[name] = kind
         if kind == HEIGHT and is_in_rows(layer):
             in_rows.add(name)
         is_column = kind == COLUMN and class_of_keras(layer) in _PAIRED and not _mixes(layer)
         if is_once and (is_column or kind in (FEATURES, JOINED)):
             in_parts.add(name)
     problems.raise_all()
-    used = _used(found, in_parts, graph)
+    used = _used(kinds, in_parts, graph)
     return {group.name_of(layer): used[layer.name] for layer in group.layers if layer.name in used}
 
 
@@ -180,7 +179,7 @@ def _kind(layer, num_devices, reads_parts, graph) -> str | None:
     inputs = graph.nodes[layer.name][0].input_tensors
     if cls is _layers.Concatenate and len(inputs) == num_devices and not reads_parts:
         is_last = layer.axis % len(inputs[0].shape) == len(inputs[0].shape) - 1
-        # Only of the model's inputs: an example's features, one part a device.
+        # Only the model's inputs: an example's features, one part per device.
         names = list(map(maker_of, inputs))
         if is_last and all(isinstance(op, _layers.InputLayer) for op in names):
             return JOINED
@@ -189,8 +188,8 @@ def _kind(layer, num_devices, reads_parts, graph) -> str | None:
     return None
 
 
-def _asked_kind(layer, asked, num_devices, graph) -> str | None:
-    kind = asked[layer.name] if layer.name in asked else hint_of(layer).kind
+def _requested_kind(layer, requests, num_devices, graph) -> str | None:
+    kind = requests[layer.name] if layer.name in requests else hint_of(layer).kind
     if kind is None:
         return None
     cls = class_of_keras(layer)
@@ -201,7 +200,7 @@ def _asked_kind(layer, asked, num_devices, graph) -> str | None:
             f"Layer '{layer.name}' of class {original_class(layer).__name__} cannot be split by "
             f"{kind!r}. {answer} Received: split={{{layer.name!r}: {kind!r}}}."
         )
-    # Which layers can be split by height is judged as a whole, elsewhere.
+    # `is_split_by_height` decides which layers can be split by height.
     is_simple = kind == HEIGHT or _is_simple(layer)
     is_called = kind not in (ROW, HEIGHT) or graph.is_called_once(layer)
     if not _is_plain(layer) or not is_simple or not is_called:
@@ -209,68 +208,68 @@ def _asked_kind(layer, asked, num_devices, graph) -> str | None:
             "A layer that is split must have no activity regularizer, no LoRA, no quantization, "
             "also inside of it, no groups and the channels last; by row or height it must be "
             "called once. Received: "
-            f"{_request(layer, asked)}. {_way_out(layer, asked)}"
+            f"{_request(layer, requests)}. {_way_out(layer, requests)}"
         )
     if kind == HEIGHT:
         return kind
     if kind == ROW:
-        count, what = graph.nodes[layer.name][0].input_tensors[0].shape[-1], "features"
+        count, unit = graph.nodes[layer.name][0].input_tensors[0].shape[-1], "features"
     else:
-        count, what = _count(layer), _COUNTS[cls][1]
+        count, unit = _count(layer), _COUNTS[cls][1]
     if count < num_devices:
         raise PlacementError(
-            f"Each device needs a part. Received: {_request(layer, asked)}; layer '{layer.name}' "
-            f"with {count} {what}, for {num_devices} devices. It can be split over {count} devices "
-            "at most."
+            f"Each device needs a part. Received: {_request(layer, requests)}; layer "
+            f"'{layer.name}' with {count} {unit}, for {num_devices} devices. It can be split over "
+            f"{count} devices at most."
         )
     return kind
 
 
-def _not_by_height(layer, asked, num_devices) -> str:
+def _not_by_height(layer, requests, num_devices) -> str:
     return (
         "A layer that is split by height must have a picture of known height and width, the "
         f"channels last, and {num_devices} rows of output or more, one a device; no operation that "
         "is no layer may read it, and as the model's output it has no activation. Received: "
-        f"{_request(layer, asked)}. {_way_out(layer, asked)}"
+        f"{_request(layer, requests)}. {_way_out(layer, requests)}"
     )
 
 
-def _request(layer, asked) -> str:
-    """Who asked, in the words of an error."""
-    if layer.name in asked:
-        return f"split={{{layer.name!r}: {asked[layer.name]!r}}}"
+def _request(layer, requests) -> str:
+    """Returns the request as it stands in an error."""
+    if layer.name in requests:
+        return f"split={{{layer.name!r}: {requests[layer.name]!r}}}"
     return f"'{layer.name}' written as {hint_of(layer).__name__}"
 
 
-def _way_out(layer, asked) -> str:
-    if layer.name in asked and hint_of(layer) is None:
+def _way_out(layer, requests) -> str:
+    if layer.name in requests and hint_of(layer) is None:
         return "Leave the layer out."
     return f"Leave it in place by split={{{layer.name!r}: None}}."
 
 
-def _used(found, in_parts, graph) -> dict[str, str]:
-    """Takes out what stays in parts for nobody: no row-parallel layer is behind it."""
-    kept: dict[str, str] = {}
-    for name in reversed(found):
-        # A layer that is asked to read rows may stand behind a softmax, which needs them all.
-        readers = [kept.get(reader) for reader in graph.readers[name]]
+def _used(kinds, in_parts, graph) -> dict[str, str]:
+    """Removes layers whose parts no row-parallel layer reads."""
+    used: dict[str, str] = {}
+    for name in reversed(kinds):
+        # A layer requested as row may follow a softmax, which needs whole outputs.
+        readers = [used.get(reader) for reader in graph.readers[name]]
         use = name in in_parts and readers in ([ROW], [FEATURES])
         use = use and graph.are_in_one_stage(name, *graph.readers[name])
-        if found[name] in (FEATURES, JOINED) and not use:
+        if kinds[name] in (FEATURES, JOINED) and not use:
             continue
-        gathered = found[name] == COLUMN and not use
-        kept[name] = GATHERED if gathered else found[name]
-    return dict(reversed(kept.items()))
+        gathered = kinds[name] == COLUMN and not use
+        used[name] = GATHERED if gathered else kinds[name]
+    return dict(reversed(used.items()))
 
 
 class Graph:
-    """Who reads what, in one functional or Sequential model.
+    """The readers and sources of each operation of a functional or Sequential model.
 
     Attributes:
-        nodes: The calls of each layer, and of each operation that is no layer, by name.
-        sources: The names of what it reads.
-        layers: The names of those that are layers.
-        readers: The names of what reads it; the model's caller reads its outputs.
+        nodes: The calls of each operation, which may be a layer, by name.
+        sources: The names of the operations that it reads.
+        layers: The names of the operations that are layers.
+        readers: The names of the operations that read it; the model's caller reads its outputs.
     """
 
     def __init__(
@@ -288,9 +287,9 @@ class Graph:
         if model is None:
             return
         functional = functional_of(model)
-        own = set(map(id, calls_of(model)))
+        calls = set(map(id, calls_of(model)))
         for operation in functional.operations:
-            nodes = [node for node in calls_to(operation) if id(node) in own]
+            nodes = [node for node in calls_to(operation) if id(node) in calls]
             self.nodes[operation.name] = nodes
             self.sources[operation.name] = [
                 maker_of(tensor).name for node in nodes for tensor in node.input_tensors
@@ -302,22 +301,22 @@ class Graph:
             self.readers[maker_of(tensor).name].append(CALLER)
 
     def are_in_one_stage(self, *names: str) -> bool:
-        """Whether all of them are; an operation that is no layer is in none of its own."""
+        """Returns whether all are in one stage; operations that are no layers have none."""
         return len({self._stage_of.get(name) for name in names}) == 1
 
     def is_called_once(self, layer: keras.Layer) -> bool:
-        """Whether a layer has one call, in this group or in any other that is split with it."""
+        """Returns whether a layer has one call, in this group and all others."""
         return len(self.nodes[layer.name]) == 1 and id(layer) not in self._shared
 
 
 def _count(layer) -> int | None:
-    """How many units, filters, heads or ids there are to share out; None for another layer."""
+    """Returns the number of units, filters, heads or ids to divide; None for other layers."""
     counted = _COUNTS.get(class_of_keras(layer))
     return counted[0](layer) if counted else None
 
 
 def _is_plain(layer) -> bool:
-    # Attention hands its activity regularizer on to its projections, which may have LoRA, too.
+    # Attention passes its activity regularizer to its projections, which may also have LoRA.
     return layer.built and not any(
         has_own_methods(inner)
         or getattr(inner, "activity_regularizer", None) is not None
@@ -328,9 +327,9 @@ def _is_plain(layer) -> bool:
 
 
 def has_own_methods(layer: keras.Layer) -> bool:
-    """Whether a method was set on the layer, which others would have to call, too."""
-    own = {name for name, value in vars(layer).items() if isinstance(value, _METHODS)}
-    return any(hasattr(type(layer), name) for name in own - _SET_BY_KERAS)
+    """Returns whether a method was set on the layer, which smaller layers would lack."""
+    names = {name for name, value in vars(layer).items() if isinstance(value, _METHODS)}
+    return any(hasattr(type(layer), name) for name in names - _SET_BY_KERAS)
 
 
 def _is_simple(layer) -> bool:
@@ -357,6 +356,6 @@ def _is_featurewise(layer, cls, tensor) -> bool:
         is_last = layer.axis % len(tensor.shape) == len(tensor.shape) - 1
         return is_last and not layer.synchronized
     if cls is _layers.PReLU:
-        # One slope for all features cannot be cut.
+        # A slope shared by all features cannot be split.
         return layer.alpha.shape[-1] == tensor.shape[-1]
     return cls in _FEATUREWISE

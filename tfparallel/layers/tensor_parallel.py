@@ -36,17 +36,17 @@ from tfparallel.seams.functional import has_graph
 from tfparallel.seams.keras import layers_in
 from tfparallel.variables.storageless import NeedsStorage, StoragelessModel
 
-__all__ = ["Asked", "parts_planned", "split_in_place", "splits_of", "tensor_parallel"]
+__all__ = ["SplitRequest", "parts_planned", "split_in_place", "splits_of", "tensor_parallel"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """How layers are to be split, where that is not what the graph suggests.
+class SplitRequest:
+    """How to split layers, where it differs from what the graph suggests.
 
     Attributes:
-        split: By the layers' names.
+        split: How to split single layers, by name.
         by_height: Whether convolutions are split by the height of the picture.
-        whole: The `id` of each layer that is left whole.
+        whole: The `id` of each layer that stays whole.
         by_positions: Whether sequences are divided, and no weights.
     """
 
@@ -65,41 +65,42 @@ def tensor_parallel(
 ) -> keras.Model:
     """Splits the layers of a functional or Sequential model over several devices.
 
-    Use it when single layers are too large for a device, or too slow on one: the devices work at
-    the same time, each on its part of every split layer. Weights, gradients, slots and updates of a
-    part are where the part is. The weights that come out are those of one device.
+    Use it when single layers are too large or too slow for one device: the devices work at the same
+    time, each on its part of every split layer. Weights, gradients, slots and updates of a part are
+    on the part's device. The resulting weights are those of one device.
 
-    `docs/split_layers.md` says what is split; the rest of the model is on the first device. A layer
-    written as one of `tfparallel.layers` is split as that says, or refused.
+    `docs/split_layers.md` says which layers are split; the rest of the model is on the first
+    device. A layer written as one of `tfparallel.layers` is split as its class says; if that is not
+    possible, an error is raised.
 
     Args:
-        model_or_function: A built functional or Sequential model, whose weights come along and
-            which is left as it is, or a function that returns one. A functional model of your own
-            class, which calls `super().__init__(inputs, outputs)`, is accepted, with or without
-            `get_config`; one that defines only `call` is not. Models inside a model are accepted;
-            if an inner one lacks `get_config`, pass the function. What a function builds is
+        model_or_function: A built functional or Sequential model, whose weights are copied and
+            which stays as it is, or a function that returns one. A functional model of your own
+            class that calls `super().__init__(inputs, outputs)` is accepted, with or without
+            `get_config`; one that only defines `call` is not. Nested models are accepted; if an
+            inner one lacks `get_config`, pass the function. A model that a function builds is
             never held whole: each layer is initialized, with the values that it has on one device,
             and split before the next one.
-        devices: Names of the devices, such as `["GPU:0", "GPU:1"]`, or how many; two or more.
-        split: How single layers are split, by their names, where that is not what the model's
-            graph suggests: "column" or "row" for `Dense` and `Conv2D`, "heads" for attention,
+        devices: Names of the devices, such as `["GPU:0", "GPU:1"]`, or their number; two or more.
+        split: How to split single layers, by name, where it differs from what the model's graph
+            suggests: "column" or "row" for `Dense` and `Conv2D`, "heads" for attention,
             "vocabulary" for `Embedding`, "height" for `Conv2D`, `DepthwiseConv2D` and pooling, None
-            to leave a layer in place. It outweighs the class as which a layer was written
+            to leave a layer in place. It overrides the class as which a layer was written
             (see `tfparallel.layers`).
-        convolutions: "channels": convolutions are split by channels, weights and all. "height":
-            they are split by the height of the picture, and so is what stands between them; each
-            device holds some rows of each activation, reads the whole kernels, and exchanges the
-            rows at the border. For large pictures and small kernels.
+        convolutions: "channels": split convolutions and their weights by channels. "height": split
+            convolutions, and the layers between them, by the height of the picture; each device
+            holds some rows of each activation, reads the whole kernels, and exchanges the rows at
+            the border. For large pictures and small kernels.
 
     Returns:
         A `keras.Model`; `fit`, `evaluate`, `predict` and callbacks work as always, and `save`
-        writes plain Keras, with whole weights. `print(model.layout)` tells what is where, and
-        `split` how each layer is split.
+        writes plain Keras, with whole weights. `print(model.layout)` shows where each layer is,
+        and `split` how each layer is split.
 
     Raises:
-        ValueError: If the model is no functional or Sequential one, is compiled for a step of its
-            own or under a strategy, nothing in it can be split, a layer cannot be split as is
-            asked, or a device is unknown.
+        ValueError: If the model is not functional or Sequential, is compiled for a step of its own
+            or under a strategy, nothing in it can be split, a layer cannot be split as requested,
+            or a device is unknown.
 
     Example:
         >>> model = tfparallel.tensor_parallel(build_model, devices=["CPU:0", "CPU:1"])
@@ -120,49 +121,49 @@ def tensor_parallel(
                 "`convolutions` must be 'channels' or 'height'. Received: "
                 f"convolutions={convolutions!r}."
             )
-    asked = Asked(dict(split or {}), convolutions == "height")
+    request = SplitRequest(dict(split or {}), convolutions == "height")
     if problems and split:  # The model has not been seen; otherwise its layers are checked below.
         with problems.gathered():
-            parts_planned(seen_model(model_or_function), len(names), asked)
+            parts_planned(seen_model(model_or_function), len(names), request)
     problems.raise_all()
     if isinstance(model_or_function, keras.Model):
-        return _copy_of(model_or_function, names, asked)
+        return _copy_of(model_or_function, names, request)
     try:
         built = StoragelessModel(lambda: model_of(model_or_function))
     except NeedsStorage:
-        return _copy_of(model_of(model_or_function), names, asked)
+        return _copy_of(model_of(model_or_function), names, request)
     check_model(built.model)
     if not all(built.waits_for(variable) for variable in built.model.variables):
         # A layer from elsewhere has its variables already.
         built.initialize_rest()
-        return _copy_of(built.model, names, asked)
+        return _copy_of(built.model, names, request)
     model = _split(
         built.model,
         names,
-        asked,
+        request,
         lambda layer: built.initialize(layer.variables, names[0]),
     )
     built.initialize_rest()
     return model
 
 
-def _copy_of(model: keras.Model, devices, asked) -> keras.Model:
+def _copy_of(model: keras.Model, devices, request) -> keras.Model:
     check_model(model)
     with tf.device(devices[0]):
         copy = copy_layers(model, like) if is_its_graph(model) else rebuilt(model)
         pairs = copy_state(model, copy)
     for source, target in pairs:
         note(target, hint_of(source))
-    _split(copy, devices, asked, lambda layer: None)
+    _split(copy, devices, request, lambda layer: None)
     compile_alike(model, copy)
     return copy
 
 
-def _split(model, devices, asked, initialize) -> keras.Model:
-    """Splits a model's layers in place, one after the other."""
-    splits = split_in_place(model, lambda _: devices, len(devices), asked, initialize)
+def _split(model, devices, request, initialize) -> keras.Model:
+    """Splits a model's layers in place, one by one."""
+    splits = split_in_place(model, lambda _: devices, len(devices), request, initialize)
     if not splits:
-        raise PlacementError(_nothing(model, len(devices)))
+        raise PlacementError(_nothing_to_split(model, len(devices)))
     layout = Layout(Mesh(tensor=len(devices)), devices, splits=splits)
     return extend(model, SplitModel, _layout=layout)
 
@@ -171,24 +172,24 @@ def split_in_place(
     model: keras.Model,
     devices_of: Callable[[keras.Layer], Sequence[str]],
     num_parts: int,
-    asked: Asked,
+    request: SplitRequest,
     initialize: Callable[[keras.Layer], None],
     stage_of: Mapping[str, int] | None = None,
 ) -> dict[str, str]:
-    """Splits the layers of a model, of those nested in it and of composite layers.
+    """Splits the layers of a model, including those of nested models and composite layers.
 
     Args:
         model: The model.
-        devices_of: The devices of a layer.
-        num_parts: How many those are.
-        asked: What is asked for.
-        initialize: Gives a layer its weights, if it has none yet.
+        devices_of: Returns the devices of a layer.
+        num_parts: The number of devices of a layer.
+        request: How to split layers.
+        initialize: Initializes a layer's weights, unless they have values.
         stage_of: As for `split_plan.plan`.
 
     Returns:
         How each split layer is split, by name.
     """
-    plans = parts_planned(model, num_parts, asked, stage_of)
+    plans = parts_planned(model, num_parts, request, stage_of)
     if not splits_of(plans):
         return {}
     for group, kinds in plans:
@@ -197,9 +198,9 @@ def split_in_place(
             initialize(group.owner)
             mixin = NestedLayer if has_graph(group.owner) else CompositeLayer
             extend(group.owner, mixin, _first_devices=devices_of(group.owner))
-    if asked.by_positions:
+    if request.by_positions:
         sequence_plan.warn_of_whole(plans)
-    elif split_plan.HEIGHT not in splits_of(plans).values():  # Where weights are whole.
+    elif split_plan.HEIGHT not in splits_of(plans).values():  # Splitting by height divides none.
         warn_of_whole(model, [group for group, _ in plans])
     return splits_of(plans)
 
@@ -207,20 +208,20 @@ def split_in_place(
 def parts_planned(
     model: keras.Model,
     num_devices: int,
-    asked: Asked,
+    request: SplitRequest,
     stage_of: Mapping[str, int] | None = None,
 ) -> list[tuple[Group, dict[str, str]]]:
-    """How the layers of a model, and of what is nested in it, are split, by their names.
+    """Plans how to split the layers of a model, including nested ones, by their names.
 
-    A layer of several groups is split with the last of them, the outermost.
+    A layer of several groups is split with the outermost, the last of them.
 
     Raises:
-        PlacementError: If a layer cannot be split as is asked.
+        PlacementError: If a layer cannot be split as requested.
     """
     groups, problems = groups_in(model), Problems()
     names = {id(layer): group.name_of(layer) for group in groups for layer in group.layers}
     with problems.gathered():
-        _check_names(names.values(), asked.split)
+        _check_names(names.values(), request.split)
     with problems.gathered():
         _refuse_hidden(model, names)
     counts = collections.Counter(id(layer) for group in groups for layer in group.layers)
@@ -234,28 +235,28 @@ def parts_planned(
     shared = {key for key, number in counts.items() if number > 1}
     plans = []
     for group in groups:
-        # A layer that a layer of Keras's holds, as a projection of attention, is split with that.
-        in_place = [each for each in group.layers if id(each) in inner.union(asked.whole)]
+        # A layer inside a Keras layer, such as a projection of attention, is split with that layer.
+        in_place = [each for each in group.layers if id(each) in inner.union(request.whole)]
         whole = dict.fromkeys(map(group.name_of, in_place))
         with problems.gathered():
-            if asked.by_positions:
-                plan = sequence_plan.plan(group, num_devices, whole | asked.split, shared)
+            if request.by_positions:
+                plan = sequence_plan.plan(group, num_devices, whole | request.split, shared)
             else:
-                how = (num_devices, whole | asked.split, asked.by_height, shared)
+                how = (num_devices, whole | request.split, request.by_height, shared)
                 plan = split_plan.plan(group, *how, {} if group.prefix else stage_of)
-            own = {names[id(layer)] for layer in group.layers}
-            plans.append((group, {name: kind for name, kind in plan.items() if name in own}))
+            members = {names[id(layer)] for layer in group.layers}
+            plans.append((group, {name: kind for name, kind in plan.items() if name in members}))
     problems.raise_all()
     return plans
 
 
 def splits_of(plans: Iterable[tuple[Group, Mapping[str, str]]]) -> dict[str, str]:
-    """How each layer that is split is split, by name."""
+    """Returns how each split layer is split, by name."""
     return {name: kind for _, kinds in plans for name, kind in kinds.items()}
 
 
-def _check_names(names, asked) -> None:
-    unknown = [name for name in asked if name not in names]
+def _check_names(names, requested) -> None:
+    unknown = [name for name in requested if name not in names]
     if unknown:
         raise PlacementError(
             f"`split` must name layers of the model. Received: no such layer: {', '.join(unknown)}."
@@ -268,7 +269,7 @@ def _split_layers(group, devices_of, kinds, initialize) -> None:
     sizes: dict[str, list[int]] = {}
     for layer in group.layers:
         if has_graph(layer) or is_composite(layer) or isinstance(layer, SplitLayer):
-            continue  # It is split by itself, or was with another group.
+            continue  # Its own group splits it, or another group has split it.
         kind, devices = kinds.get(group.name_of(layer)), devices_of(layer)
         initialize(layer)
         cls, attributes = _extension(layer, kind)
@@ -290,7 +291,7 @@ def _split_layers(group, devices_of, kinds, initialize) -> None:
 
 
 def _extension(layer, kind) -> tuple[type, dict]:
-    """What extends a layer, and with which attributes."""
+    """Returns the class that extends a layer, and its attributes."""
     if kind is None:
         return WholeLayer, {}
     if kind in sequence_plan.KINDS:
@@ -333,7 +334,7 @@ def _options(layer, kind, source, nodes) -> dict:
     return {}
 
 
-def _nothing(model, num_devices) -> str:
+def _nothing_to_split(model, num_devices) -> str:
     layers = [
         f"{group.name_of(layer)} ({original_class(layer).__name__})"
         for group in groups_in(model)
@@ -349,7 +350,7 @@ def _nothing(model, num_devices) -> str:
 
 
 def _refuse_hidden(model, seen) -> None:
-    """Refuses layers that were written to be split where no graph shows who reads them."""
+    """Refuses hinted layers that no graph shows: their readers are unknown."""
     hidden = [
         f"'{layer.name}' written as {written.__name__}"
         for layer in layers_in(model)

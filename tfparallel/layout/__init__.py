@@ -1,6 +1,6 @@
-"""What is where, decided in plain Python before anything is built.
+"""Layouts and schedules, decided in plain Python before anything is built.
 
-mesh      how many pieces of the rows, stages of the layers, parts of a split layer
+mesh      the number of replicas, of pipeline devices, of parts of a split layer
 layout    a mesh, the device of each coordinate, the stage and the split of each layer
-schedule  which stage works on which micro-batch, in which order
+schedule  the order in which each device runs stages on micro-batches
 """

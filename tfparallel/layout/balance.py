@@ -1,21 +1,21 @@
 """The optimal cut of a model's layers into stages.
 
-The layers stand in topological order, and a stage is a run of them. A stage's cost is that of
-its layers plus that of the tensors that it is sent, each once, however many of its layers read it:
+The layers are in topological order, and a stage is a run of consecutive layers. Its cost is that of
+its layers plus that of the tensors it receives, each counted once, however many layers read it:
 
     cost(i, j) = Σ_{i ≤ k < j} c_k + max_{i ≤ k < j} p_k
                  + Σ_{tensors made before i and read in [i, j)} t
 
-where the peak p_k is what layer k needs in passing, and gives back before the next one's turn.
-The best partition makes the largest of these as small as can be, and among those the sum of what is
-sent. With every cost(i, j) in a table it is found by dynamic programming over the number of stages:
+where the peak p_k is what layer k needs temporarily and frees before the next layer runs.
+The best partition minimizes the largest stage cost and, among the partitions with that cost, the
+total size of the tensors sent. Dynamic programming over the number of stages finds it:
 
     best(s, j) = min_i max(best(s - 1, i), cost(i, j))
 
-Where two things are to be balanced, time and memory, each is counted as a share of its own total,
-and a stage costs the larger of its shares.
+To balance both time and memory, each is counted as a share of its total, and a stage costs the
+larger of its two shares.
 
-Plain Python and NumPy. The unit is the caller's: seconds, or bytes.
+Plain Python and NumPy. The caller chooses the unit: seconds or bytes.
 """
 
 import dataclasses
@@ -26,14 +26,14 @@ import numpy as np
 __all__ = ["NoPartition", "Weighed", "partition"]
 
 Edges = Mapping[int, tuple[float, Sequence[int]]]
-"""For each layer that others read: the cost of sending its output, and who reads it."""
+"""For each layer that others read: the cost of sending its output, and its readers."""
 
 
 class NoPartition(ValueError):
-    """No partition meets the cap.
+    """No partition fits the cap.
 
     Attributes:
-        smallest: The largest stage of the best partition.
+        smallest: The cost of the largest stage of the best partition.
     """
 
     def __init__(self, smallest: float, cap: float):
@@ -43,13 +43,13 @@ class NoPartition(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Weighed:
-    """What is to be balanced: seconds, or bytes.
+    """A quantity to balance: seconds or bytes.
 
     Attributes:
-        costs: Of each layer, in topological order; 0 or more.
-        edges: What passes between the layers. None: what is sent costs nothing.
-        cap: What no stage may exceed.
-        peaks: Of each layer, what it needs in passing. None: nothing.
+        costs: The cost of each layer, in topological order; 0 or more.
+        edges: The tensors sent between layers. None: sending costs nothing.
+        cap: The highest cost allowed for a stage.
+        peaks: What each layer needs temporarily. None: nothing.
     """
 
     costs: Sequence[float]
@@ -58,7 +58,7 @@ class Weighed:
     peaks: Sequence[float] | None = None
 
     def table(self) -> np.ndarray:
-        """Row i, column j: the cost of the stage [i, j); infinite where there is none."""
+        """Returns the cost of the stage [i, j) at row i, column j; infinite if it is empty."""
         ends = np.concatenate([[0.0], np.cumsum(self.costs)])
         table = ends[None, :] - ends[:, None] + _received(len(self.costs), self.edges or {})
         if self.peaks is not None:
@@ -73,8 +73,8 @@ def partition(num_stages: int, *balanced: Weighed, capped: Sequence[Weighed] = (
 
     Args:
         num_stages: At least 1, at most the number of layers.
-        *balanced: What is to be spread evenly; one, or more than one by their shares.
-        capped: What is not, but has a cap too.
+        *balanced: The quantities to balance; if several, by their shares.
+        capped: Further quantities that are capped and not balanced.
 
     Returns:
         The number of layers of each stage.
@@ -98,19 +98,19 @@ def partition(num_stages: int, *balanced: Weighed, capped: Sequence[Weighed] = (
         )
     table = np.zeros((num_layers + 1, num_layers + 1))
     for weighed in balanced:
-        own = weighed.table()
-        table = np.maximum(table, own / (own[0, -1] or 1.0) if len(balanced) > 1 else own)
+        costs = weighed.table()
+        table = np.maximum(table, costs / (costs[0, -1] or 1.0) if len(balanced) > 1 else costs)
     for weighed in (*balanced, *capped):
         if weighed.cap is not None:
-            own = weighed.table()
-            smallest, _ = _solve(own, num_stages)
+            costs = weighed.table()
+            smallest, _ = _solve(costs, num_stages)
             if smallest > weighed.cap:
                 raise NoPartition(smallest, weighed.cap)
-            table = np.where(own <= weighed.cap, table, np.inf)
+            table = np.where(costs <= weighed.cap, table, np.inf)
     largest, _ = _solve(table, num_stages)
     if largest == np.inf:  # Each cap can be met, but not all of them by one partition.
         raise NoPartition(np.inf, min(w.cap for w in (*balanced, *capped) if w.cap is not None))
-    # Of the partitions with this largest stage, the one that is sent least.
+    # Among the partitions with this largest stage, take the one that sends least.
     sent = _received(num_layers, balanced[-1].edges or {})
     allowed = np.where(table <= largest * (1 + 1e-12), sent, np.inf)
     _, choices = _solve(allowed, num_stages, np.add)
@@ -122,7 +122,7 @@ def partition(num_stages: int, *balanced: Weighed, capped: Sequence[Weighed] = (
 
 
 def _solve(table, num_stages, join=np.maximum):
-    """Returns the best value of all layers in that many stages, and each stage's best starts."""
+    """Returns the best cost of all layers in `num_stages` stages, and each stage's best starts."""
     best = np.full(len(table), np.inf)
     best[0] = 0.0
     choices = []
@@ -134,7 +134,7 @@ def _solve(table, num_stages, join=np.maximum):
 
 
 def _received(num_layers, edges):
-    """What each stage [i, j) is sent, as a table, from differences at the corners."""
+    """Returns a table of what each stage [i, j) receives, from differences at the corners."""
     corners = np.zeros((num_layers + 2, num_layers + 2))
     for producer, (cost, readers) in edges.items():
         # A stage that starts in (previous, reader] and ends behind the reader reads it first there.

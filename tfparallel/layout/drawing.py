@@ -10,12 +10,12 @@ from tfparallel.layout.simulator import StageSeconds, Timeline, simulate
 
 __all__ = ["as_text", "as_trace", "draw_schedule", "write_picture", "write_trace"]
 
-_COLUMNS = 180  # Of the longest row.
+_COLUMNS = 180  # The length of the longest row.
 _COLORS = {"forward": "#4c78a8", "backward": "#f2a34b"}
 
 
 def as_text(timeline: Timeline) -> str:
-    """Draws a row a device; an instruction's name stands at its begin.
+    """Draws one row per device; an instruction's name marks its begin.
 
     Returns:
         Rows such as `0 │F0F1B0--F2B1--B2--│`. `F3'` is micro-batch 3 in the device's second stage.
@@ -23,14 +23,14 @@ def as_text(timeline: Timeline) -> str:
     shortest = min(end - begin for begin, end in timeline.seconds.values())
     names = {i: _name(i, timeline.schedule) for i in timeline.seconds}
     widest = max(map(len, names.values()))
-    # As wide as the names need, unless that is too wide: then they are cut.
+    # As wide as the names need; if that is too wide, names are cut.
     longest = timeline.makespan or 1
     scale = min(widest / shortest if shortest else _COLUMNS, _COLUMNS / longest)
     columns = round(timeline.makespan * scale)
     rows = []
-    for device, own in enumerate(timeline.schedule.instructions):
+    for device, passes in enumerate(timeline.schedule.instructions):
         row = [" "] * columns
-        for instruction in own:
+        for instruction in passes:
             begin, end = (round(second * scale) for second in timeline.seconds[instruction])
             text = names[instruction][: end - begin].ljust(end - begin, "-")
             row[begin:end] = text
@@ -44,13 +44,13 @@ def draw_schedule(schedule: Schedule) -> str:
 
 
 def as_trace(timeline: Timeline, devices: Sequence[str]) -> dict[str, Any]:
-    """Returns a timeline as Chrome's trace events, in microseconds, a row a device."""
+    """Returns a timeline as Chrome trace events, in microseconds, one row per device."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "tid": index, "name": "thread_name", "args": {"name": name}}
         for index, name in enumerate(devices)
     ]
-    for device, own in enumerate(timeline.schedule.instructions):
-        for instruction in own:
+    for device, passes in enumerate(timeline.schedule.instructions):
+        for instruction in passes:
             begin, end = timeline.seconds[instruction]
             events.append(
                 {
@@ -73,18 +73,18 @@ def write_trace(path: str, timeline: Timeline, devices: Sequence[str]) -> None:
 
 
 def write_picture(path: str, timeline: Timeline, devices: Sequence[str], title: str) -> None:
-    """Writes a picture of a timeline, a row a device.
+    """Writes a picture of a timeline, one row per device.
 
     Raises:
-        ImportError: If matplotlib is missing, which the extra `bench` installs.
+        ImportError: If matplotlib is missing; the extra `bench` installs it.
     """
-    from matplotlib.figure import Figure  # Heavy, and an extra: pictures alone need it.
+    from matplotlib.figure import Figure  # Heavy, and an extra that only pictures need.
     from matplotlib.patches import Patch
 
     figure = Figure(figsize=(12, 1.6 + 0.5 * len(devices)), layout="constrained")
     axes = figure.subplots()
-    for device, own in enumerate(timeline.schedule.instructions):
-        for instruction in own:
+    for device, passes in enumerate(timeline.schedule.instructions):
+        for instruction in passes:
             begin, end = (1e3 * second for second in timeline.seconds[instruction])
             color = _COLORS[instruction.kind]
             # A device's second stage is paler than its first.

@@ -1,7 +1,6 @@
-"""What is where: a mesh, its devices, the stage of each layer, the split of each layer.
+"""The layout of a model: its mesh and devices, and the stage and the split of each layer.
 
-A builder decides a layout; whoever asks where something is, for a report, a plan or a checkpoint,
-asks the layout.
+A builder decides the layout; reports, plans and checkpoints read it.
 """
 
 import collections
@@ -15,10 +14,10 @@ from tfparallel.texts import MOST_NAMES, aligned, counted, first_to_last
 
 __all__ = ["RECOMPUTES", "SHARED_OUT", "Layout", "LayoutError", "replicas_in_words"]
 
-# Of which micro-batches the forward pass is done again.
+# The micro-batches whose backward pass recomputes the forward pass.
 RECOMPUTES = ("never", "always", "except_last")
 
-# What replicas may keep a share of, and how a line says so.
+# What replicas may shard, and the words for it in a line of output.
 SHARED_OUT = {
     "optimizer": "the optimizer in shares",
     "gradients": "accumulated gradients and the optimizer in shares",
@@ -34,30 +33,30 @@ class LayoutError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where everything of a model is.
+    """The mesh and the devices of a model, and the place of each layer.
 
     Attributes:
-        mesh: How many devices there are along each axis.
-        devices: The device of each coordinate, in the order of `mesh.coordinates()`. Of several
-            workers those of one, which are named alike on each.
-        stages: The stage of each layer, by name, in topological order; empty where layers are not
-            cut into stages. Given as a mapping or as pairs, kept as pairs.
-        splits: How each split layer is split, by name; the others are whole, on the first part.
-            Likewise.
-        schedule: "gpipe", "1f1b" or "interleaved"; None where a batch goes through the stages as a
-            whole.
-        num_micro_batches: M, into how many parts a replica's rows are cut.
+        mesh: The number of devices along each mesh axis.
+        devices: The device of each coordinate, in the order of `mesh.coordinates()`. With several
+            workers, the devices of one worker; each worker uses the same names.
+        stages: The stage of each layer, by name, in topological order; empty if the layers are not
+            cut into stages. Pass a mapping or pairs; stored as pairs.
+        splits: How each split layer is split, by name; other layers are whole, on the device of the
+            first part. Pass a mapping or pairs; stored as pairs.
+        schedule: "gpipe", "1f1b" or "interleaved"; None if the whole batch passes through the
+            stages at once.
+        num_micro_batches: M, the number of micro-batches of a replica.
         chunks_per_device: v; stage s is on pipeline device s mod K.
-        recompute: Of which micro-batches the forward pass is done again, for the backward one.
-        reduction: What sums the gradients of the replicas, in words; None for one replica.
-        workers: W, over how many processes the replicas are shared out, the same number to each.
-        share_in_parts: The share of the model's weights that the split layers divide, from 0 to 1;
-            None where it has not been split. Two layouts are equal, whatever it says.
-        proof: Why a model may be computed in pieces of the batch, in words; None until a step has
-            been traced that divides it. Two layouts are equal, whatever it says.
+        recompute: The micro-batches whose backward pass recomputes the forward pass.
+        reduction: How the gradients of the replicas are summed, in words; None for one replica.
+        workers: W, the number of processes; each has the same number of replicas.
+        share_in_parts: The share of the model's weights that split layers divide, from 0 to 1;
+            None before the model is split. `==` ignores it.
+        proof: Why a model may be computed in pieces of the batch, in words; None until a step that
+            divides the batch is traced. `==` ignores it.
 
     Raises:
-        LayoutError: If they do not fit together; says all that does not.
+        LayoutError: If the attributes do not fit together; lists all problems.
 
     Example:
         >>> layout = Layout(Mesh(pipeline=2), ["CPU:0", "CPU:1"], {"a": 0, "b": 1, "c": 1})
@@ -85,8 +84,8 @@ class Layout:
     def __post_init__(self):
         object.__setattr__(self, "devices", tuple(self.devices))
         for name in ("stages", "splits"):
-            given = getattr(self, name)
-            pairs = given.items() if isinstance(given, Mapping) else given
+            entries = getattr(self, name)
+            pairs = entries.items() if isinstance(entries, Mapping) else entries
             object.__setattr__(self, name, tuple((layer, value) for layer, value in pairs))
         problems = list(self._problems())
         if problems:
@@ -160,20 +159,20 @@ class Layout:
         return {layer: self.device_of_stage(stage) for layer, stage in self.stages}
 
     def device(self, *at: int, **by_axis: int) -> str:
-        """The device of a coordinate, in its own process."""
+        """Returns the device of a coordinate, in its own process."""
         return self.devices[self.mesh.index(Coordinate(*at, **by_axis)) % len(self.devices)]
 
     def devices_of_place(self, pipeline: int) -> list[str]:
-        """The devices that parts are on at a place along the pipeline, in the first replica."""
+        """Returns the devices of the parts at a pipeline coordinate, in the first replica."""
         first = self.mesh.index(Coordinate(pipeline=pipeline))
         return list(self.devices[first : first + self.mesh.parts])
 
     def device_of_stage(self, stage: int) -> str:
-        """The first device of a stage, in the first replica."""
+        """Returns the first device of a stage, in the first replica."""
         return self.device(pipeline=stage % self.mesh.pipeline)
 
     def make_schedule(self) -> Schedule | None:
-        """What each device of a pipeline does, in order; None without micro-batches."""
+        """Returns the schedule of the pipeline's devices; None without micro-batches."""
         if self.schedule is None:
             return None
         has_chunks = self.schedule == "interleaved" or self.chunks_per_device != 1
@@ -181,7 +180,7 @@ class Layout:
         return make_schedule(self.schedule, self.mesh.pipeline, self.num_micro_batches, chunks)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as JSON holds it; what says nothing is left out."""
+        """Returns the layout as JSON; omits attributes that have their default value."""
         values = dataclasses.asdict(self) | {"devices": list(self.devices)}
         values |= {"stages": self.stage_of, "splits": self.split_of}
         plain = Layout(Mesh(), [""])
@@ -193,7 +192,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Layout":
-        """What `to_json` wrote."""
+        """Returns the layout that `to_json` wrote."""
         return cls(**dict(values) | {"mesh": Mesh(**values["mesh"])})
 
     def __str__(self):
@@ -210,7 +209,7 @@ class Layout:
         return "\n".join([title, *lines])
 
     def _parallelism(self) -> str:
-        """What makes such a layout, in words."""
+        """Returns the parallelism of this layout, in words."""
         axes = [axis for axis, size in dataclasses.asdict(self.mesh).items() if size > 1]
         if len(axes) > 1:
             return "hybrid parallel"
@@ -225,8 +224,8 @@ class Layout:
             counts = collections.Counter(how for _, how in self.splits)
             layers = [f"{counted(number, 'layer')} by {how}" for how, number in counts.items()]
         share = self.share_in_parts
-        is_told = share is not None and self.mesh.sequence == 1  # Which divides no weights.
-        of_weights = f", {share:.0%} of the weights" if is_told else ""
+        shows_share = share is not None and self.mesh.sequence == 1  # Which divides no weights.
+        of_weights = f", {share:.0%} of the weights" if shows_share else ""
         return f"split{of_weights}: {', '.join(layers)}"
 
     @property
@@ -252,8 +251,8 @@ class Layout:
         return ", ".join(map(str, range(place, self.num_stages, self.mesh.pipeline)))
 
     def _layers_on(self, place: int) -> str:
-        here = range(place, self.num_stages, self.mesh.pipeline)
-        layers = [[layer for layer, stage in self.stages if stage == own] for own in here]
+        stages = range(place, self.num_stages, self.mesh.pipeline)
+        layers = [[layer for layer, stage in self.stages if stage == number] for number in stages]
         return "; ".join(first_to_last(each, "layers") or "(no layer)" for each in layers)
 
 
@@ -266,7 +265,7 @@ def replicas_in_words(layout: Layout) -> str:
     names = next(iter(by_worker.values()))
     count, devices = len(names), first_to_last(names)
     if len(by_worker) > 1:
-        where = f"{len(by_worker)} workers x {count} device{'s' * (count > 1)} ({devices})"
+        text = f"{len(by_worker)} workers x {count} device{'s' * (count > 1)} ({devices})"
     else:
-        where = f"{count} replica{'s' * (count > 1)} on {devices}"
-    return where if layout.reduction is None else f"{where}; gradients: {layout.reduction}"
+        text = f"{count} replica{'s' * (count > 1)} on {devices}"
+    return text if layout.reduction is None else f"{text}; gradients: {layout.reduction}"

@@ -1,4 +1,4 @@
-"""The axes of a job: along which of them it divides its rows, its layers and its weights.
+"""The mesh axes of a job: it divides rows, layers, and weights or sequences along them.
 
                      tensor ──►
                    part 0     part 1
@@ -9,9 +9,9 @@
                └──────────┴──────────┘
                   data = 0             data = 1: devices 4 to 7
 
-Pieces along `data` hold the same weights and other rows; stages along `pipeline` hold other
-layers; parts along `tensor` hold other elements of the same weights, and along `sequence` the same
-weights and other positions of each row. A mesh divides weights or sequences, not both.
+Replicas along `data` hold the same weights and different rows; stages along `pipeline` hold
+different layers; parts along `tensor` hold different elements of the same weights, and parts along
+`sequence` the same weights and different positions. A mesh divides weights or sequences, not both.
 """
 
 import dataclasses
@@ -33,16 +33,16 @@ class Coordinate(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """How many devices there are along each axis.
+    """The number of devices along each mesh axis.
 
     Attributes:
-        data: D, replicas, each with rows of its own.
-        pipeline: K, devices that stages of layers are on.
-        tensor: T, devices that parts of a split layer are on.
-        sequence: S, devices that parts of a sequence are on.
+        data: D, the number of replicas, each with its own rows.
+        pipeline: K, the number of devices that hold stages.
+        tensor: T, the number of devices that hold parts of a split layer.
+        sequence: S, the number of devices that hold parts of a sequence.
 
     Raises:
-        ValueError: If a size is no whole number of at least 1; all of them at once.
+        ValueError: If a size is not a whole number of at least 1; lists all such sizes.
 
     Example:
         >>> tfparallel.Mesh(data=2, tensor=2).size
@@ -75,7 +75,7 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> "Mesh":
-        """Reads a mesh as `str` writes it.
+        """Parses a mesh in the form that `str` writes.
 
         Raises:
             ValueError: If an axis is unknown, named twice or without a size.
@@ -86,32 +86,32 @@ class Mesh:
         """
         pairs = [pair.partition("=") for pair in text.split(",")]
         names = [name.strip() for name, _, _ in pairs]
-        known = [field.name for field in dataclasses.fields(cls)]
-        is_right = set(names) <= set(known) and len(set(names)) == len(names)
+        axes = [field.name for field in dataclasses.fields(cls)]
+        is_right = set(names) <= set(axes) and len(set(names)) == len(names)
         if not is_right or not all(size.strip().isdecimal() for _, _, size in pairs):
             raise ValueError(
-                f"A mesh names some of the axes {', '.join(known)}, each once, and how many "
+                f"A mesh names some of the axes {', '.join(axes)}, each once, and how many "
                 f"devices are along it, such as data=2,pipeline=2. Received: {text!r}."
             )
         return cls(**{name: int(size) for name, (_, _, size) in zip(names, pairs, strict=True)})
 
     @property
     def size(self) -> int:
-        """How many devices there are: D·K·T·S."""
+        """The number of devices: D·K·T·S."""
         return self.data * self.pipeline * self.parts
 
     @property
     def parts(self) -> int:
-        """How many devices a stage is on: T·S."""
+        """The number of devices of a stage: T·S."""
         return self.tensor * self.sequence
 
     def coordinates(self) -> Iterator[Coordinate]:
-        """Yields all places; parts of a stage are neighbours, then the stages of a replica."""
+        """Yields all coordinates: tensor and sequence fastest, then pipeline, then data."""
         axes = map(range, dataclasses.astuple(self))
         return itertools.starmap(Coordinate, itertools.product(*axes))
 
     def index(self, at: Coordinate) -> int:
-        """The number of a place in the order of `coordinates`."""
+        """Returns the index of a coordinate in the order of `coordinates`."""
         part = at.tensor * self.sequence + at.sequence
         return (at.data * self.pipeline + at.pipeline) * self.parts + part
 

@@ -1,10 +1,10 @@
-"""What a model costs in pieces of any size, and what its devices share: numbers, once measured.
+"""Measured costs of a model for any number of rows, and of the machine's devices.
 
-What grows with the rows is a straight line, through measurements at two numbers of them:
+A cost that grows with the rows is a straight line through measurements at two numbers of rows:
 
     seconds(rows) = fixed + each · rows
 
-`planning/prediction.py` makes the step of any mesh of them.
+`planning/prediction.py` predicts the step of any mesh from them.
 """
 
 import dataclasses
@@ -15,16 +15,16 @@ from tfparallel.layout.balance import Weighed, partition
 
 __all__ = ["FORWARD_SHARE", "LayerCosts", "Line", "Machine", "ModelCosts"]
 
-FORWARD_SHARE = 1 / 3  # Where it was not measured.
+FORWARD_SHARE = 1 / 3  # If it was not measured.
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A quantity of so many rows: seconds, or bytes.
+    """A linear function of the number of rows: seconds or bytes.
 
     Attributes:
-        fixed: What it is without rows.
-        each: What a row adds.
+        fixed: The value without rows.
+        each: What each row adds.
 
     Example:
         >>> Line.through({8: 3.0, 32: 6.0})(16)
@@ -39,10 +39,10 @@ class Line:
 
     @classmethod
     def through(cls, values: Mapping[int, float]) -> "Line":
-        """The line through values at one or two numbers of rows.
+        """Returns the line through values at one or two numbers of rows.
 
-        It does not fall, and it begins at zero or above: within the noise of a measurement more
-        rows may take less time, and few rows may seem to have none.
+        Its slope and its fixed value are at least zero, although in a noisy measurement more rows
+        may take less time, and few rows may seem to take none.
         """
         (few, less), (many, more) = min(values.items()), max(values.items())
         if few == many:
@@ -59,22 +59,22 @@ class LayerCosts:
 
     Attributes:
         layer: Its name.
-        seconds: Forward and backward, of a piece.
-        parameter_bytes: Of all its variables.
-        trained_bytes: Of those that are trained; their gradients are as large.
-        gradient_bytes: Of gradients that are held at once where none is added to another; each
-            large one is gone before the next is made.
-        slot_bytes: Of the optimizer's variables for them.
-        activation_bytes: What a piece leaves for its backward pass.
-        output_bytes: Of its outputs, for one row.
-        num_trained: How many of its variables are trained.
-        update_bytes: What is there while its largest weight is updated, with its gradient.
-        whole_share: The share of its seconds that does not get less in a part: a part reads whole
-            inputs, or makes whole outputs. None: what is fixed.
-        whole_weights: The share of its weights that parts do not divide.
-        shared_bytes: Of each weight of which replicas may keep shares.
-        forward_share: The share of its seconds that the forward pass takes. It is one of the three
-            products of a layer: outputs, and the gradients of inputs and of weights.
+        seconds: Forward and backward pass of a piece.
+        parameter_bytes: The size of all its variables.
+        trained_bytes: The size of its trainable variables, and of their gradients.
+        gradient_bytes: The size of the gradients held at once if gradients are not accumulated;
+            each large one is freed before the next is computed.
+        slot_bytes: The size of the optimizer's slots for its variables.
+        activation_bytes: The size that a piece keeps for its backward pass.
+        output_bytes: The size of its outputs, for one row.
+        num_trained: The number of its trainable variables.
+        update_bytes: The peak while its largest weight is updated, its gradient included.
+        whole_share: The share of its seconds that splitting does not reduce, since a part reads
+            whole inputs or computes whole outputs. None: the fixed seconds.
+        whole_weights: The share of its weights that splitting does not divide.
+        shared_bytes: The size of each weight that replicas may shard.
+        forward_share: The share of its seconds that the forward pass takes: one of the layer's
+            three products, outputs and the gradients of inputs and of weights.
     """
 
     layer: str
@@ -93,35 +93,35 @@ class LayerCosts:
     forward_share: float = FORWARD_SHARE
 
     def part_seconds(self, rows: float, num_parts: int) -> float:
-        """What one of so many parts takes for a piece."""
+        """Returns the seconds of one of `num_parts` parts for a piece."""
         if self.whole_share is None:
             return self.seconds(rows / num_parts)
         return self.seconds(rows) * (self.whole_share + (1 - self.whole_share) / num_parts)
 
     def state_bytes(self, all_gradients: bool) -> int:
-        """Of parameters, slots and the gradients that are held at once."""
+        """Returns the size of parameters, slots and the gradients held at once."""
         gradients = self.trained_bytes if all_gradients else self.gradient_bytes
         return self.parameter_bytes + self.slot_bytes + gradients
 
     def state_bytes_of_share(self, shard: str, num_replicas: int) -> float:
-        """The same of one of so many replicas that share it out.
+        """Returns the size of the state of a replica if replicas shard it.
 
-        All gradients are held at once, but for shares of large ones, which are used up one by one.
+        All gradients are held at once, except shares of large ones, which are consumed one by one.
 
         Args:
             shard: "optimizer" or "parameters".
-            num_replicas: How many.
+            num_replicas: The number of replicas.
         """
         shared = sum(self.shared_bytes) if shard == "parameters" else 0
         trained = min(shared, self.trained_bytes)
-        small = self.trained_bytes - trained  # Of it the optimizer keeps a share that it updates.
-        # What is frozen is kept whole, too, from the forward to the backward pass.
+        small = self.trained_bytes - trained  # The optimizer holds a share of it to update.
+        # Frozen weights are also kept whole from the forward to the backward pass.
         whole = self.parameter_bytes - trained + small
         gradients = max(self.gradient_bytes - small, 0) if shared else 0
         return whole + (shared + gradients + self.slot_bytes + small) / num_replicas
 
     def held_bytes(self, rows: float, all_gradients: bool) -> float:
-        """Of its state, and of what a piece leaves for the backward pass."""
+        """Returns the size of its state and of a piece's activations."""
         return self.state_bytes(all_gradients) + self.activation_bytes(rows)
 
 
@@ -130,13 +130,13 @@ class ModelCosts:
     """A model's costs.
 
     Attributes:
-        layers: Of each layer, in topological order.
+        layers: The costs of each layer, in topological order.
         edges: For each layer that others read, by its index: the bytes of its outputs for one row,
-            and who reads them.
-        loss: Seconds of the loss, its gradient and the metrics, of a piece.
-        loss_bytes: What they hold, of a piece.
-        update: Seconds of an update, by bytes of a weight: `fixed` for each weight.
-        overhead_seconds: What a step takes with next to nothing to do.
+            and the indices of its readers.
+        loss: Seconds of the loss, its gradient and the metrics for a piece.
+        loss_bytes: The size that they hold for a piece.
+        update: Seconds of an update, by the bytes of a weight: `fixed` for each weight.
+        overhead_seconds: The seconds of a step that has almost nothing to compute.
     """
 
     layers: Sequence[LayerCosts]
@@ -147,7 +147,7 @@ class ModelCosts:
     overhead_seconds: float = 0.0
 
     def received_bytes(self, first: int, last: int) -> int:
-        """What a stage of the layers [first, last) is sent, for one row."""
+        """Returns the bytes that a stage of the layers [first, last) receives for one row."""
         return sum(
             size
             for producer, (size, readers) in self.edges.items()
@@ -163,29 +163,29 @@ class ModelCosts:
         *,
         all_gradients: bool = False,
     ) -> list[int]:
-        """Returns how many consecutive layers each stage of the best cut has.
+        """Returns the number of consecutive layers in each stage of the best cut.
 
-        A stage holds, beside its layers' bytes, the tensors that it is sent; the last one the
-        loss's too; and where gradients are not held together, the arrays of one update. Of more
-        stages than layers the last are empty.
+        Besides its layers' bytes, a stage holds the tensors that it receives; the last one also
+        holds the loss's; and if gradients are not all held at once, the arrays of one update. If
+        there are more stages than layers, the last stages are empty.
 
         Args:
-            num_stages: How many stages.
-            rows: Of a piece.
-            balance: What is spread evenly: "memory", "time", or "both" by their shares.
-            device_memory: How many bytes a stage may hold; None for no limit.
+            num_stages: The number of stages.
+            rows: The rows of a piece.
+            balance: What to balance: "memory", "time", or "both" by their shares.
+            device_memory: The bytes that a stage may hold; None for no limit.
             all_gradients: Whether all gradients are held at once.
 
         Raises:
-            NoPartition: If nothing meets `device_memory`.
+            NoPartition: If no cut fits `device_memory`.
         """
         if num_stages > len(self.layers):
             return [1] * len(self.layers) + [0] * (num_stages - len(self.layers))
         sent = {index: (size * rows, readers) for index, (size, readers) in self.edges.items()}
-        held = [layer.held_bytes(rows, all_gradients) for layer in self.layers]
-        held[-1] += self.loss_bytes(rows)
+        layer_bytes = [layer.held_bytes(rows, all_gradients) for layer in self.layers]
+        layer_bytes[-1] += self.loss_bytes(rows)
         peaks = None if all_gradients else [layer.update_bytes for layer in self.layers]
-        memory = Weighed(held, sent, device_memory, peaks)
+        memory = Weighed(layer_bytes, sent, device_memory, peaks)
         seconds = Weighed([layer.seconds(rows) for layer in self.layers])
         if balance == "memory":
             return partition(num_stages, memory)
@@ -196,16 +196,16 @@ class ModelCosts:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What the devices share.
+    """Costs of the machine that do not depend on the layers.
 
     Attributes:
-        side_by_side: How much more is done in the same time when several devices are at work than
-            when one is: the logical devices of a CPU share its cores, which one of them may
-            already keep busy. Infinite where each has what it computes with to itself.
-        sum_seconds: What it takes to add up tensors of so many devices, `(number, size_bytes)`.
-        call_seconds: What the call of a stage takes beside its layers.
-        replica_seconds: What a replica adds to a step beside its layers.
-        share_seconds: What a replica's share of a weight adds, whatever its size.
+        side_by_side: The throughput of several devices together, relative to one: the logical
+            devices of a CPU share its cores, and one of them may already keep all cores busy.
+            Infinite if devices share no hardware.
+        sum_seconds: The seconds to sum tensors of several devices, `(number, size_bytes)`.
+        call_seconds: The seconds of a stage's call besides its layers.
+        replica_seconds: The seconds that a replica adds to a step besides its layers.
+        share_seconds: The seconds that a replica's share of a weight adds, whatever its size.
     """
 
     side_by_side: float = math.inf
@@ -215,5 +215,5 @@ class Machine:
     share_seconds: float = 0.0
 
     def slowed(self, num_at_work: float) -> float:
-        """How many times as long everything takes while so many devices are at work."""
+        """Returns the slowdown of each device while `num_at_work` devices work at once."""
         return max(1.0, num_at_work / self.side_by_side)

@@ -1,4 +1,4 @@
-"""Which stage works on which micro-batch, in which order: GPipe, 1F1B, interleaved.
+"""Pipeline schedules: GPipe, 1F1B and interleaved.
 
 Three devices, four micro-batches; `F2` is the forward pass of micro-batch 2, `B2` its backward
 pass, drawn twice as long:
@@ -11,8 +11,8 @@ pass, drawn twice as long:
               1 │  F0F1    B0--F2B1--F3B2--  B3--    │
               2 │    F0B0--F1B1--F2B2--F3B3--        │
 
-What is drawn, simulated and executed is one object, the `Schedule`: for each device, what it does,
-in order. It says no times; a device waits until what it needs has arrived.
+One object, the `Schedule`, is drawn, simulated and executed: it lists each device's instructions in
+order. It holds no times; a device waits until its inputs have arrived.
 
 References: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
 Parallelism", NeurIPS 2019 (arXiv 1811.06965). Narayanan et al., "PipeDream", SOSP 2019, and
@@ -39,12 +39,12 @@ class ScheduleError(ValueError):
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Instruction:
-    """One thing that a device does.
+    """One pass of a stage on a micro-batch.
 
     Attributes:
         kind: "forward" or "backward".
-        stage: Which part of the model, from 0.
-        micro_batch: Of which micro-batch, from 0.
+        stage: The index of the stage, from 0.
+        micro_batch: The index of the micro-batch, from 0.
     """
 
     kind: str
@@ -56,24 +56,24 @@ class Instruction:
 
 
 def forward(stage: int, micro_batch: int) -> Instruction:
-    """The forward pass of a stage on a micro-batch."""
+    """Returns the forward pass of a stage on a micro-batch."""
     return Instruction("forward", stage, micro_batch)
 
 
 def backward(stage: int, micro_batch: int) -> Instruction:
-    """The backward pass of a stage on a micro-batch."""
+    """Returns the backward pass of a stage on a micro-batch."""
     return Instruction("backward", stage, micro_batch)
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """What each device does, in order.
+    """The instructions of each device, in order.
 
     Attributes:
         name: "gpipe", "1f1b" or "interleaved".
         num_micro_batches: M.
-        chunks_per_device: v, the stages that a device holds; stage s is on device s mod K.
-        instructions: For each of the K devices, what it does.
+        chunks_per_device: v, the number of stages per device; stage s is on device s mod K.
+        instructions: The instructions of each of the K devices.
     """
 
     name: str
@@ -92,14 +92,14 @@ class Schedule:
         return self.num_devices * self.chunks_per_device
 
     def device_of(self, stage: int) -> int:
-        """The index of the device that holds a stage."""
+        """Returns the index of the device that holds a stage."""
         return stage % self.num_devices
 
     def needs(self, instruction: Instruction) -> list[Instruction]:
-        """What must be done before an instruction, wherever.
+        """Returns the instructions that must run before this one, on any device.
 
-        A stage's forward pass needs that of the stage before; its backward pass needs its own
-        forward pass, and the backward pass of the stage behind.
+        A stage's forward pass needs that of the previous stage; its backward pass needs its own
+        forward pass and the backward pass of the next stage.
         """
         stage, micro_batch = instruction.stage, instruction.micro_batch
         if instruction.kind == "forward":
@@ -108,65 +108,68 @@ class Schedule:
         return [forward(stage, micro_batch), *behind]
 
     def in_order(self) -> Iterator[tuple[int, Instruction]]:
-        """Yields `(device, instruction)`, each behind all that it needs.
+        """Yields `(device, instruction)`, each after all that it needs.
 
-        The devices take turns; each does as much as it can.
+        The devices take turns; each runs as many instructions as it can.
 
         Raises:
-            ScheduleError: If the devices would wait for one another for ever.
+            ScheduleError: If the devices would deadlock.
         """
         done: set[Instruction] = set()
         position = [0] * self.num_devices
-        while any(at < len(own) for at, own in zip(position, self.instructions, strict=True)):
+        while any(at < len(passes) for at, passes in zip(position, self.instructions, strict=True)):
             before = len(done)
-            for device, own in enumerate(self.instructions):
-                while position[device] < len(own):
-                    instruction = own[position[device]]
+            for device, passes in enumerate(self.instructions):
+                while position[device] < len(passes):
+                    instruction = passes[position[device]]
                     if not done.issuperset(self.needs(instruction)):
                         break
                     done.add(instruction)
                     position[device] += 1
                     yield device, instruction
             if len(done) == before:
-                waiting = [str(own[at]) for own, at in zip(self.instructions, position, strict=True)
-                           if at < len(own)]  # fmt: skip
+                waiting = [
+                    str(passes[at])
+                    for passes, at in zip(self.instructions, position, strict=True)
+                    if at < len(passes)
+                ]
                 raise ScheduleError(
                     f"The devices of schedule {self.name} would wait for one another for ever. "
                     f"Received: {waiting}, none of which can begin."
                 )
 
     def most_in_flight(self) -> list[int]:
-        """The most micro-batches that each device holds activations of, stages counted apart.
+        """Returns the most activations in flight on each device, one per micro-batch and stage.
 
         1F1B: at most K − d on device d of K. GPipe: M.
         """
-        return [int(most_held(own, lambda stage: (1, 0))) for own in self.instructions]
+        return [int(most_held(passes, lambda stage: (1, 0))) for passes in self.instructions]
 
 
 def most_held(
     instructions: Iterable[Instruction], sizes: Callable[[int], tuple[float, float]]
 ) -> float:
-    """The most that a device holds of the micro-batches in flight.
+    """Returns the largest size that a device holds of the micro-batches in flight.
 
     Args:
-        instructions: What the device does, in order.
-        sizes: Of a stage, how much stays from a micro-batch's forward pass to its backward pass,
-            and how much more is there during each of the two.
+        instructions: The instructions of the device, in order.
+        sizes: Returns, for a stage, the size kept from a micro-batch's forward pass to its backward
+            pass, and the temporary size during each of the two.
     """
-    held = largest = 0.0
+    in_flight = largest = 0.0
     for instruction in instructions:
-        kept, meanwhile = sizes(instruction.stage)
+        activations, temporary = sizes(instruction.stage)
         if instruction.kind == "forward":
-            held += kept
-            largest = max(largest, held + meanwhile)
+            in_flight += activations
+            largest = max(largest, in_flight + temporary)
         else:
-            largest = max(largest, held + meanwhile)
-            held -= kept
+            largest = max(largest, in_flight + temporary)
+            in_flight -= activations
     return largest
 
 
 def gpipe(num_devices: int, num_micro_batches: int) -> Iterator[list[Instruction]]:
-    """Yields what each device does: all forward passes, then all backward passes."""
+    """Yields each device's instructions: all forward passes, then all backward passes."""
     micro_batches = range(num_micro_batches)
     for stage in range(num_devices):
         yield [forward(stage, m) for m in micro_batches] + [
@@ -177,33 +180,34 @@ def gpipe(num_devices: int, num_micro_batches: int) -> Iterator[list[Instruction
 def one_forward_one_backward(
     num_devices: int, num_micro_batches: int
 ) -> Iterator[list[Instruction]]:
-    """Yields what each device does: as few forward passes as fill the pipeline, then in turns.
+    """Yields each device's instructions: fill the pipeline, then alternate forward and backward.
 
     Device d of K runs K − d − 1 forward passes ahead; from then on one forward, one backward. So it
-    holds the activations of K − d micro-batches at most, whatever M is.
+    holds the activations of at most K − d micro-batches, whatever M is.
     """
     for stage in range(num_devices):
         ahead = min(num_devices - stage - 1, num_micro_batches)
-        own = [forward(stage, m) for m in range(ahead)]
+        passes = [forward(stage, m) for m in range(ahead)]
         for m in range(num_micro_batches - ahead):
-            own += [forward(stage, ahead + m), backward(stage, m)]
-        own += [backward(stage, m) for m in range(num_micro_batches - ahead, num_micro_batches)]
-        yield own
+            passes += [forward(stage, ahead + m), backward(stage, m)]
+        passes += [backward(stage, m) for m in range(num_micro_batches - ahead, num_micro_batches)]
+        yield passes
 
 
 def interleaved(
     num_devices: int, num_micro_batches: int, chunks_per_device: int
 ) -> Iterator[list[Instruction]]:
-    """Yields what each device does where it holds v stages, K apart.
+    """Yields each device's instructions if it holds v stages, K apart.
 
-    Micro-batches go through in groups of K: a device takes the group through its first stage, then
-    through its second, and so on; then the next group. Backward likewise, the last stage first. It
-    runs 2(K − d − 1) + (v − 1)K forward passes ahead. The bubble is v times smaller than 1F1B's.
+    Micro-batches run in groups of K: a device takes a group through its first stage, then through
+    its second, and so on; then the next group. The backward passes start with the last stage. A
+    device runs 2(K − d − 1) + (v − 1)K forward passes ahead. The bubble is v times smaller than
+    1F1B's.
     """
     num_passes = num_micro_batches * chunks_per_device
 
     def at(position: int, kind: str) -> tuple[int, int]:
-        """The stage on this device, and the micro-batch, of its n-th pass."""
+        """Returns the stage and the micro-batch of this device's pass at a position."""
         group, inside = divmod(position, num_devices * chunks_per_device)
         chunk, member = divmod(inside, num_devices)
         if kind == "backward":
@@ -213,11 +217,11 @@ def interleaved(
     for device in range(num_devices):
         ahead = 2 * (num_devices - device - 1) + (chunks_per_device - 1) * num_devices
         ahead = min(ahead, num_passes)
-        own = [forward(*at(n, "forward")) for n in range(ahead)]
+        passes = [forward(*at(n, "forward")) for n in range(ahead)]
         for n in range(num_passes - ahead):
-            own += [forward(*at(ahead + n, "forward")), backward(*at(n, "backward"))]
-        own += [backward(*at(n, "backward")) for n in range(num_passes - ahead, num_passes)]
-        yield own
+            passes += [forward(*at(ahead + n, "forward")), backward(*at(n, "backward"))]
+        passes += [backward(*at(n, "backward")) for n in range(num_passes - ahead, num_passes)]
+        yield passes
 
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
@@ -235,13 +239,13 @@ def make_schedule(
         name: "gpipe", "1f1b" or "interleaved".
         num_devices: K.
         num_micro_batches: M.
-        chunks_per_device: v, for "interleaved" alone; 2 if None.
+        chunks_per_device: v, for "interleaved" only; 2 if None.
 
     Raises:
         ScheduleError: If the name is unknown, a number is below 1, or they do not fit together.
 
     Example:
-        >>> [" ".join(map(str, own)) for own in make_schedule("1f1b", 2, 3).instructions]
+        >>> [" ".join(map(str, each)) for each in make_schedule("1f1b", 2, 3).instructions]
         ['F0 F1 B0 F2 B1 B2', 'F0 B0 F1 B1 F2 B2']
     """
     problems = list(_problems(name, num_devices, num_micro_batches, chunks_per_device))

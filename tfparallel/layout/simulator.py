@@ -1,8 +1,8 @@
-"""When each device does what, if each stage takes so many seconds: a pipeline without running it.
+"""Simulates a pipeline: when each instruction runs, given the seconds of each stage.
 
-An instruction begins when its device is free and all that it needs has arrived; what comes from
-another device arrives `transfer` seconds after it was made. So the step of K equal stages, with
-forward f and backward b, takes (M + K − 1)(f + b) under GPipe and 1F1B; with unequal ones about
+An instruction begins when its device is free and its inputs have arrived; a tensor from another
+device arrives `transfer` seconds after it is computed. So a step of K equal stages, with forward f
+and backward b, takes (M + K − 1)(f + b) under GPipe and 1F1B; with unequal stages about
 Σ t_k + (M − 1) max t_k.
 """
 
@@ -17,13 +17,13 @@ __all__ = ["StageSeconds", "Timeline", "simulate", "theoretical_bubble"]
 
 @dataclasses.dataclass(frozen=True)
 class StageSeconds:
-    """What a stage takes for one micro-batch.
+    """The seconds that a stage takes for one micro-batch.
 
     Attributes:
         forward: Seconds of its forward pass.
-        backward: Seconds of its backward pass, a recompute included.
-        transfer: Seconds until its outputs are on the device of the next stage; gradients take as
-            long on their way back.
+        backward: Seconds of its backward pass, recomputation included.
+        transfer: Seconds to send its outputs to the device of the next stage; their gradients take
+            as long to return.
     """
 
     forward: float
@@ -36,9 +36,9 @@ class Timeline:
     """When each instruction begins and ends.
 
     Attributes:
-        schedule: What is done.
-        seconds: Begin and end of each instruction, from the first one's begin.
-        around: What a measured call took before the first instruction and behind the last one.
+        schedule: The schedule.
+        seconds: Begin and end of each instruction, relative to the first begin.
+        around: Seconds of a measured call before the first and after the last instruction.
     """
 
     schedule: Schedule
@@ -52,45 +52,45 @@ class Timeline:
 
     @property
     def busy(self) -> list[float]:
-        """How long each device works."""
+        """The seconds that each device works."""
         totals = []
-        for own in self.schedule.instructions:
-            spans = [self.seconds[instruction] for instruction in own]
+        for passes in self.schedule.instructions:
+            spans = [self.seconds[instruction] for instruction in passes]
             totals.append(sum(end - begin for begin, end in spans))
         return totals
 
     @property
     def bubble(self) -> float:
-        """The share of the time in which devices stand still: 1 − Σ busy / (K · makespan)."""
+        """The share of the time in which devices are idle: 1 − Σ busy / (K · makespan)."""
         if not self.makespan:
             return 0.0
         return 1 - sum(self.busy) / (self.schedule.num_devices * self.makespan)
 
     def most_in_flight(self) -> list[int]:
-        """The most micro-batches that each device held activations of, stages counted apart."""
+        """Returns the most activations in flight on each device, one per micro-batch and stage."""
         most = []
-        for own in self.schedule.instructions:
-            # At one time ends come first.
+        for passes in self.schedule.instructions:
+            # Ends sort before begins at the same time.
             events = sorted(
                 (self.seconds[instruction][0], 1)
                 if instruction.kind == "forward"
                 else (self.seconds[instruction][1], -1)
-                for instruction in own
+                for instruction in passes
             )
-            held = itertools.accumulate(change for _, change in events)
-            most.append(max(held, default=0))
+            in_flight = itertools.accumulate(change for _, change in events)
+            most.append(max(in_flight, default=0))
         return most
 
 
 def simulate(schedule: Schedule, stages: Sequence[StageSeconds]) -> Timeline:
-    """Tells when each device does what.
+    """Computes when each instruction begins and ends.
 
     Args:
-        schedule: What each does, in order.
-        stages: What each stage takes for a micro-batch.
+        schedule: The schedule.
+        stages: The seconds of each stage for a micro-batch.
 
     Raises:
-        ValueError: If there are not as many as the schedule has stages.
+        ValueError: If `stages` has another length than the schedule has stages.
     """
     if len(stages) != schedule.num_stages:
         raise ValueError(
@@ -98,24 +98,24 @@ def simulate(schedule: Schedule, stages: Sequence[StageSeconds]) -> Timeline:
             f"{len(stages)} of them."
         )
     free = [0.0] * schedule.num_devices
-    found: dict[Instruction, tuple[float, float]] = {}
+    spans: dict[Instruction, tuple[float, float]] = {}
     for device, instruction in schedule.in_order():
         begin = free[device]
         for needed in schedule.needs(instruction):
-            arrives = found[needed][1]
+            arrives = spans[needed][1]
             if schedule.device_of(needed.stage) != device:
-                # An edge has one time, both ways: that of the stage which makes the outputs.
+                # An edge takes the same time both ways: that of the stage that sends forward.
                 arrives += stages[min(needed.stage, instruction.stage)].transfer
             begin = max(begin, arrives)
-        own = stages[instruction.stage]
-        seconds = own.forward if instruction.kind == "forward" else own.backward
-        found[instruction] = (begin, begin + seconds)
+        stage = stages[instruction.stage]
+        seconds = stage.forward if instruction.kind == "forward" else stage.backward
+        spans[instruction] = (begin, begin + seconds)
         free[device] = begin + seconds
-    start = min((begin for begin, _ in found.values()), default=0.0)
-    return Timeline(schedule, {key: (b - start, e - start) for key, (b, e) in found.items()})
+    start = min((begin for begin, _ in spans.values()), default=0.0)
+    return Timeline(schedule, {key: (b - start, e - start) for key, (b, e) in spans.items()})
 
 
 def theoretical_bubble(schedule: Schedule) -> float:
-    """The bubble of equal stages without transfers: (K − 1)/(vM + K − 1)."""
+    """Returns the bubble of equal stages without transfers: (K − 1)/(vM + K − 1)."""
     idle = schedule.num_devices - 1
     return idle / (schedule.chunks_per_device * schedule.num_micro_batches + idle)

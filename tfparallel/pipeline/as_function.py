@@ -1,11 +1,11 @@
-"""Whether layers compute the same in a function of their own, which is called M times.
+"""Whether layers compute the same inside a function that is called once per micro-batch.
 
-Not if
+They do not if
 
-* Python computes a part (`tf.py_function`), which keeps one call's tape;
-* numbers are drawn without a seed of Keras's: each call may draw those of the first;
-* a weight has several gradients, one of which is sparse. A function hands them on as one, and of
-  which kind each of them is matters (`collectives/indexed_slices.py`).
+* Python computes a part (`tf.py_function`), which keeps the tape of one call;
+* random numbers are drawn without a Keras seed: each call may repeat the draws of the first;
+* a weight has several gradients, one of them sparse. A function returns them as one, but the kind
+  of each matters (`collectives/indexed_slices.py`).
 """
 
 import itertools
@@ -17,9 +17,9 @@ from tfparallel.tracing.graphs import called_by, draws_anew, with_inner
 
 __all__ = ["computes_the_same"]
 
-# What hands a sparse gradient on as it is.
+# Operations that pass a sparse gradient on unchanged.
 _HANDED_ON = ("Cast", "ConcatV2", "Identity", "IdentityN", "ReadVariableOp")
-# Readers of a weight whose gradients are dense, each by itself.
+# Readers of a weight whose gradients are dense.
 _DENSE = {
     "Add", "AddV2", "BatchMatMulV2", "BiasAdd", "Conv2D", "Conv2DBackpropInput", "Conv3D",
     "DepthwiseConv2dNative", "Einsum", "ExpandDims", "FusedBatchNormV3", "MatMul", "Maximum", "Mul",
@@ -29,11 +29,11 @@ _DENSE = {
 
 
 def computes_the_same(graph: tf.Graph, weights: Collection[tf.Tensor]) -> bool:
-    """Whether what was traced may be called as a function.
+    """Returns whether a traced graph may be called as a function.
 
     Args:
-        graph: What was traced.
-        weights: The handles of the weights that are trained, as they are in it.
+        graph: The graph.
+        weights: The handles of the trainable weights in the graph.
     """
     for operation in with_inner(graph.get_operations()):
         if operation.type == "EagerPyFunc" or draws_anew(operation):
@@ -45,12 +45,12 @@ def _may_be_sparse_twice(weight: tf.Tensor) -> bool:
     readers = list(_readers(weight))
     for graph in itertools.chain(*map(called_by, readers)):
         if any("Gather" in operation.type for operation in with_inner(graph.get_operations())):
-            return True  # How often it looks the weight up, the function alone knows.
+            return True  # Only the function knows how often it looks the weight up.
     return len(readers) > 1 and not {reader.type for reader in readers} <= _DENSE
 
 
 def _readers(tensor: tf.Tensor) -> Iterator[tf.Operation]:
-    """What computes with a weight's value, as often as it does."""
+    """Yields the operations that compute with a weight's value, once per use."""
     for operation in tensor.consumers():
         if operation.type in _HANDED_ON:
             for output in operation.outputs:

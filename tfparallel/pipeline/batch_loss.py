@@ -1,7 +1,7 @@
-"""The loss of the whole batch: added up of the micro-batches' parts, or of the joined outputs.
+"""The loss of the whole batch: the sum of the micro-batches' parts, or that of the joined outputs.
 
-With the losses that layers add, weighted with the micro-batches' shares of the batch, and each
-weight's regularization, which is computed where the weight is.
+It includes the losses that layers add, weighted by the micro-batches' shares of the batch, and each
+weight's regularization, computed on the weight's device.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from tfparallel.step.where_rows_meet import of_the_batch
 __all__ = ["ExtraLosses", "WholeLoss", "added_up", "scale_of"]
 
 
-_BESIDE = -1  # Who reads a weight to regularize it: no stage.
+_BESIDE = -1  # The reader of a weight that is regularized: no stage.
 
 
 class Regularized(NamedTuple):
@@ -31,20 +31,20 @@ class Regularized(NamedTuple):
 
     loss: tf.Tensor
     tape: tf.GradientTape
-    parts: Sequence[keras.Variable]  # Of the weight: itself, unless it lies in several.
+    parts: Sequence[keras.Variable]  # The weight itself, or its parts.
 
 
 class ExtraLosses:
-    """What comes to the compiled loss: losses that layers add, and weights' regularization.
+    """Additions to the compiled loss: losses that layers add, and regularization of weights.
 
     Args:
         model: The model.
         batch: The whole batch.
-        added: What layers added, by micro-batch here.
+        added: The losses that layers added, by micro-batch of this process.
         others: The replicas in other processes.
 
     Attributes:
-        losses: For the whole batch, scalars.
+        losses: The losses of the whole batch, scalars.
     """
 
     def __init__(
@@ -57,28 +57,28 @@ class ExtraLosses:
         self._regularized = list(_regularized(model))
         self._others = others
         averages = others.summed(_average(batch, added))
-        self.losses = [*averages, *(own.loss for own in self._regularized)]
+        self.losses = [*averages, *(term.loss for term in self._regularized)]
 
     def add_gradients(
         self, sums: GradientSums, seed_of: Callable[[tf.Tensor], tf.Tensor | None]
     ) -> None:
-        """Adds the regularizers' gradients to those of the weights, once a step.
+        """Adds the gradients of regularization to those of the weights, once per step.
 
-        On one worker; the others add zeros, so that all send the same tensors.
+        Only one worker adds them; the others add zeros, so all workers send the same tensors.
 
         Args:
             sums: The gradients of the weights.
-            seed_of: The gradient that a regularizer's loss has; None if nothing reaches it.
+            seed_of: Returns the upstream gradient of a regularization loss; None if it has none.
         """
-        for own in self._regularized:
-            with tf.device(storage_of(own.parts[0]).device):
-                seed = seed_of(own.loss)
+        for term in self._regularized:
+            with tf.device(storage_of(term.parts[0]).device):
+                seed = seed_of(term.loss)
                 if seed is None:
                     continue
-                seed = tf.cast(seed, own.loss.dtype)
-                values = list(map(storage_of, own.parts))
-                found = own.tape.gradient(own.loss, values, output_gradients=seed)
-            for part, gradient in zip(own.parts, found, strict=True):
+                seed = tf.cast(seed, term.loss.dtype)
+                values = list(map(storage_of, term.parts))
+                gradients = term.tape.gradient(term.loss, values, output_gradients=seed)
+            for part, gradient in zip(term.parts, gradients, strict=True):
                 own_gradient = gradient if self._others.is_first else _zeros_of(gradient)
                 sums.add(part, own_gradient, _BESIDE)
 
@@ -97,28 +97,28 @@ def added_up(
     outputs: list[tf.Tensor],
     extra: ExtraLosses,
 ) -> tf.Tensor:
-    """The loss, of what all micro-batches have of each compiled loss; tells the losses' trackers.
+    """Returns the loss from the shares of all micro-batches; updates the loss trackers.
 
     Args:
         model: The model, compiled.
         batch: The whole batch.
         shares: Σ_m N_m / D by compiled loss.
-        outputs: Of any micro-batch, flat; their types count.
-        extra: What comes to it.
+        outputs: The flat outputs of any micro-batch, for their types.
+        extra: The additions to the loss.
     """
     sums, types = [[share] for share in shares], batch.packed(of_the_batch(outputs, batch.num_rows))
     return whole_loss(model, sums, batch.y, types, batch.sample_weight, extra.losses)
 
 
 class WholeLoss:
-    """The loss of the joined outputs, and its gradients in what it was computed of.
+    """The loss of the joined outputs, and its gradients.
 
     Args:
         model: The model, compiled.
         batch: The whole batch.
         joined: The outputs, flat.
-        extra: What comes to it.
-        differentiate: Whether the gradients are wanted.
+        extra: The additions to the loss.
+        differentiate: Whether to compute the gradients.
 
     Attributes:
         loss: A scalar, not scaled.
@@ -134,54 +134,54 @@ class WholeLoss:
         *,
         differentiate: bool,
     ):
-        sources = itertools.chain(*(own.sources.values() for own in joined))
+        sources = itertools.chain(*(output.sources.values() for output in joined))
         watched = [t for t in (*sources, *extra.losses) if is_differentiable(t)]
         with tf.GradientTape() as tape:
             tape.watch(watched)
-            self.predictions = batch.packed([own.output() for own in joined])
+            self.predictions = batch.packed([output.output() for output in joined])
             self.loss = _loss_of(model, batch, self.predictions, extra.losses)
             scaled = model.optimizer.scale_loss(self.loss)
-        self._found: dict[int, Any] = {}
+        self._gradients: dict[int, Any] = {}
         self._of_weights: list[tuple[keras.Variable, Any]] = []
         if differentiate:
             read = read_by(tape, model._trained())
             gradients = tape.gradient(scaled, [*watched, *(copy for _, copy in read)])
-            self._found = dict(zip(map(id, watched), gradients, strict=False))
+            self._gradients = dict(zip(map(id, watched), gradients, strict=False))
             of_weights = gradients[len(watched) :]
             self._of_weights = [
-                (own, found) for (own, _), found in zip(read, of_weights, strict=True)
+                (variable, each) for (variable, _), each in zip(read, of_weights, strict=True)
             ]
 
     def add_gradients(self, sums: GradientSums, others: Others) -> None:
-        """Adds those of the weights that the loss itself reads, on one worker."""
+        """Adds the gradients of the weights that the loss itself reads, on one worker."""
         for variable, gradient in self._of_weights:
             sums.add(variable, gradient if others.is_first else _zeros_of(gradient), OF_LOSS)
 
     def gradient(self, tensor: tf.Tensor) -> tf.Tensor | None:
-        """∂ scaled loss / ∂ an output, the logits behind it, or an extra loss."""
-        found = self._found.get(id(tensor))
-        return None if found is None else tf.convert_to_tensor(found)
+        """Returns ∂ scaled loss / ∂ an output, the logits behind it, or an extra loss."""
+        gradient = self._gradients.get(id(tensor))
+        return None if gradient is None else tf.convert_to_tensor(gradient)
 
 
 def _average(batch: Batch, added: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
-    """Each loss that layers added: Σ_m n_m/B of the micro-batches' here."""
+    """Returns the batch's average Σ_m n_m/B of each loss that layers added."""
     return [
         tf.add_n([
             loss * shard.weight(loss.dtype)
-            for shard, loss in zip(batch.own, terms, strict=True)
+            for shard, loss in zip(batch.local_shards, terms, strict=True)
         ])
         for terms in zip(*added, strict=True)
     ]  # fmt: skip
 
 
 def _loss_of(model: keras.Model, batch: Batch, predictions, extra) -> tf.Tensor:
-    """Keras's own loss of the whole batch, which also updates the losses' trackers."""
+    """Returns Keras's loss of the whole batch; Keras also updates the loss trackers."""
     with with_losses(model, extra):
         return loss_of_batch(model, batch.x, batch.y, predictions, batch.sample_weight)
 
 
 def scale_of(model: keras.Model) -> tf.Tensor:
-    """By how much the optimizer scales the loss, for half precision."""
+    """Returns the factor by which the optimizer scales the loss, for half precision."""
     return model.optimizer.scale_loss(tf.ones([], keras.backend.floatx()))
 
 

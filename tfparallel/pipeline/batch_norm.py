@@ -1,14 +1,14 @@
-"""Batch normalization under micro-batches, by choice: deferred statistics.
+"""Deferred batch normalization under micro-batches: `batch_normalization="deferred"`.
 
-Its moments are of the batch, and with a schedule that begins to go back before all micro-batches
-have come forward nobody knows them in time. Under `batch_normalization="deferred"` each micro-batch
-is normalized by its own statistics, and the moving averages move once a step, by those of the whole
-batch (torchgpipe's `DeferredBatchNorm`; Kim et al., arXiv 2004.09910, 2020):
+Its moments are those of the batch; if a schedule starts backward passes before all micro-batches
+have gone forward, no stage knows them in time. With "deferred", each micro-batch is normalized by
+its own statistics, and the moving averages are updated once per step, from those of the whole batch
+(torchgpipe's `DeferredBatchNorm`; Kim et al., arXiv 2004.09910, 2020):
 
     n = Σ n_m,    μ = Σ n_m μ_m / n,    v = (Σ M_m + Σ n_m (μ_m − μ)²) / n
 
 with the count n_m, the mean μ_m and the sum of squared deviations M_m of micro-batch m. So a step
-is not that of plain Keras on one device; it is that of `GroupedBatchNormalization` on one device.
+differs from that of plain Keras on one device; it equals that of `GroupedBatchNormalization`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,19 +29,19 @@ __all__ = ["DeferredBatchNormalization", "batch_norms", "grouped", "ungrouped", 
 
 
 class DeferredBatchNormalization(SynchronizedBatchNormalization):
-    """Extends `keras.layers.BatchNormalization`: in a pass, moments are kept for the step's end."""
+    """Extends `keras.layers.BatchNormalization`: a pass keeps moments for the end of the step."""
 
     def call(self, inputs, training=None, mask=None):
-        """Normalizes a micro-batch by its own moments; the averages stay as they are."""
+        """Normalizes a micro-batch by its own moments; the averages do not change."""
         if current_pass() is None:
             return super().call(inputs, training=training, mask=mask)
         with keras.StatelessScope():
             return super().call(inputs, training=training, mask=mask)
 
     def _moments(self, inputs, mask):
-        own = current_pass()
+        stage_pass = current_pass()
         moments = keras.layers.BatchNormalization._moments(self, inputs, mask)
-        if own is None:
+        if stage_pass is None:
             return moments
         if mask is None:
             count, mean, deviations = self._own_moments(inputs)
@@ -49,26 +49,26 @@ class DeferredBatchNormalization(SynchronizedBatchNormalization):
             count, mean, deviations = self._own_masked_moments(inputs, mask)
         # Keras adds its epsilon to the count of a masked input.
         correction = tf.constant(0.0 if mask is None else keras.config.epsilon(), count.dtype)
-        if own.shard.may_be_idle:
-            has_rows = own.shard.num_rows > 0
+        if stage_pass.shard.may_be_idle:
+            has_rows = stage_pass.shard.num_rows > 0
             count = tf.where(has_rows, count, 0)
             deviations = tf.where(has_rows, deviations, 0)
-        own.moments[self, *own.key(self)] = (count, mean, deviations, correction)
+        stage_pass.moments[self, *stage_pass.key(self)] = (count, mean, deviations, correction)
         return moments
 
 
 def write_averages(moments: Mapping[Any, Sequence[tuple]], others: Others) -> None:
-    """Moves the averages of each layer by the statistics of the whole batch, on its device.
+    """Updates each layer's averages by the statistics of the whole batch, on its device.
 
     Args:
-        moments: What the passes here have seen, by layer and call: of each micro-batch.
+        moments: The moments of the passes in this process, by layer and call.
         others: The replicas in other processes.
     """
-    for (layer, *_), found in moments.items():
+    for (layer, *_), of_pieces in moments.items():
         with tf.device(layer.moving_mean.value.device):
-            here = [tf.stack(each) for each in zip(*found, strict=True)]
+            local = [tf.stack(each) for each in zip(*of_pieces, strict=True)]
             counts, means, deviations, corrections = (
-                tf.concat(tf.unstack(each, num=each.shape[0]), 0) for each in others.stacked(here)
+                tf.concat(tf.unstack(each, num=each.shape[0]), 0) for each in others.stacked(local)
             )
             counts = in_rows(counts)
             n = tf.reduce_sum(counts, 0) + corrections[0]
@@ -79,7 +79,7 @@ def write_averages(moments: Mapping[Any, Sequence[tuple]], others: Others) -> No
 
 
 def batch_norms(model: keras.Model) -> list[keras.layers.BatchNormalization]:
-    """The layers of a model that normalize by the batch."""
+    """Returns the layers of a model that normalize by batch statistics."""
     return [
         layer
         for layer in layers_in(model)
@@ -88,19 +88,19 @@ def batch_norms(model: keras.Model) -> list[keras.layers.BatchNormalization]:
 
 
 class GroupedBatchNormalization:
-    """Extends `keras.layers.BatchNormalization` on one device: each group of rows by its moments.
+    """Extends `keras.layers.BatchNormalization` on one device: normalizes groups of rows apart.
 
-    What deferred statistics are held against: plain Keras on the parts, and on the whole.
+    The reference for deferred statistics: plain Keras on the parts, and on the whole.
     """
 
     def call(self, inputs, training=None, mask=None):
-        """Normalizes M consecutive groups of rows; the averages are moved by the whole batch."""
+        """Normalizes M consecutive groups of rows; updates the averages by the whole batch."""
         if not training or not self.trainable:
             return super().call(inputs, training=training, mask=mask)
         parts, number, num_rows = [], self._num_groups, tf.shape(inputs)[0]
         with keras.StatelessScope():
             for k, (start, size) in enumerate(row_ranges(num_rows, number)):
-                # A group without rows computes one of another's, and drops it.
+                # An empty group computes one row of another, and drops it.
                 shard = Shard(k, number, start, size, num_rows)
                 rows = slice(shard.first_row_used, shard.first_row_used + shard.num_rows_used)
                 own_mask = None if mask is None else mask[rows]
@@ -114,7 +114,7 @@ class GroupedBatchNormalization:
 def grouped(
     build_model: Callable[[], keras.Model], num_micro_batches: int
 ) -> Callable[[], keras.Model]:
-    """Returns a function that builds the one-device model which deferred statistics equal."""
+    """Returns a function that builds the one-device model with the same results as "deferred"."""
 
     def build() -> keras.Model:
         model = build_model()
@@ -126,7 +126,7 @@ def grouped(
 
 
 def ungrouped(build_model: Callable[[], keras.Model]) -> Callable[[], keras.Model]:
-    """Undoes `grouped`, for a model that is to be built in parallel."""
+    """Undoes `grouped`, for a model that is then built in parallel."""
 
     def build() -> keras.Model:
         model = build_model()

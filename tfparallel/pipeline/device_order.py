@@ -1,10 +1,10 @@
-"""One instruction after the other on each device, and when each begins and ends.
+"""Runs instructions one by one on each device, and records when each begins and ends.
 
-The next instruction of a device stands behind the end of the last by control dependencies. What is
-sent to it is on its way meanwhile: only what computes waits.
+Control dependencies order a device's next instruction after the end of its last. Transfers to the
+device continue meanwhile: only computation waits.
 
-A GPU runs behind its host, for which an operation is done once it is queued. A time is therefore
-noted when one element of each tensor has come to the host: that copy the host does wait for.
+A GPU runs asynchronously: for its host, an operation is done once it is queued. So a time is
+recorded when one element of each tensor has reached the host, since the host waits for that copy.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ _OF_THE_HOST = (tf.string, tf.variant, tf.resource)
 
 
 class DeviceOrder:
-    """The instructions of a step that is traced, device by device.
+    """The instructions of a traced step, device by device.
 
     Args:
-        devices: Their names.
-        timed: Whether to note when each instruction begins and ends.
+        devices: The names of the devices.
+        timed: Whether to record when each instruction begins and ends.
 
     Attributes:
         ends: The last operation of each instruction, in a graph.
@@ -41,10 +41,10 @@ class DeviceOrder:
 
     @contextlib.contextmanager
     def next(self, device: int, instruction: Instruction) -> Iterator[list]:
-        """What the block makes stands on the device, behind its last instruction.
+        """Places the block's operations on the device, after its last instruction.
 
         Yields:
-            A list, to be filled with what the instruction makes.
+            A list; add the results of the instruction to it.
         """
         done: list = []
         self._current = instruction
@@ -54,17 +54,17 @@ class DeviceOrder:
             self._end(device, instruction, done)
 
     def begun(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Notes the begin, once all tensors have come; who reads the result waits for that."""
+        """Records the begin once all tensors have arrived; readers of the result wait for it."""
         if not self._timed:
             return tensors
-        begin = _time_behind(tensors)
+        begin = _time_after(tensors)
         self.stamps[self._current] = (begin, begin)
         with tf.control_dependencies([begin]):
             return [tf.identity(tensor) for tensor in tensors]
 
     def _end(self, device, instruction, done):
         if self._timed and instruction in self.stamps:
-            end = _time_behind(done)
+            end = _time_after(done)
             self.stamps[instruction] = (self.stamps[instruction][0], end)
             done = [end]
         if tf.executing_eagerly() or not done:
@@ -75,12 +75,12 @@ class DeviceOrder:
         self.ends[instruction] = end
 
 
-def _time_behind(made):
-    """The time on the host once all of it is there."""
-    parts = tf.nest.flatten(made, expand_composites=True)
+def _time_after(results):
+    """Returns the time on the host once all results are there."""
+    parts = tf.nest.flatten(results, expand_composites=True)
     tensors = [part for part in parts if tf.is_tensor(part) and part.dtype not in _OF_THE_HOST]
     elements = [tf.reshape(tensor, [-1])[:1] for tensor in tensors]
     with tf.device("CPU:0"):
         arrived = [tf.identity(element) for element in elements]
-        with tf.control_dependencies([*made, *arrived]):
+        with tf.control_dependencies([*results, *arrived]):
             return tf.timestamp()

@@ -1,7 +1,7 @@
-"""Σ_m g_m for each weight, added up on its device, micro-batch by micro-batch.
+"""Σ_m g_m for each weight, added up on the weight's device, micro-batch by micro-batch.
 
-Of several replicas each adds up its own, and what they have come to is summed once, over those of
-other processes too, unless an update of several batches sums it later.
+Each replica adds up its own gradients; the results are summed once over all replicas, including
+those of other processes, unless an update of several batches sums them later.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,15 +18,15 @@ from tfparallel.strategies.variables import copies
 __all__ = ["OF_LOSS", "Added", "GradientSums", "read_by", "totals"]
 
 
-OF_LOSS = -2  # Who reads a weight in the loss: no stage.
+OF_LOSS = -2  # The reader of a weight in the loss: no stage.
 
 
 class Added(NamedTuple):
-    """What the gradients of a weight have come to.
+    """The sum of the gradients of a weight.
 
     Attributes:
-        dense: The sum of the dense ones; None without.
-        sparse: The sparse ones, by who reads the weight.
+        dense: The sum of the dense gradients; None without any.
+        sparse: The sparse gradients, by reader of the weight.
     """
 
     dense: tf.Tensor | None
@@ -34,44 +34,44 @@ class Added(NamedTuple):
 
 
 class GradientSums:
-    """The sums so far.
+    """The running sums of gradients.
 
-    Dense gradients are added as they come, so that two are held at once and not M. Sparse ones are
-    joined, not added: Keras squares them as they come.
+    Dense gradients are added immediately, so at most two are held, not M. Sparse ones are joined,
+    not added: Keras squares each row as it comes.
     """
 
     def __init__(self):
         self._dense: dict[int, tf.Tensor] = {}  # By the weight's id.
-        # By weight, then by reader: of each micro-batch the same readings, in the same order.
+        # By weight, then by reader; each micro-batch has the same readings, in the same order.
         self._sparse: dict[int, dict[int, list[tf.IndexedSlices]]] = {}
 
     def add(self, variable: keras.Variable, gradient: Any, reader: int) -> list[Any]:
-        """Adds a gradient; returns what tells that it has been added.
+        """Adds a gradient; returns tensors that exist once it has been added.
 
         Args:
             variable: The weight.
             gradient: Dense, sparse, or None.
-            reader: Who has found it: a stage, or another number.
+            reader: The stage that computed it, or another number.
         """
         key = id(variable)
         if gradient is None:
             return []
         with tf.device(storage_of(variable).device):
             if isinstance(gradient, tf.IndexedSlices):
-                # An identity, so that the values lie where the weight does.
-                kept = tf.IndexedSlices(
+                # An identity copies the values to the weight's device.
+                slices = tf.IndexedSlices(
                     tf.identity(gradient.values),
                     tf.identity(gradient.indices),
                     gradient.dense_shape,
                 )
-                self._sparse.setdefault(key, {}).setdefault(reader, []).append(kept)
-                return [kept.values]
-            own = self._dense
-            own[key] = own[key] + gradient if key in own else gradient
-            return [own[key]]
+                self._sparse.setdefault(key, {}).setdefault(reader, []).append(slices)
+                return [slices.values]
+            dense = self._dense
+            dense[key] = dense[key] + gradient if key in dense else gradient
+            return [dense[key]]
 
     def of(self, variables: Sequence[keras.Variable]) -> list[Added]:
-        """What those of each weight have come to."""
+        """Returns the sum of the gradients of each weight."""
         keys = map(id, variables)
         return [Added(self._dense.get(key), self._sparse.get(key, {})) for key in keys]
 
@@ -79,13 +79,13 @@ class GradientSums:
 def read_by(
     tape: tf.GradientTape, variables: Sequence[keras.Variable]
 ) -> list[tuple[keras.Variable, tf.Variable]]:
-    """Which variables were read under a tape, and which copies of them."""
+    """Returns the variables that were read under a tape, with the copies that were read."""
     seen = {id(each) for each in tape.watched_variables()}
-    return [(own, copy) for own in variables for copy in copies(own) if id(copy) in seen]
+    return [(v, copy) for v in variables for copy in copies(v) if id(copy) in seen]
 
 
 def totals(
-    found: Sequence[Sequence[Added]],
+    added: Sequence[Sequence[Added]],
     variables: Sequence[keras.Variable],
     kinds: Callable[[], dict[int, Any]],
     others: Others,
@@ -93,32 +93,32 @@ def totals(
     *,
     stay: bool = False,
 ) -> tuple[list[Any], list[tf.Tensor]]:
-    """Sums what was added, by the replicas and beside them.
+    """Sums gradients over the replicas, and further tensors over the workers.
 
     Args:
-        found: What each has of each weight.
+        added: The sum of each weight's gradients in each replica.
         variables: The weights.
-        kinds: Returns, by the weight's id, the kinds of its readings, where no graph is traced.
+        kinds: Returns the kinds of a weight's readings, by the weight's id, in an eager step.
         others: The replicas in other processes.
-        beside: What else is summed over the workers, in the same collective.
-        stay: Whether gradients are summed over the replicas of this process alone.
+        beside: Further tensors to sum over the workers, in the same collective.
+        stay: Whether to sum gradients only over the replicas of this process.
 
     Returns:
-        The sum of each weight, on its device; None where no loss depends on it. And what was
-        summed beside.
+        The sum of each weight's gradients, on its device, None where no loss depends on it; and
+        the sums of `beside`.
     """
     workers = None if stay else others.workers
     reducer = Reducer(None, workers)
-    by_variable = list(zip(*found, strict=True))
-    terms = [[own.dense for own in of_one if own.dense is not None] for of_one in by_variable]
+    by_variable = list(zip(*added, strict=True))
+    terms = [[each.dense for each in of_one if each.dense is not None] for of_one in by_variable]
     dense, summed = reducer.totals(
-        [own or [None] for own in terms], list, () if workers is None else beside, variables
+        [of_one or [None] for of_one in terms], list, () if workers is None else beside, variables
     )
     results = []
     for variable, total, of_one in zip(variables, dense, by_variable, strict=True):
         readers: dict[int, list[tf.IndexedSlices]] = {}
-        for own in of_one:
-            for reader, slices in own.sparse.items():
+        for each in of_one:
+            for reader, slices in each.sparse.items():
                 readers.setdefault(reader, []).extend(slices)
         with tf.device(storage_of(variable).device):
             if total is not None and workers is not None:

@@ -1,7 +1,7 @@
-"""When each device really did what: time stamps around each instruction of a traced step.
+"""Measures when each instruction of a step runs, with time stamps in the traced step.
 
-An instruction's begin is noted once its device is free and all that it reads has come, its end once
-all that it makes is there. The clocks are those of the devices' hosts: of several hosts they must
+An instruction begins when its device is free and all of its inputs have arrived; it ends when all
+of its outputs exist. The clocks are those of the devices' hosts; the clocks of several hosts must
 agree.
 """
 
@@ -21,21 +21,21 @@ __all__ = ["measured_timelines", "median_timeline", "stage_seconds", "timed_pass
 
 
 def measured_timelines(model: keras.Model, data: Any, num_steps: int = 5) -> list[Timeline]:
-    """Runs the passes of a step several times, and tells when each instruction was done.
+    """Runs the passes of a step several times, and measures each instruction.
 
-    Nothing is updated.
+    The passes update nothing.
 
     Args:
-        model: What `pipeline_parallel` returned, compiled.
+        model: A compiled model from `pipeline_parallel`.
         data: A batch `(x, y[, sample_weight])`.
-        num_steps: How many are measured, after two that are not.
+        num_steps: The number of measured steps, after two warm-up steps.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     arguments = keras.tree.map_structure(
         lambda array: None if array is None else tf.convert_to_tensor(array), (x, y, sample_weight)
     )
     order, timed = timed_passes(model, arguments)
-    found: list[Timeline] = []
+    timelines: list[Timeline] = []
     for index in range(num_steps + 2):
         called = time.perf_counter()
         stamps = [(float(begin), float(end)) for begin, end in timed()[0]]
@@ -47,62 +47,62 @@ def measured_timelines(model: keras.Model, data: Any, num_steps: int = 5) -> lis
                 for instruction, (begin, end) in zip(order, stamps, strict=True)
             }
             timeline = Timeline(model.schedule, seconds)
-            found.append(dataclasses.replace(timeline, around=took - timeline.makespan))
-    return found
+            timelines.append(dataclasses.replace(timeline, around=took - timeline.makespan))
+    return timelines
 
 
 def timed_passes(model: keras.Model, batch: tuple) -> tuple[list[Instruction], Callable]:
     """Traces the passes of a step with time stamps.
 
     Args:
-        model: What `pipeline_parallel` returned, compiled.
+        model: A compiled model from `pipeline_parallel`.
         batch: `(x, y, sample_weight)`, tensors or None.
 
     Returns:
         The instructions, and a function whose first result is the begin and end of each.
     """
-    model.passes(*batch)  # Builds the loss, if nothing has yet; that makes variables.
+    model.passes(*batch)  # Builds the loss if needed, since that creates variables.
     order: list[Instruction] = []
 
     def passes():
         step = model.passes(*batch, timed=True)
-        found = step.run(*batch)
+        result = step.run(*batch)
         order[:] = step.order.stamps
-        # What nobody reads TensorFlow does not compute, even if something is to come behind it.
-        made = [gradient for gradient in found.gradients if gradient is not None]
-        return list(step.order.stamps.values()), found.loss, made
+        # TensorFlow prunes results that nothing reads, even those that time stamps wait for.
+        gradients = [gradient for gradient in result.gradients if gradient is not None]
+        return list(step.order.stamps.values()), result.loss, gradients
 
-    # Not tf.function: it has the stateful operations of a trace wait for each other, and a time
-    # stamp is one. The stages would run one after the other.
+    # Not tf.function: it orders the stateful operations of a trace, and time stamps are stateful,
+    # so the stages would run one by one.
     return order, model.tracing_once(lambda: tf.compat.v1.wrap_function(passes, signature=[]))
 
 
 def median_timeline(timelines: Sequence[Timeline]) -> Timeline:
-    """The one whose makespan is the median."""
+    """Returns the timeline with the median makespan."""
     return sorted(timelines, key=lambda timeline: timeline.makespan)[len(timelines) // 2]
 
 
 def stage_seconds(timelines: Sequence[Timeline]) -> list[StageSeconds]:
-    """The median seconds of each stage, at this size of a micro-batch.
+    """Returns the median seconds of each stage, at this size of a micro-batch.
 
-    A transfer is the median time from an end to the begin of what reads it, wherever the reader's
-    device stood waiting. Where it never did, it is the least time, which hides behind other work.
+    A transfer is the median time from an end to the begin of its reader, where the reader's device
+    was idle. If it never was, it is the shortest such time, which is hidden by other work.
     """
     schedule = timelines[0].schedule
     seconds: dict[tuple[int, str], list[float]] = {}
     waits: dict[int, list[float]] = {}
     gaps: dict[int, list[float]] = {}
     for timeline in timelines:
-        for own in schedule.instructions:
+        for instructions in schedule.instructions:
             free = 0.0
-            for instruction in own:
+            for instruction in instructions:
                 begin, end = timeline.seconds[instruction]
                 seconds.setdefault((instruction.stage, instruction.kind), []).append(end - begin)
                 for needed in schedule.needs(instruction):
                     if schedule.device_of(needed.stage) != schedule.device_of(instruction.stage):
-                        made = timeline.seconds[needed][1]
+                        sent = timeline.seconds[needed][1]
                         edge = min(needed.stage, instruction.stage)
-                        (waits if free <= made else gaps).setdefault(edge, []).append(begin - made)
+                        (waits if free <= sent else gaps).setdefault(edge, []).append(begin - sent)
                 free = end
     return [
         StageSeconds(

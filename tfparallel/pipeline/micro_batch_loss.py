@@ -1,12 +1,12 @@
-"""The loss, micro-batch by micro-batch, with the divisor that it has over the whole batch.
+"""The loss of each micro-batch, with the divisor of the whole batch.
 
-Under 1F1B the first micro-batch goes back before the last has come forward, so its gradient must be
-known without the others' outputs. Its part of the loss is N_m / D (`step/loss_terms.py`), and D is
-known beforehand, of shapes, masks and weights of the whole batch.
+Under 1F1B, the first micro-batch goes back before the last has gone forward, so its gradient must
+not depend on the others' outputs. Its part of the loss is N_m / D (`step/loss_terms.py`); D follows
+beforehand from the shapes, masks and weights of the whole batch.
 
-A loss that compares examples has no such form. Where it is not proved that a loss is a sum over the
-rows (`step/additivity.py`), values show it: Σ_m N_m / D is held against the loss of the joined
-outputs in every step.
+A loss that compares examples has no such form. If the judge cannot prove that a loss is a sum over
+the rows (`step/additivity.py`), each step compares values: Σ_m N_m / D must equal the loss of the
+joined outputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +22,9 @@ from tfparallel.step.loss_terms import ExampleLosses, NotByPieces, call_with, va
 
 __all__ = ["COMPARES", "MicroBatchLoss", "Part", "check_decomposes", "check_equal"]
 
-# By how much sums in another order may differ, relative; what compares examples differs more.
+# The relative difference allowed for reordered sums; a loss that compares examples differs more.
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
-_FLOOR = 1e-2  # Of the terms' size: within a part they may cancel, too.
+_FLOOR = 1e-2  # A share of the terms' size: they may also cancel within a part.
 _WAY_OUT = (
     "Take schedule='gpipe', which computes the loss of the whole batch, once, between the forward "
     "and the backward passes."
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
     Attributes:
         loss: A scalar.
-        shares: Of each compiled loss, N_m / D, in their order.
+        shares: N_m / D of each compiled loss, in order.
     """
 
     loss: tf.Tensor
@@ -44,13 +44,13 @@ class Part(NamedTuple):
 
 
 class MicroBatchLoss:
-    """The compiled loss of a model, in terms of the micro-batches.
+    """The compiled loss of a model, as a sum over micro-batches.
 
     Args:
-        compiled: The model's `CompileLoss`, built; None for a model without.
+        compiled: The model's `CompileLoss`, built; None for a model without loss.
         y: The targets of the whole batch.
-        sample_weight: Its weights, or None.
-        predictions: Of the whole batch: tensors whose shapes and masks count, and no values.
+        sample_weight: The weights of the whole batch, or None.
+        predictions: Outputs of the whole batch; only their shapes and masks matter.
     """
 
     def __init__(self, compiled: CompileLoss | None, y, sample_weight, predictions):
@@ -69,29 +69,29 @@ class MicroBatchLoss:
 
             return find
 
-        # Without metrics: what tracks each output's loss is told once, of the sums.
+        # Without metrics: the trackers of each output's loss are updated once, from the sums.
         _called(divisor, compiled, y, predictions, sample_weight)
 
     def divisor(self, num_rows):
-        """By what all of the loss is divided, but for a factor; None where that is not one number.
+        """Returns the divisor of the whole loss, up to a factor; None if it is not one number.
 
         Args:
-            num_rows: Of the whole batch.
+            num_rows: The rows of the whole batch.
         """
         if self._follow_from_sizes:
             return num_rows
         return self._divisors[0] if len(self._divisors) == 1 else None
 
     def __call__(self, y, sample_weight, predictions) -> Part | None:
-        """Returns a micro-batch's part of the loss; None of a model without."""
+        """Returns a micro-batch's part of the loss; None for a model without loss."""
         if self._compiled is None:
             return None
         divisors, shares = iter(self._divisors), []
 
         def numerator(loss) -> Callable:
             def find(y_true, y_pred, weight):
-                own = _values(loss, y_true, y_pred, weight)
-                shares.append(tf.math.divide_no_nan(own.numerator(), next(divisors)))
+                values = _values(loss, y_true, y_pred, weight)
+                shares.append(tf.math.divide_no_nan(values.numerator(), next(divisors)))
                 return shares[-1]
 
             return find
@@ -120,9 +120,9 @@ COMPARES = "The loss compares examples of different micro-batches"
 def check_equal(
     terms: Sequence[tf.Tensor], whole: tf.Tensor, compute_dtype: str
 ) -> tf.Operation | None:
-    """An operation that fails the step if the parts of a loss do not add up to the whole.
+    """Returns an operation that fails the step if the parts do not add up to the whole loss.
 
-    Rounding is relative to what is summed, not to the sum: a loss may pass through zero.
+    Rounding is relative to the terms, not to the sum: a loss may pass through zero.
     """
     tolerance = tf.cast(_TOLERANCE.get(compute_dtype, 1e-2), whole.dtype)
     terms = tf.stack([tf.cast(tf.reduce_sum(term), whole.dtype) for term in terms])

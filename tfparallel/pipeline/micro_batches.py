@@ -1,4 +1,4 @@
-"""A batch, cut into micro-batches and joined again, by rows."""
+"""A batch, cut into micro-batches by rows and joined again."""
 
 from typing import Any, NamedTuple
 
@@ -21,8 +21,8 @@ class Joined(NamedTuple):
     """An output of the whole batch.
 
     Attributes:
-        sources: What was joined: the output, or the logits behind it, or both, by key.
-        logits: How the output is made of them.
+        sources: The tensors that were joined: the output, the logits behind it, or both, by key.
+        logits: How to compute the output from its logits.
         mask: Its mask, or None.
     """
 
@@ -31,31 +31,31 @@ class Joined(NamedTuple):
     mask: tf.Tensor | None
 
     def output(self) -> tf.Tensor:
-        """Makes the output: under a tape, for its gradient."""
-        found = output_of([*self.sources.values()], self.logits)
+        """Returns the output; call it under a tape to differentiate it."""
+        output = output_of([*self.sources.values()], self.logits)
         if self.mask is not None:
-            set_mask(found, self.mask)
-        return found
+            set_mask(output, self.mask)
+        return output
 
 
 class Batch:
-    """The whole batch of a step, and which of its rows each micro-batch has.
+    """The whole batch of a step, and the rows of each micro-batch.
 
     Args:
-        model: The functional or Sequential model that it is for.
+        model: The functional or Sequential model.
         x: Inputs, as `fit` takes them.
         y: Targets, or None.
         sample_weight: Weights, or None.
-        num_micro_batches: M, of each replica. The sizes differ by one at most; with fewer rows
-            than pieces some compute one dummy row, which is dropped before anybody reads it.
-        others: How many replicas there are, and in which processes.
+        num_micro_batches: M of each replica. Sizes differ by at most one; a piece without rows
+            computes one dummy row, which is dropped before anything reads it.
+        others: The number of replicas, and their processes.
 
     Attributes:
         shards: The rows of each piece; `shard.replica` is its index.
-        own: Those of the replicas of this process.
-        num_rows: Of the whole batch, a tensor if it is not known when the step is traced.
-        masks: Which calls of the model's find a mask.
-        behind: Of which tensors that stages made there are logits, and what makes them of these.
+        local_shards: Those of the replicas of this process.
+        num_rows: The rows of the whole batch; a tensor if unknown when the step is traced.
+        masks: Which calls of the model find a mask.
+        behind: The logits behind tensors that stages made, by key.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class Batch:
         self._functional = functional_of(model)
         leaf = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
         with where_it_is(leaf):
-            given = model.dtype_policy.convert_input(x, model.autocast, model.input_dtype)
-            self._flat = flat_inputs(self._functional, given)
+            converted = model.dtype_policy.convert_input(x, model.autocast, model.input_dtype)
+            self._flat = flat_inputs(self._functional, converted)
         self.masks = Masks(model, self._functional, self._flat)
         first = next(tensor for tensor in self._flat if tensor is not None)
         self.num_rows = count_rows(first)
@@ -77,7 +77,7 @@ class Batch:
             Shard(m, number, start, size, self.num_rows)
             for m, (start, size) in enumerate(row_ranges(self.num_rows, number))
         ]
-        self.own = others.own(self.shards)
+        self.local_shards = others.local(self.shards)
 
     @property
     def output_keys(self) -> list[int]:
@@ -85,33 +85,33 @@ class Batch:
         return [id(symbol) for symbol in self._functional.outputs]
 
     def inputs_of(self, shard: Shard) -> Values:
-        """A micro-batch's inputs, by the symbolic input's id; cut where the batch is."""
-        found = {}
+        """Returns a micro-batch's inputs by symbolic input id; cut on the batch's device."""
+        inputs = {}
         for symbol, tensor in zip(self._functional.inputs, self._flat, strict=True):
             with where_it_is(tensor):
-                found[id(symbol)] = None if tensor is None else shard.rows_used(tensor)
-        return found
+                inputs[id(symbol)] = None if tensor is None else shard.rows_used(tensor)
+        return inputs
 
     def note_logits(self, values: Values) -> None:
-        """Adds to what a stage made the logits behind it.
+        """Adds the logits behind a stage's outputs to them.
 
-        Not of the model's outputs alone: a layer may hand on what it is given.
+        Not only for the model's outputs: a layer may pass its input on.
         """
-        made = [(key, tensor) for key, tensor in values.items() if not isinstance(key, LogitsOf)]
-        for key, tensor in made:
+        outputs = [(key, tensor) for key, tensor in values.items() if not isinstance(key, LogitsOf)]
+        for key, tensor in outputs:
             logits = None if tensor is None else logits_of(tensor)
             if logits is not None:
                 values[LogitsOf(key)] = logits.tensor
                 self.behind[key] = logits._replace(tensor=None)
 
     def attach_logits(self, values: Values) -> None:
-        """Makes what was sent to a stage again, of the logits that were sent with it."""
+        """Recomputes a stage's inputs from the logits that were sent with them."""
         for key in [key for key in values if isinstance(key, LogitsOf)]:
             behind = self.behind[key.output]
             values[key.output] = behind.output(values[key], values[key.output])
 
     def targets_of(self, shard: Shard) -> tuple[Any, Any]:
-        """A micro-batch's targets and weights, cut where the batch is; a scalar as it is."""
+        """Returns a micro-batch's targets and weights, cut on the batch's device; scalars whole."""
 
         def rows(tensor):
             if tensor is None:
@@ -123,13 +123,13 @@ class Batch:
         return keras.tree.map_structure(rows, (self.y, self.sample_weight))
 
     def outputs_of(self, shard: Shard, values: Values) -> Any:
-        """A micro-batch's outputs in the model's own structure, without a dummy row."""
+        """Returns a micro-batch's outputs in the model's own structure, without a dummy row."""
         flat = []
         for key in self.output_keys:
             part = shard.without_dummy_row(values[key])
             mask = self.masks.at_end(key, values[key])
             if mask is None and mask_of(part) is not None:
-                part = tf.identity(part)  # Calls find the mask, and the loss does not.
+                part = tf.identity(part)  # Calls find the mask, but the loss must not.
             logits = values.get(LogitsOf(key))
             if logits is not None and logits_of(part) is None:  # Sliced, or sent here.
                 part = self.behind[key].output(shard.without_dummy_row(logits), part)
@@ -143,10 +143,10 @@ class Batch:
 
         Args:
             key: The id of the symbolic output.
-            values: Of each piece here, in order.
+            values: The values of each local piece, in order.
 
         Raises:
-            ValueError: If the output has no axis of the examples.
+            ValueError: If the output has no batch axis.
         """
         if values[0][key].shape.rank == 0:
             raise ValueError(
@@ -156,21 +156,21 @@ class Batch:
                 "example, or add a scalar with `self.add_loss`."
             )
         behind = self.behind.get(key)
-        masks = [self.masks.at_end(key, own[key]) for own in values]
+        masks = [self.masks.at_end(key, piece[key]) for piece in values]
         sources: dict[Key, tf.Tensor] = {}
         if behind is None or behind.operation is None:
-            sources[key] = self._rows([own[key] for own in values])
+            sources[key] = self._rows([piece[key] for piece in values])
         if behind is not None:
-            sources[LogitsOf(key)] = self._rows([own[LogitsOf(key)] for own in values])
+            sources[LogitsOf(key)] = self._rows([piece[LogitsOf(key)] for piece in values])
         return Joined(sources, behind, None if masks[0] is None else self._rows(masks))
 
     def _rows(self, parts: list[tf.Tensor]) -> tf.Tensor:
-        pairs = zip(self.own, parts, strict=True)
-        own = tf.concat([shard.without_dummy_row(part) for shard, part in pairs], 0)
-        return self._others.joined(own, self.shards)
+        pairs = zip(self.local_shards, parts, strict=True)
+        local_rows = tf.concat([shard.without_dummy_row(part) for shard, part in pairs], 0)
+        return self._others.joined(local_rows, self.shards)
 
     def rows_of(self, shard: Shard, gradient: tf.Tensor) -> tf.Tensor:
-        """A micro-batch's part of the gradient of an output; zeros for a dummy row."""
+        """Returns a micro-batch's part of the gradient of an output; zeros for a dummy row."""
         rows = shard.rows(gradient)
         if not shard.may_be_idle:
             return rows
@@ -178,7 +178,7 @@ class Batch:
         return tf.pad(rows, [[0, missing]] + [[0, 0]] * (gradient.shape.rank - 1))
 
     def packed(self, flat: list[tf.Tensor]) -> Any:
-        """Puts outputs into the model's own structure."""
+        """Packs flat outputs into the model's own structure."""
         packed = as_outputs(self._functional, flat)
         is_single = isinstance(packed, list | tuple) and len(packed) == 1
         return packed[0] if is_single else packed

@@ -1,7 +1,7 @@
-"""What a layer writes while it computes a micro-batch: seeds, metrics; anything else is refused.
+"""What a layer may write while it computes a micro-batch: seeds and metrics.
 
-A state that a layer changes in each call (a counter, a running average) would change M times a step
-where one device changes it once, by the part where one device sees the whole.
+Any other state that a layer changes in each call (a counter, a running average) raises an error: it
+would change M times per step, from parts of the batch, where one device changes it once.
 """
 
 import contextlib
@@ -40,11 +40,11 @@ __all__ = [
 
 
 class PassScope(keras.StatelessScope):
-    """Keeps the losses that layers add in `losses`; looks at each write.
+    """Collects the losses that layers add in `losses`; checks each write.
 
     Args:
-        allowed: The variables that may be written, by their ids.
-        is_recomputed: Whether the pass is done again.
+        allowed: The variables that may be written, by id.
+        is_recomputed: Whether the pass is recomputed.
     """
 
     def __init__(self, allowed: Mapping[int, keras.Variable], is_recomputed: bool):
@@ -53,7 +53,7 @@ class PassScope(keras.StatelessScope):
         self._is_recomputed = is_recomputed
 
     def add_update(self, update) -> None:
-        """Writes at once, where Keras would keep the value for later.
+        """Writes the value at once; Keras would keep it for later.
 
         Raises:
             ValueError: If the variable's value would depend on the micro-batches.
@@ -66,17 +66,17 @@ class PassScope(keras.StatelessScope):
         value = keras.ops.cast(value, variable.dtype)
         shard = shards.current()
         if shard is not None and shard.may_be_idle and not _is_seed(variable):
-            # A dummy row is none.
+            # Ignore a dummy row.
             value = tf.where(shard.num_rows > 0, value, storage_of(variable))
         storage_of(variable).assign(value)
 
     @contextlib.contextmanager
     def refusing_operations(self) -> Iterator[None]:
-        """Looks at the operations that are made.
+        """Checks the operations that the block makes.
 
         Raises:
-            ValueError: If one of them writes a variable that Keras does not know; or draws other
-                numbers each time, where the pass is done again.
+            ValueError: If one of them writes a variable that Keras does not know, or draws
+                different numbers in a recompute.
         """
         if tf.executing_eagerly():
             yield
@@ -89,27 +89,28 @@ class PassScope(keras.StatelessScope):
         allowed += [] if generator is None else [storage_of(generator.state)]
         for op in other_writes(graph, before, allowed):
             raise PlacementError(_changes_state(f"{op.type} '{op.name}'"))
-        made = graph.get_operations()[before:] if self._is_recomputed else ()
-        for op in filter(draws_anew, with_inner(made)):
+        operations = graph.get_operations()[before:] if self._is_recomputed else ()
+        for op in filter(draws_anew, with_inner(operations)):
             self._refuse_recompute(f"{op.type} '{op.name}'")
 
-    def _refuse_recompute(self, what: str) -> None:
+    def _refuse_recompute(self, source: str) -> None:
         if self._is_recomputed:
             raise PlacementError(
                 "In a recompute a layer must draw the numbers that it drew the first time. A "
                 "`keras.random.SeedGenerator` of the layer's own is required (`seed=self.seed_"
-                f"generator`). Received: a draw from {what}. Or take recompute='never'."
+                f"generator`). Received: a draw from {source}. Or take recompute='never'."
             )
 
 
 def other_writes(
     graph: tf.Graph, first: int, allowed: Iterable[tf.Variable] = ()
 ) -> Iterator[tf.Operation]:
-    """Yields the operations of a graph, from the first-th on, that write other variables."""
+    """Yields the operations of a graph, from index `first` on, that write other variables."""
     handles = {id(variable.handle) for variable in allowed}
-    known = {id(inside) for outside, inside in graph.captures if id(outside) in handles} | handles
+    captured = {id(inside) for outside, inside in graph.captures if id(outside) in handles}
+    known_handles = captured | handles
     for op in graph.get_operations()[first:]:
-        if writes_variable(op) and id(op.inputs[0]) not in known:
+        if writes_variable(op) and id(op.inputs[0]) not in known_handles:
             yield op
 
 
@@ -122,55 +123,55 @@ def _changes_state(received: str) -> str:
 
 
 def writable(model: keras.Model, recompute: str) -> dict[int, keras.Variable]:
-    """The variables that may be written in a pass, by their ids.
+    """Returns the variables that may be written in a pass, by id.
 
-    A metric inside a layer sums over the micro-batches as over the batch, but not twice.
+    Metrics inside layers sum over micro-batches as over the batch; a recompute would add twice.
     """
-    found = [own.state for layer in layers_in(model) for own in seed_generators_of(layer)]
+    variables = [seeds.state for layer in layers_in(model) for seeds in seed_generators_of(layer)]
     if recompute == "never":
-        found += states_in_layers(model)
-    return {id(variable): variable for variable in found}
+        variables += states_in_layers(model)
+    return {id(variable): variable for variable in variables}
 
 
 class SumInLayer(NamedTuple):
-    """The state of a metric inside of a layer, to which each replica adds what its rows do.
+    """The state of a metric inside a layer, to which each replica adds its rows.
 
     Attributes:
         variable: The state.
-        before: What it was before the step.
+        before: Its value before the step.
     """
 
     variable: keras.Variable
     before: tf.Tensor
 
     def combine(self, others: Others) -> None:
-        """Writes to all copies what those of all replicas have come to."""
+        """Writes the sum over all replicas to all copies."""
         with tf.device(storage_of(self.variable).device):
-            more = tf.add_n([copy - self.before for copy in copies(self.variable)])
-            (more,) = others.summed([more])
-            self.variable.assign(self.before + more)
+            increment = tf.add_n([copy - self.before for copy in copies(self.variable)])
+            (increment,) = others.summed([increment])
+            self.variable.assign(self.before + increment)
 
 
 def sums_in_layers(model: keras.Model, num_replicas: int) -> list[SumInLayer]:
-    """The states of metrics inside of layers, where several replicas add to them."""
+    """Returns the states of metrics inside layers if several replicas add to them."""
     if num_replicas == 1:
         return []
     return [SumInLayer(v, tf.identity(copies(v)[0])) for v in states_in_layers(model)]
 
 
 def states_in_layers(model: keras.Model) -> list[keras.Variable]:
-    """The states of metrics inside of a model's layers, each once."""
+    """Returns the states of metrics inside a model's layers, each once."""
     inner = [layer for layer in layers_in(model) if layer is not model]
-    found = [v for layer in inner for metric in layer.metrics for v in metric.variables]
-    return list({id(variable): variable for variable in found}.values())
+    variables = [v for layer in inner for metric in layer.metrics for v in metric.variables]
+    return list({id(variable): variable for variable in variables}.values())
 
 
 def check_state(model: keras.Model, batch_normalization: str | None) -> None:
-    """Raises if stages that are called on micro-batches would not compute what the model does.
+    """Raises an error if stages would compute micro-batches differently from the model.
 
     Raises:
-        ValueError: For a `call` of the model's own; for batch normalization without the choice,
-            and stateful recurrent layers.
+        ValueError: For a `call` of the model's own, for batch normalization without
+            `batch_normalization`, and for stateful recurrent layers.
     """
     cls = original_class(model)
     if "call" in vars(model) or cls.call not in (Functional.call, keras.Sequential.call):
@@ -180,17 +181,17 @@ def check_state(model: keras.Model, batch_normalization: str | None) -> None:
             f"Received: `call` of model '{model.name}' of class {cls.__name__}. Put what it does "
             "into layers of the graph, or take `tfparallel.model_parallel`."
         )
-    own = [layer for layer in batch_norms(model) if layer.trainable]
-    if own and batch_normalization is None:
+    norms = [layer for layer in batch_norms(model) if layer.trainable]
+    if norms and batch_normalization is None:
         raise PlacementError(
             "Batch normalization takes the statistics of the whole batch, which no stage sees at "
             "once. batch_normalization='deferred' normalizes each micro-batch by its own moments "
             "and moves the averages by the whole batch's: other weights than one device's, unless "
             "its layers group the batch likewise. Received: batch_normalization=None with "
-            f"{[layer.name for layer in own]}. Make the choice (--batch_normalization=deferred), "
+            f"{[layer.name for layer in norms]}. Make the choice (--batch_normalization=deferred), "
             "freeze the layers, or take layer or group normalization."
         )
-    renorm = [layer.name for layer in own if renormalizes(layer)]
+    renorm = [layer.name for layer in norms if renormalizes(layer)]
     if renorm:
         raise PlacementError(
             "Batch renormalization corrects by averages that move in each call. Layers without "

@@ -1,4 +1,4 @@
-"""The builder `pipeline_parallel`: micro-batches of a plain Keras model through several devices."""
+"""The builder `pipeline_parallel`: a plain Keras model in stages, trained by micro-batches."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -34,8 +34,8 @@ class TooFewLayersError(PlacementError):
     """The model has fewer layers than the schedule has stages.
 
     Attributes:
-        num_layers: How many it has.
-        num_stages: How many there are.
+        num_layers: The number of layers.
+        num_stages: The number of stages.
     """
 
     def __init__(self, num_layers: int, schedule: Schedule):
@@ -51,7 +51,7 @@ class TooFewLayersError(PlacementError):
 
 @dataclasses.dataclass(frozen=True)
 class PipelineOptions:
-    """How micro-batches go through stages: arguments of `pipeline_parallel`, told there."""
+    """Arguments of `pipeline_parallel`; see there."""
 
     num_micro_batches: int
     schedule: str
@@ -86,51 +86,51 @@ def pipeline_parallel(
 ) -> keras.Model:
     """Cuts a functional or Sequential model into stages, and each batch into micro-batches.
 
-    Use it when the model does not fit one device, or one device is too slow: where `model_parallel`
-    has one device at work at a time, here each works on another micro-batch. With M micro-batches
-    K devices with equal stages stand still for (K − 1)/(M + K − 1) of the time, at best.
+    Use it when the model does not fit on one device or trains too slowly on it: `model_parallel`
+    keeps one device busy at a time; here, each device works on a different micro-batch. With M
+    micro-batches, K devices with equal stages are idle for at least (K − 1)/(M + K − 1) of the
+    time.
 
-    The weights that come out are those of one device: the gradients are summed over the
-    micro-batches, each loss has the divisor that it has over the whole batch, metrics are those of
-    the whole batch, and the optimizer updates once. Dropout masks are those of one device too;
-    other layers that draw are reproducible. The last micro-batches may be a row shorter.
+    The resulting weights are those of one device: gradients are summed over the micro-batches, each
+    loss has the divisor of the whole batch, metrics cover the whole batch, and the optimizer
+    updates once. Dropout masks also equal those of one device; other random layers are
+    reproducible. The last micro-batches may be one row shorter.
 
     Args:
         model_or_function: As for `model_parallel`.
-        devices: Names of the devices, such as `["GPU:0", "GPU:1"]`, or how many, or what
-            `tfparallel.connect_to_cluster` returned, for stages in other processes. Default: all.
-        num_micro_batches: M, into how many parts each batch of `fit` is cut.
+        devices: Names of the devices, such as `["GPU:0", "GPU:1"]`, or their number, or the result
+            of `tfparallel.connect_to_cluster`, for stages in other processes. Default: all.
+        num_micro_batches: M, the number of micro-batches per batch of `fit`.
         schedule: "gpipe": all forward passes, then all backward passes; holds the activations of M
-            micro-batches, and takes any loss. "1f1b": one forward, one backward; holds at most K.
-            "interleaved": 1F1B with several stages a device, for a smaller bubble; M must be a
+            micro-batches, and works with any loss. "1f1b": one forward, one backward; holds at most
+            K. "interleaved": 1F1B with several stages per device, for a smaller bubble; M must be a
             multiple of K.
-        recompute: Whether a backward pass computes its forward pass again, so that of a micro-batch
-            in flight only what was sent is held. "never", "always", or "except_last": all but the
-            last micro-batch (torchgpipe's), whose backward pass follows at once under "gpipe".
-        chunks_per_device: How many stages a device has under "interleaved"; 2 if None.
-        batch_normalization: None refuses layers that normalize by the batch. "deferred" normalizes
-            each micro-batch by its own moments and moves the averages once a step, by those of the
-            whole batch; other weights than plain Keras's.
-        layers_per_stage: How many consecutive layers each stage gets. Default: the best cut.
-        allow_empty_stages: Whether a model with fewer layers than stages is taken; the last stages
-            then only hand on what they are given.
-        balance: What the best cut spreads evenly: "memory", "time" or "both", as for
-            `model_parallel`.
-        device_memory: How many bytes each stage may hold, such as `"16GiB"`; no limit if None.
-        batch_size: The examples of a batch, for what the best cut costs.
-        check_rows: Whether a model that does not treat each example by itself is refused, as for
-            `data_parallel`.
-        sync: When the weights are updated: `"every_step"`, or `"accumulate:4"`, after every four
-            batches, to the weights of batches four times as large.
+        recompute: Whether a backward pass recomputes its forward pass; then only a stage's inputs
+            are held for each micro-batch in flight. "never", "always", or "except_last": all but
+            the last micro-batch (as torchgpipe), whose backward pass follows at once under "gpipe".
+        chunks_per_device: The number of stages per device under "interleaved"; 2 if None.
+        batch_normalization: None raises an error for layers that normalize by the batch. "deferred"
+            normalizes each micro-batch by its own moments and updates the averages once per step,
+            by those of the whole batch; the weights differ from plain Keras's.
+        layers_per_stage: The number of consecutive layers in each stage. Default: the best cut.
+        allow_empty_stages: Whether to accept a model with fewer layers than stages; the last stages
+            then only pass on their inputs.
+        balance: What the best cut balances: "memory", "time" or "both", as for `model_parallel`.
+        device_memory: The memory that each stage may use, such as `"16GiB"`; no limit if None.
+        batch_size: The examples of a batch, to find the best cut.
+        check_rows: Whether to raise an error if the model does not treat each example
+            independently, as for `data_parallel`.
+        sync: When to update the weights: `"every_step"`, or `"accumulate:4"`, after every four
+            batches, as one update for a batch four times as large.
 
     Returns:
         A `keras.Model`; `fit`, `evaluate`, `predict` and callbacks work as always, the latter two
-        without micro-batches, and `save` writes plain Keras, without devices. `placement` tells the
-        device of each layer, `schedule` what each device does.
+        without micro-batches, and `save` writes plain Keras, without devices. `placement` gives the
+        device of each layer, `schedule` the instructions of each device.
 
     Raises:
-        ValueError: If the schedule does not fit the devices or the layers, or the model keeps a
-            state that micro-batches change; and as for `model_parallel`.
+        ValueError: If the schedule does not fit the devices or the layers, or micro-batches would
+            change the model's state; and as for `model_parallel`.
 
     References:
         As in `tfparallel.layout.schedule`.
@@ -163,7 +163,7 @@ def pipeline_parallel(
 
 
 def accumulating(sync: str) -> Synchronization:
-    """Reads `sync`, of a model whose batches go through in micro-batches.
+    """Parses `sync` for a model in micro-batches.
 
     Raises:
         ValueError: If it is neither every_step nor accumulate:N.
@@ -188,21 +188,21 @@ def in_micro_batches(
     spread: Callable[[keras.Model], None] = lambda _: None,
     workers: int = 1,
 ) -> keras.Model:
-    """Builds or copies a model in stages, the layers on the devices of the first replica.
+    """Builds or copies a model in stages, on the devices of the first replica.
 
     Args:
         model_or_function: As for `pipeline_parallel`.
-        mesh: How many devices there are along each axis.
-        names: Of the devices of this process.
-        problems: What is known to be wrong with them.
-        chosen: What is asked for.
-        mixin: What extends the model's class.
-        splits_of: Says, by name, how layers are split, which have these stages.
-        spread: Brings what is on the first device of a stage to the others.
-        workers: Over how many processes the replicas are shared out.
+        mesh: The number of devices along each mesh axis.
+        names: The devices of this process.
+        problems: The problems found so far.
+        chosen: The options.
+        mixin: The class that extends the model's.
+        splits_of: Returns how layers are split, by name, given their stages.
+        spread: Copies or splits what is on the first device of a stage to the others.
+        workers: The number of processes that divide the replicas.
 
     Raises:
-        ValueError: As for `pipeline_parallel`; all that is wrong at once.
+        ValueError: As for `pipeline_parallel`; lists all problems.
     """
     with problems.gathered():
         sizes = (mesh.pipeline, chosen.num_micro_batches, chosen.chunks_per_device)
@@ -224,7 +224,7 @@ def in_micro_batches(
         with problems.gathered():
             check_state(model, chosen.batch_normalization)
         if chosen.layers_per_stage is None:
-            problems.raise_all()  # The best cut would be measured in vain.
+            problems.raise_all()  # Do not measure for the best cut in vain.
         with problems.gathered():
             stage_of = stages_by_layer(
                 model,
@@ -266,10 +266,10 @@ def in_micro_batches(
 
 
 def _reduction(num_replicas: int, workers: int) -> str | None:
-    """What sums the gradients of replicas, of so many on each worker, in words."""
-    here = ["added on the devices of replica 0"] if num_replicas > 1 else []
-    there = [f"summed over {workers} workers"] if workers > 1 else []
-    return ", then ".join([*here, *there]) or None
+    """Returns how gradients of replicas are summed, in words; `num_replicas` are per worker."""
+    within_worker = ["added on the devices of replica 0"] if num_replicas > 1 else []
+    between_workers = [f"summed over {workers} workers"] if workers > 1 else []
+    return ", then ".join([*within_worker, *between_workers]) or None
 
 
 def stages_by_layer(
@@ -284,10 +284,10 @@ def stages_by_layer(
 
     Args:
         model: A functional or Sequential model, with or without storage.
-        schedule: How many stages there are.
-        layers_per_stage: How many layers each has; None for the best cut.
-        allow_empty_stages: Whether a stage may have none.
-        **best: `balance`, `device_memory` and `batch_size`, as `pipeline_parallel` takes them.
+        schedule: The schedule, which has the number of stages.
+        layers_per_stage: The number of layers in each stage; None for the best cut.
+        allow_empty_stages: Whether a stage may have no layers.
+        **best: `balance`, `device_memory` and `batch_size`, as for `pipeline_parallel`.
 
     Raises:
         ValueError: If the layers do not fit the stages.
@@ -299,7 +299,7 @@ def stages_by_layer(
             raise TooFewLayersError(len(layers), schedule)
         layers_per_stage = [1] * len(layers) + [0] * missing
     if layers_per_stage is None:
-        # By number, where the cut takes any names.
+        # Stages by number; the cut accepts any names.
         numbers = range(schedule.num_stages)
         return layer_devices.by_balance(model, numbers, all_gradients=True, **best)
     _check_counts(layers_per_stage, len(layers), schedule.num_stages, allow_empty_stages)
@@ -318,15 +318,15 @@ def _check_counts(layers_per_stage, num_layers, num_stages, allow_empty_stages) 
         )
 
 
-def _plan(*asked) -> Schedule:
+def _plan(*sizes) -> Schedule:
     try:
-        return make_schedule(*asked)
+        return make_schedule(*sizes)
     except ScheduleError as error:
         raise PlacementError(str(error)) from error
 
 
 def _num_stages(schedule, num_devices, chunks_per_device) -> int:
-    """How many stages are asked for, whatever else is wrong."""
+    """Returns the requested number of stages, even if other options are wrong."""
     if schedule != "interleaved":
         return num_devices
     is_count = isinstance(chunks_per_device, int) and chunks_per_device > 1

@@ -1,4 +1,4 @@
-"""The Keras model whose stages work on several micro-batches at once."""
+"""The Keras model of `pipeline_parallel`: its stages work on several micro-batches at once."""
 
 import contextlib
 import functools
@@ -15,7 +15,7 @@ from tfparallel.pipeline.micro_batch_loss import COMPARES, check_decomposes
 from tfparallel.pipeline.pass_writes import writable
 from tfparallel.pipeline.pipeline_step import Step
 from tfparallel.pipeline.remote_replicas import Others
-from tfparallel.pipeline.schedule_executor import How
+from tfparallel.pipeline.schedule_executor import PassOptions
 from tfparallel.pipeline.stages import cut_stages
 from tfparallel.pipeline.traced_once import MustTraceEach
 from tfparallel.placement.layer_devices import PlacementError
@@ -32,20 +32,20 @@ __all__ = ["PipelinedModel"]
 
 
 class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
-    """Extends a functional or Sequential model of placed layers; training takes micro-batches.
+    """Extends a functional or Sequential model of placed layers; training uses micro-batches.
 
     Attributes:
         batch_normalization: None, or "deferred".
-        check_rows: Whether a model that mixes examples is refused.
+        check_rows: Whether to raise an error if the model mixes examples.
     """
 
-    _metrics_may_be_own = False  # Each worker is given the whole batch.
-    _traces_each = False  # Whether micro-batches are traced one by one.
-    _may_begin_anew = False  # Whether who called the step calls it again, where they must be.
+    _metrics_may_be_own = False  # Each worker reads the whole batch.
+    _traces_each = False  # Whether to trace each micro-batch.
+    _may_begin_anew = False  # Whether the caller can restart a step that must trace each.
 
     @property
     def schedule(self) -> Schedule:
-        """What each device does, in order."""
+        """The instructions of each device, in order."""
         return self._layout.make_schedule()
 
     def compile(self, *args, **kwargs):
@@ -62,25 +62,25 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
 
     def _begin(self, call):
         if call.kind == "fit":
-            call.enter(_in_plain_words())
+            call.enter(_as_placement_error())
         super()._begin(call)
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         super()._maybe_symbolic_build(iterator, data_batch)
-        global_seed_generator()  # Which a layer may draw from, and would make in the step.
+        global_seed_generator()  # A layer may draw from it, and must not create it in the step.
 
     def trace_each(self, is_needed: bool = True) -> None:
-        """Has steps trace their micro-batches one by one, or only the first."""
+        """Traces each micro-batch, or only the first."""
         attach(self, _traces_each=is_needed)
 
     def tracing_once(self, first: Callable, again: Callable | None = None):
-        """Calls what traces a step, whose micro-batches are traced once if they can be.
+        """Traces a step with a single trace for all micro-batches if possible.
 
-        In a function of the user's own each is traced, since nobody would trace another step.
+        Inside a user's own function each is traced, since no one could trace the step again.
 
         Args:
-            first: What is called.
-            again: What is called after it, where each must be traced; else the same.
+            first: Traces the step.
+            again: Traces it again if each micro-batch must be traced. Default: `first`.
         """
         attach(self, _may_begin_anew=True)
         try:
@@ -92,23 +92,23 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
             attach(self, _may_begin_anew=False)
 
     def make_train_function(self, force=False):
-        """Builds the step of `fit`; anew, if it turns out that each micro-batch must be traced."""
-        known = self.train_function
+        """Builds the step of `fit`; rebuilds it if each micro-batch must be traced."""
+        previous = self.train_function
         function = super().make_train_function(force)
-        if function is known:
+        if function is previous:
             return function
 
         @functools.wraps(function)
         def retried(iterator):
-            # What `train_on_batch` gives is a generator, and read once.
+            # `train_on_batch` passes a generator, which can be read only once.
             batches = None if isinstance(iterator, tf.data.Iterator) else [*iterator]
 
-            def given():
+            def fresh_iterator():
                 return iterator if batches is None else iter(batches)
 
             return self.tracing_once(
-                lambda: function(given()),
-                lambda: self.make_train_function(force=True)(given()),
+                lambda: function(fresh_iterator()),
+                lambda: self.make_train_function(force=True)(fresh_iterator()),
             )
 
         self.train_function = retried
@@ -116,7 +116,7 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
 
     @tf.autograph.experimental.do_not_convert
     def train_step(self, data):
-        """One step of training: all micro-batches forward and backward, then one update."""
+        """Runs one step: all micro-batches forward and backward, then one update."""
         return self._policy.step(data, super().train_step)
 
     def _make_policy(self, sync) -> EveryStep:
@@ -128,7 +128,7 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
         return self.passes(x, y, sample_weight).run(x, y, sample_weight)
 
     def passes(self, x, y, sample_weight, *, timed: bool = False) -> Step:
-        """Makes what runs the passes of one step."""
+        """Returns the step that runs the passes."""
         if compiled_loss(self) is not None and not compiled_loss(self).built:
             self._build_loss(x, y, sample_weight)
         other = why_unaligned((x, y, sample_weight))
@@ -139,12 +139,12 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
                 "Take schedule='gpipe', or give each example a row."
             )
         way = self._way((x, y, sample_weight), "fit")
-        how = How(
+        options = PassOptions(
             self,
             cut_stages(self, self._layout.stage_of, self._layout.num_stages),
             self.schedule,
             self._devices_of_stages,
-            # What runs eagerly is done at once, and holds what it holds.
+            # An eager operation runs at once and holds its inputs anyway.
             recompute="never" if tf.executing_eagerly() else self._layout.recompute,
             metrics=way.metrics if way.rows_stay else None,
             traces_each=self._traces_each or not self._may_begin_anew,
@@ -153,20 +153,20 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
             writable=writable(self, self._layout.recompute),
         )
         others = Others(self._layout.mesh.data, self._workers)
-        return Step(how, replicas_of(self._layout), others, gradients_stay=self._accumulates)
+        return Step(options, replicas_of(self._layout), others, gradients_stay=self._accumulates)
 
     @property
     def _devices_of_stages(self) -> list[str]:
-        """The first device of each place along the pipeline, in the first replica."""
+        """The first device of each pipeline coordinate, in the first replica."""
         mesh = self._layout.mesh
         return self.devices[: mesh.pipeline * mesh.parts : mesh.parts]
 
     def _build_loss(self, x, y, sample_weight):
-        """Has the loss find its targets, as Keras does before its first step."""
+        """Builds the loss for its targets, as Keras does before its first step."""
         try:
             self._symbolic_build(data_batch=(x, y, sample_weight))
         except (RuntimeError, ValueError):
-            # What cannot be called with dense tensors, or not outside of training.
+            # The model rejects dense tensors, or calls outside of training.
             outputs = as_outputs(self, self.outputs)
             with tf.init_scope():
                 compiled_loss(self).build(y, outputs)
@@ -177,24 +177,24 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
             batch_size = next((spec.shape[0] for spec in specs if spec.shape.rank), None)
         elif batch_size is None and not hasattr(x, "__next__") and hasattr(x, "shape"):
             batch_size = KERAS_BATCH_SIZE
-        of_each, replicas = self.schedule.num_micro_batches, self._layout.mesh.data
-        number = of_each * replicas
+        per_replica, replicas = self.schedule.num_micro_batches, self._layout.mesh.data
+        number = per_replica * replicas
         if batch_size is not None and batch_size < number:
-            of_all = f"{replicas} replicas x {of_each}" if replicas > 1 else f"{of_each}"
+            pieces = f"{replicas} replicas x {per_replica}" if replicas > 1 else f"{per_replica}"
             raise PlacementError(
                 "A batch must have an example for each micro-batch (the last of an epoch may have "
-                f"fewer). Received: batches of {batch_size} for {of_all} micro-batches. Take "
+                f"fewer). Received: batches of {batch_size} for {pieces} micro-batches. Take "
                 f"batch_size={number} or more, or fewer micro-batches."
             )
 
 
 @contextlib.contextmanager
-def _in_plain_words() -> Iterator[None]:
-    """Has what a comparison of losses asserts in a graph raised as a `PlacementError`."""
+def _as_placement_error() -> Iterator[None]:
+    """Raises the assertion of a loss comparison in a graph as a `PlacementError`."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        said = said_in(error, COMPARES)
-        if said is None:
+        message = said_in(error, COMPARES)
+        if message is None:
             raise
-        raise PlacementError(said) from None
+        raise PlacementError(message) from None

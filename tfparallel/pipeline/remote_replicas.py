@@ -1,8 +1,8 @@
-"""Replicas in other processes: which rows are theirs, and what is exchanged with them.
+"""Replicas in other processes: their rows, and the exchange with them.
 
-Each worker runs the whole program and is given the whole batch, and its replicas take their pieces
-of it. What the pieces of all come to is summed over the workers with the gradients; outputs are
-joined where a loss or a metric looks at them together.
+Each worker runs the whole program and reads the whole batch; its replicas take their pieces of it.
+The results of all pieces are summed over the workers with the gradients; outputs are joined if a
+loss or a metric needs them together.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ class Others(NamedTuple):
     """The workers of a job, seen from one of them.
 
     Attributes:
-        num_replicas: D, of all workers, each of which has as many.
-        workers: They; None for one process.
+        num_replicas: D, the number of replicas of all workers; each worker has the same number.
+        workers: The workers; None for one process.
     """
 
     num_replicas: int
@@ -31,22 +31,22 @@ class Others(NamedTuple):
 
     @property
     def is_first(self) -> bool:
-        """Whether what is there once, and not once a piece, counts here."""
+        """Whether this worker contributes what exists once rather than once per piece."""
         return self.workers is None or self.workers.worker_index == 0
 
     @property
     def first_replica(self) -> int:
-        """The index of this worker's first replica among those of all."""
+        """The index of this worker's first replica among all."""
         if self.workers is None:
             return 0
         return self.num_replicas // self.workers.num_workers * self.workers.worker_index
 
-    def own(self, shards: Sequence[Shard]) -> list[Shard]:
-        """The pieces of this worker's replicas, of those of the whole batch."""
+    def local(self, shards: Sequence[Shard]) -> list[Shard]:
+        """Returns the pieces of this worker's replicas, given those of the whole batch."""
         return self._by_worker(shards)[0 if self.workers is None else self.workers.worker_index]
 
     def summed(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums over the workers, in one collective for each type."""
+        """Sums over the workers, in one collective per dtype."""
         if self.workers is None or not tensors:
             return list(tensors)
         if all(map(is_summable, tensors)):
@@ -54,22 +54,22 @@ class Others(NamedTuple):
         return [tf.reduce_sum(each, 0) for each in self.stacked(tensors)]
 
     def stacked(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The tensors of all workers, one after the other along a new first axis."""
+        """Stacks the tensors of all workers along a new first axis."""
         if self.workers is None:
             return [tensor[None] for tensor in tensors]
         ones = [1] * self.workers.num_workers
         return self.workers.all_gather([tensor[None] for tensor in tensors], ones)
 
     def joined(self, rows: tf.Tensor, shards: Sequence[Shard]) -> tf.Tensor:
-        """The rows of all workers, in order, of those of this one.
+        """Joins the rows of all workers, in order.
 
         Args:
-            rows: Of the pieces here, shape `(rows, …)`.
+            rows: The rows of the local pieces, shape `(rows, …)`.
             shards: The pieces of the whole batch.
         """
         if self.workers is None:
             return rows
-        counts = [_sum([shard.num_rows for shard in own]) for own in self._by_worker(shards)]
+        counts = [_sum([s.num_rows for s in of_one]) for of_one in self._by_worker(shards)]
         (joined,) = self.workers.all_gather([rows], counts, ROWS)
         return joined
 

@@ -1,4 +1,4 @@
-"""What one replica does in a step: the instructions of a schedule, each on its device, in order.
+"""Runs a schedule in one replica: its instructions, each on its device, in order.
 
 ```
    F0 ───────► F1 ───────► B0 ───────► F2 …     control dependencies: the order on a device
@@ -7,8 +7,8 @@
    the next stage's F0, F1 …  B0
 ```
 
-An instruction begins when the one before it on its device has ended, and what it reads has come. So
-which activations are held, and how many, is the graph's own order, and not left to chance.
+An instruction begins when the previous one on its device has ended and its inputs have arrived. So
+the graph's own order, not chance, decides which activations are held at a time.
 """
 
 import functools
@@ -39,24 +39,23 @@ from tfparallel.tracing.graphs import operations_here
 from tfparallel.tracing.replay import DrawnApart
 from tfparallel.variables.replica import device_at_work
 
-__all__ = ["How", "Passed", "ReplicaStep"]
+__all__ = ["PassOptions", "PassOutputs", "ReplicaStep"]
 
 
-class How(NamedTuple):
-    """How the passes of a step are made, the same in each replica.
+class PassOptions(NamedTuple):
+    """How to make the passes of a step, the same in each replica.
 
     Attributes:
         model: The pipelined model.
         stages: Its stages.
-        schedule: What each device does.
-        devices: The first of each place along the pipeline, in the first replica.
+        schedule: The schedule.
+        devices: The first device of each pipeline coordinate, in the first replica.
         recompute: "never", "always" or "except_last".
-        metrics: The compiled metrics, where the loss is that of the micro-batches, added up; None
-            where the outputs meet.
-        traces_each: Whether each micro-batch is traced, or only the first.
-        has_parts: Whether a stage is on several devices, which its gradients follow.
-        timed: Whether to note when each instruction begins and ends.
-        writable: The variables that layers may write, by their ids.
+        metrics: The compiled metrics; None if outputs are joined for loss and metrics.
+        traces_each: Whether to trace each micro-batch, or only the first.
+        has_parts: Whether stages are on several devices, which their gradients follow.
+        timed: Whether to record when each instruction begins and ends.
+        writable: The variables that layers may write, by id.
     """
 
     model: keras.Model
@@ -76,17 +75,17 @@ class How(NamedTuple):
         return self.schedule.name == "gpipe" and self.metrics is None
 
 
-class Passed(NamedTuple):
-    """What a replica's passes leave, by micro-batch.
+class PassOutputs(NamedTuple):
+    """The results of a replica's passes, by micro-batch.
 
     Attributes:
-        step: What has made them; of replicas that are traced once, the first's.
+        step: The step that made them; for replicas that are traced once, the first's.
         outputs: The model's outputs, and the logits behind them, by `step.output_keys`.
         added: The losses that layers added.
-        parts: Of the loss.
-        growth: Of the metrics' states.
-        moments: Of batch normalization, by `step.moment_keys`; of each, by micro-batch.
-        gradients: What those of each weight have come to.
+        parts: The parts of the loss.
+        growth: The increments of the metrics' states.
+        moments: The moments of batch normalization, by `step.moment_keys`, then by micro-batch.
+        gradients: The sum of each weight's gradients.
     """
 
     step: "ReplicaStep"
@@ -99,102 +98,102 @@ class Passed(NamedTuple):
 
 
 class _Recorded(NamedTuple):
-    """What a forward pass leaves for its backward pass."""
+    """The results of a forward pass that its backward pass needs."""
 
     tape: tf.GradientTape
-    made: Values  # And taken.
+    values: Values  # Outputs and inputs.
     added: list[tuple[tf.Tensor, tf.Tensor]]  # Losses that layers added, and their shares.
-    moments: dict[Any, tuple]  # Of batch normalization.
-    loss: tuple[tf.GradientTape, Part] | None  # Behind the last stage.
-    grown: list[tf.Tensor]  # By what the metrics' states grow.
+    moments: dict[Any, tuple]  # The moments of batch normalization.
+    loss: tuple[tf.GradientTape, Part] | None  # After the last stage.
+    grown: list[tf.Tensor]  # The increments of the metrics' states.
 
 
 class ReplicaStep:
     """The passes of one replica, while they are traced (or run eagerly).
 
     Args:
-        how: How they are made.
-        memory: What all passes of the step share.
+        options: How to make the passes.
+        memory: The state that all passes of the step share.
         batch: The whole batch.
-        inputs: Of each of the replica's micro-batches, cut.
-        targets: Likewise, with weights.
-        shards: Which rows they are.
+        inputs: The inputs of each of the replica's micro-batches.
+        targets: The targets and weights of each.
+        shards: The rows of each.
 
     Attributes:
-        order: The instructions' ends, and their times.
-        loss: The compiled loss and metrics, of a micro-batch.
-        output_keys: Of the model's outputs, and of the logits behind them.
-        moment_keys: Of the calls of batch normalization.
+        order: The ends and times of the instructions.
+        loss: Computes the compiled loss and metrics of a micro-batch.
+        output_keys: The keys of the model's outputs, and of the logits behind them.
+        moment_keys: The keys of the calls of batch normalization.
     """
 
     def __init__(
         self,
-        how: How,
+        options: PassOptions,
         memory: StepMemory,
         batch: Batch,
         inputs: Sequence[Values],
         targets: Sequence[Any],
         shards: Sequence[Shard],
     ):
-        self._how = how
+        self._options = options
         self._batch = batch
         self._shards = shards
-        self._trained, each = how.model._trained(), how.traces_each
+        self._trained, each = options.model._trained(), options.traces_each
         self._calls = [
             StageCall(stage, batch, memory, self._scope, self._trained, each=each)
-            for stage in how.stages
+            for stage in options.stages
         ]
-        self.loss = LossCall(how.model, batch, metrics=how.metrics, each=each)
+        self.loss = LossCall(options.model, batch, metrics=options.metrics, each=each)
         self._sums = GradientSums()
-        # By seeds of TensorFlow's; replicas are told apart by smaller numbers.
+        # For TensorFlow's own seeds; smaller numbers distinguish the replicas.
         self._apart = [DrawnApart(m << 16) for m in range(len(shards))]
-        # By micro-batch: what stages made for others, and the losses that layers added.
-        self._values = [dict(own) for own in inputs]
+        # By micro-batch: the tensors between stages, and the losses that layers added.
+        self._values = [dict(of_one) for of_one in inputs]
         self._targets = targets
         self._added: list[list[tf.Tensor]] = [[] for _ in shards]
-        self._taken: dict[tuple, Values] = {}  # By stage and micro-batch: what was sent.
-        self._recorded: dict[tuple, _Recorded] = {}  # Likewise.
-        self._upstream: dict[tuple, list] = {}  # Gradients that have come back, by tensor.
+        self._inputs_of: dict[tuple, Values] = {}  # The stage's inputs, by stage and micro-batch.
+        self._recorded: dict[tuple, _Recorded] = {}  # By stage and micro-batch.
+        self._upstream: dict[tuple, list] = {}  # Gradients from readers, by tensor.
         self._parts: list[Part] = []  # Of the loss, by micro-batch.
-        self._growth: list[list[tf.Tensor]] = []  # Of the metrics' states, likewise.
+        self._growth: list[list[tf.Tensor]] = []  # Of the metrics' states, by micro-batch.
         self._moments: dict[Any, list[tuple]] = {}
-        self._read: list[set[int]] = [set() for _ in how.stages]  # Values of weights, by stage.
-        self._instructions = list(how.schedule.in_order())
-        self.order = DeviceOrder(list(map(device_at_work, how.devices)), how.timed)
+        self._read: list[set[int]] = [set() for _ in options.stages]  # The weights read, by stage.
+        self._instructions = list(options.schedule.in_order())
+        self.order = DeviceOrder(list(map(device_at_work, options.devices)), options.timed)
         self.output_keys: list[Key] = []
         self.moment_keys: list[Any] = []
 
-    def run(self) -> Passed:
-        """Makes the passes; where the loss is that of the joined outputs, the forward ones."""
+    def run(self) -> PassOutputs:
+        """Runs the passes; if the loss is that of the joined outputs, only the forward passes."""
         while self._instructions:
             _, instruction = self._instructions[0]
-            if self._how.begins_joined and instruction.kind == "backward":
+            if self._options.begins_joined and instruction.kind == "backward":
                 break
-            self._follow(*self._instructions.pop(0))
-        return self._found()
+            self._execute(*self._instructions.pop(0))
+        return self._pass_outputs()
 
-    def run_back(self, gradients: Sequence[Sequence[tf.Tensor | None]]) -> Passed:
-        """Makes the backward passes.
+    def run_back(self, gradients: Sequence[Sequence[tf.Tensor | None]]) -> PassOutputs:
+        """Runs the backward passes.
 
         Args:
-            gradients: Of the loss, by micro-batch and by `output_keys`.
+            gradients: The gradients of the loss, by micro-batch and by `output_keys`.
         """
         for m, of_one in enumerate(gradients):
             for key, gradient in zip(self.output_keys, of_one, strict=True):
                 if gradient is not None:
                     self._upstream.setdefault((self._maker(key), m, key), []).append(gradient)
         while self._instructions:
-            self._follow(*self._instructions.pop(0))
-        return self._found()
+            self._execute(*self._instructions.pop(0))
+        return self._pass_outputs()
 
-    def _found(self) -> Passed:
+    def _pass_outputs(self) -> PassOutputs:
         for drawn in self._apart:
             drawn.change()
         outputs = {*self._batch.output_keys}
         outputs |= {*map(LogitsOf, outputs)}
         self.output_keys = [key for key in self._values[0] if key in outputs]
         self.moment_keys = [*self._moments]
-        return Passed(
+        return PassOutputs(
             self,
             [[values[key] for key in self.output_keys] for values in self._values],
             self._added,
@@ -204,58 +203,58 @@ class ReplicaStep:
             self._sums.of(self._trained),
         )
 
-    def _follow(self, device: int, instruction: Instruction):
-        """Does what a device is to do."""
+    def _execute(self, device: int, instruction: Instruction):
+        """Executes one instruction of a device."""
         with self.order.next(device, instruction) as done:
             act = self._forward if instruction.kind == "forward" else self._backward
             done += act(instruction.stage, instruction.micro_batch)
 
     def _forward(self, index, m):
-        stage, values = self._how.stages[index], self._values[m]
-        taken = self._received(_of(values, stage.inputs))
-        self._taken[index, m] = taken
-        found = self._run_stage(stage, m, taken)
-        values.update(found.made if self._is_last(index) else _of(found.made, stage.outputs))
-        self._added[m] += [term for term, _ in found.added]
-        for key, moments in found.moments.items():
+        stage, values = self._options.stages[index], self._values[m]
+        inputs = self._received(_of(values, stage.inputs))
+        self._inputs_of[index, m] = inputs
+        record = self._run_stage(stage, m, inputs)
+        values.update(record.values if self._is_last(index) else _of(record.values, stage.outputs))
+        self._added[m] += [term for term, _ in record.added]
+        for key, moments in record.moments.items():
             self._moments.setdefault(key, []).append(moments)
-        done = [*_of(found.made, stage.outputs).values(), *(term for term, _ in found.added)]
-        if found.loss is not None:
-            _, part = found.loss
+        done = [*_of(record.values, stage.outputs).values(), *(term for term, _ in record.added)]
+        if record.loss is not None:
+            _, part = record.loss
             self._parts.append(part)
             done.append(part.loss)
         if self._is_last(index):
-            self._growth.append(found.grown)
+            self._growth.append(record.grown)
         if not self._is_recomputed(m):
-            self._recorded[index, m] = found
-        return done or [tensor for tensor in taken.values() if tensor is not None]
+            self._recorded[index, m] = record
+        return done or [tensor for tensor in inputs.values() if tensor is not None]
 
     def _backward(self, index, m):
-        stage = self._how.stages[index]
-        taken = self._taken.pop((index, m))
+        stage = self._options.stages[index]
+        inputs = self._inputs_of.pop((index, m))
         is_repeated = self._is_recomputed(m)
         if is_repeated:
-            # Behind the instruction before: else it would be computed again too early.
-            taken = self._received(taken)
-            found = self._run_stage(stage, m, taken)
+            # After the previous instruction; otherwise the recompute would run too early.
+            inputs = self._received(inputs)
+            record = self._run_stage(stage, m, inputs)
         else:
-            found = self._recorded.pop((index, m))
+            record = self._recorded.pop((index, m))
         begins = not is_repeated
         of_loss = []
-        if found.loss is not None:
-            of_loss = self._begin_with_loss(index, m, found, noted=begins)
+        if record.loss is not None:
+            of_loss = self._loss_backward(index, m, record, noted=begins)
             begins = False
-        keys, targets, seeds = self._seeds(index, m, found)
+        keys, targets, seeds = self._seeds(index, m, record)
         self._calls[index].check_seeded(keys)
         if not targets:
             return of_loss
         if begins:
             seeds = self.order.begun(seeds)
-        sent, variables = self._returned(taken), self._variables_of(stage)
-        # A function of the user's own keeps the copies that it was traced with.
+        sent, variables = self._with_gradient(inputs), self._variables_of(stage)
+        # A user's own function keeps the copies that it was traced with.
         read = [(variable, copy) for variable in variables for copy in copies(variable)]
         sources = [*sent.values(), *(copy for _, copy in read)]
-        gradients = self._gradients(found.tape, targets, sources, seeds)
+        gradients = self._gradients(record.tape, targets, sources, seeds)
         done: list[Any] = of_loss
         of_whom = [*sent, *(variable for variable, _ in read)]
         for source, gradient in zip(of_whom, gradients, strict=True):
@@ -270,35 +269,34 @@ class ReplicaStep:
             self._upstream.setdefault((self._maker(source), m, source), []).append(gradient)
         return done or seeds
 
-    def _run_stage(self, stage, m, taken) -> _Recorded:
-        """Calls the stage's layers, and behind the last the loss, under a tape."""
+    def _run_stage(self, stage, m, inputs) -> _Recorded:
+        """Calls the stage's layers, and after the last stage the loss, under a tape."""
         shard, loss, grown, before = self._shards[m], None, [], len(operations_here())
         with tf.GradientTape() as tape:
-            tape.watch(list(self._returned(taken).values()))
-            tape.watch([copy for held in self._variables_of(stage) for copy in copies(held)])
-            made = self._calls[stage.index](taken, shard)
+            tape.watch(list(self._with_gradient(inputs).values()))
+            tape.watch([copy for v in self._variables_of(stage) for copy in copies(v)])
+            out = self._calls[stage.index](inputs, shard)
             self._read[stage.index] |= {id(value) for value in tape.watched_variables()}
-            added = [(loss, tf.ones_like(loss) * shard.weight(loss.dtype)) for loss in made.losses]
-        values = made.values | taken
-        if self._is_last(stage.index) and not self._how.begins_joined:
+            added = [(loss, tf.ones_like(loss) * shard.weight(loss.dtype)) for loss in out.losses]
+        values = out.values | inputs
+        if self._is_last(stage.index) and not self._options.begins_joined:
             with tf.GradientTape() as tape_of_loss:
                 tape_of_loss.watch([t for t in values.values() if is_differentiable(t)])
                 part, grown = self.loss(values, self._targets[m], shard)
             loss = None if part is None else (tape_of_loss, part)
         self._apart[m].change(operations_here()[before:])
-        return _Recorded(tape, values, added, made.moments, loss, grown)
+        return _Recorded(tape, values, added, out.moments, loss, grown)
 
-    def _begin_with_loss(self, index, m, found: _Recorded, noted: bool) -> list[Any]:
-        """Sends the gradient of the loss to the outputs, and adds it to the weights that it reads.
+    def _loss_backward(self, index, m, record: _Recorded, noted: bool) -> list[Any]:
+        """Sends the gradient of the loss to the outputs, and adds it for the weights it reads.
 
-        Returns:
-            What tells that it has been added.
+        Returns tensors that exist once it has been added.
         """
-        tape, part = found.loss
-        seed = tf.cast(scale_of(self._how.model), part.loss.dtype)
+        tape, part = record.loss
+        seed = tf.cast(scale_of(self._options.model), part.loss.dtype)
         if noted:
             (seed,) = self.order.begun([seed])
-        sources = self._returned(found.made)
+        sources = self._with_gradient(record.values)
         read, done = read_by(tape, self._trained), []
         values = [*sources.values(), *(copy for _, copy in read)]
         gradients = iter(self._gradients(tape, part.loss, values, seed))
@@ -310,91 +308,92 @@ class ReplicaStep:
             done += self._sums.add(variable, gradient, OF_LOSS)
         return done
 
-    def _seeds(self, index, m, found: _Recorded) -> tuple[list[Key], list, list]:
-        """What the backward pass begins with: the gradients of what the stage made.
+    def _seeds(self, index, m, record: _Recorded) -> tuple[list[Key], list, list]:
+        """Returns the upstream gradients of the stage's outputs, to begin the backward pass.
 
         Returns:
-            The keys of what it made for others, the tensors and the losses, their gradients.
+            The keys of the outputs, the outputs and the losses, their gradients.
         """
-        scale = scale_of(self._how.model)
+        scale = scale_of(self._options.model)
         keys, targets, seeds = [], [], []
-        for key, tensor in found.made.items():
-            come = self._upstream.pop((index, m, key), None)
-            if come and is_differentiable(tensor):
+        for key, tensor in record.values.items():
+            gradients = self._upstream.pop((index, m, key), None)
+            if gradients and is_differentiable(tensor):
                 keys.append(key)
                 targets.append(tensor)
-                seeds.append(tf.identity(come[0]) if len(come) == 1 else _sum(come))
-        for term, share in found.added:
+                seeds.append(tf.identity(gradients[0]) if len(gradients) == 1 else _sum(gradients))
+        for term, share in record.added:
             targets.append(term)
             seeds.append(share * tf.cast(scale, share.dtype))
         return keys, targets, seeds
 
     def _gradients(self, tape, targets, sources, seeds):
         try:
-            if self._how.has_parts and not tf.executing_eagerly():
+            if self._options.has_parts and not tf.executing_eagerly():
                 return gradients_of_a_part(*map(tf.nest.flatten, (targets, sources, seeds)))
             return tape.gradient(targets, sources, output_gradients=seeds)
         except Exception as error:
-            if self._how.traces_each or tf.executing_eagerly():
+            if self._options.traces_each or tf.executing_eagerly():
                 raise
-            # Of a function TensorFlow takes the gradient in every argument, also where an
-            # operation of the user's has none and nobody asks for it.
+            # TensorFlow differentiates a function by every argument, even if a user's operation
+            # has no gradient and none is requested.
             raise MustTraceEach from error
 
     def _scope(self) -> PassScope:
-        return PassScope(self._how.writable, self._how.recompute != "never")
+        return PassScope(self._options.writable, self._options.recompute != "never")
 
     def _received(self, sent: Values) -> Values:
-        """What was sent, on this device, once its turn has come."""
+        """Copies the inputs to this device, once the instruction may begin."""
         keys = [key for key, tensor in sent.items() if tensor is not None]
-        here = self.order.begun([tf.identity(sent[key]) for key in keys])
-        found = dict.fromkeys(sent) | dict(zip(keys, here, strict=True))
+        arrived = self.order.begun([tf.identity(sent[key]) for key in keys])
+        received = dict.fromkeys(sent) | dict(zip(keys, arrived, strict=True))
         for key in keys:
-            with_mask_of(found[key], sent[key])
-        return found
+            with_mask_of(received[key], sent[key])
+        return received
 
-    def _returned(self, taken: Values) -> Values:
-        """Of what was sent, that whose gradient goes back: not the model's inputs."""
+    def _with_gradient(self, inputs: Values) -> Values:
+        """Returns the inputs whose gradients are sent back: not the model's inputs."""
         return {
             key: tensor
-            for key, tensor in taken.items()
+            for key, tensor in inputs.items()
             if is_differentiable(tensor) and self._maker(key) >= 0
         }
 
     def _maker(self, key) -> int:
-        """The stage that made a tensor; -1 for the model's inputs."""
+        """Returns the stage that made a tensor; -1 for the model's inputs."""
         if isinstance(key, LogitsOf):
             key = key.output
-        return next((stage.index for stage in self._how.stages if key in stage.outputs), -1)
+        return next((stage.index for stage in self._options.stages if key in stage.outputs), -1)
 
     def _is_last(self, index) -> bool:
-        return index == len(self._how.stages) - 1
+        return index == len(self._options.stages) - 1
 
     def _is_recomputed(self, m) -> bool:
-        is_last = m + 1 == self._how.schedule.num_micro_batches
-        how = self._how.recompute
-        return how == "always" or (how == "except_last" and not is_last)
+        is_last = m + 1 == self._options.schedule.num_micro_batches
+        recompute = self._options.recompute
+        return recompute == "always" or (recompute == "except_last" and not is_last)
 
     def _variables_of(self, stage):
-        """What is trained of a stage's layers, and what they read of others' (in a closure)."""
-        # A variable may be trained in a layer that is not: of a frozen one Keras names none.
-        held = self._how.model._parts([v for layer in stage.layers for v in layer.variables])
-        own, read = {*map(id, held)}, self._read
+        """Returns the trainable variables of a stage's layers, and those they read in closures."""
+        # A frozen layer lists none, but its variables may be trained in another layer.
+        variables = [v for layer in stage.layers for v in layer.variables]
+        variables = self._options.model._parts(variables)
+        ids, read = {*map(id, variables)}, self._read
         return [
             variable
             for variable in self._trained
-            if id(variable) in own or read[stage.index].intersection(map(id, copies(variable)))
+            if id(variable) in ids or read[stage.index].intersection(map(id, copies(variable)))
         ]
 
 
 def _of(values: Values, keys) -> Values:
-    """The values of some keys, with the logits behind them."""
-    found = {key: values[key] for key in keys}
-    return found | {key: values[key] for key in map(LogitsOf, keys) if key in values}
+    """Returns the values of some keys, and the logits behind them."""
+    selected = {key: values[key] for key in keys}
+    return selected | {key: values[key] for key in map(LogitsOf, keys) if key in values}
 
 
 def _sum(gradients):
-    """Of several readers of a tensor; `tf.add_n` takes no ragged ones."""
+    """Sums the gradients of several readers of a tensor; `tf.add_n` rejects ragged tensors."""
     if isinstance(gradients[0], tf.RaggedTensor):
         return functools.reduce(operator.add, gradients)
     return tf.add_n(gradients)

@@ -1,4 +1,4 @@
-"""A functional model cut into stages: which calls each makes, and what passes between them.
+"""A functional model cut into stages: the calls of each, and the tensors between them.
 
 ```
    x ──► │ embed │──► │ attend │──► │ mlp │──► logits
@@ -6,10 +6,10 @@
              └──────── skipped ────────┘        sent from stage 0 to stage 2, once
 ```
 
-A call belongs to the stage of its layer, or to the last stage whose outputs it reads, if that is
-behind: a layer that is called twice, in two stages, computes on its own device both times.
+A call belongs to the stage of its layer, or to the last stage whose outputs it reads if that comes
+later: a layer that is called in two stages computes on each stage's own device.
 
-Rests on internals of Keras: the nodes of a functional model, and the context of a call.
+Uses internals of Keras: the nodes of a functional model, and the context of a call.
 """
 
 from collections.abc import Mapping
@@ -36,20 +36,20 @@ Values = dict[Key, Any]
 
 
 class Stage:
-    """What one stage computes.
+    """The computation of one stage.
 
     Attributes:
         index: From 0.
         nodes: Its calls, producers before consumers.
         inputs: The symbolic tensors that it reads from elsewhere.
-        outputs: Those that it makes for others, or for the model's outputs.
-        layers: What it calls.
+        outputs: The symbolic tensors that other stages or the model's caller read.
+        layers: The layers that it calls.
     """
 
     def __init__(self, index: int, model: keras.Model):
         self.index = index
         self.nodes: list = []
-        self.calls_with: list = []  # What `training` each call finds, and leaves to the next.
+        self.calls_with: list = []  # The `training` value before and after each call.
         self.inputs: dict[int, keras.KerasTensor] = {}
         self.outputs: dict[int, keras.KerasTensor] = {}
         self._model = model
@@ -60,37 +60,37 @@ class Stage:
         operations = {id(node.operation): node.operation for node in self.nodes}
         return [op for op in operations.values() if isinstance(op, keras.Layer)]
 
-    def run(self, given: Values, masks: Masks) -> Values:
+    def run(self, inputs: Values, masks: Masks) -> Values:
         """Makes the calls, in training.
 
         Args:
-            given: The tensors of `inputs`, by the symbolic tensor's id. They keep their masks.
-            masks: Which calls find one.
+            inputs: The tensors of `inputs`, by the symbolic tensor's id. They keep their masks.
+            masks: Which calls find a mask.
 
         Returns:
-            Those of `outputs`, likewise, with the masks that they were made with; and what the
-            model puts out and the stage was given.
+            The tensors of `outputs`, by the symbolic tensor's id, with the masks that they were
+            made with; and those of `inputs` that are model outputs.
         """
-        values = dict(given)
-        # What other stages read, too, by the tensor's id: calls there may take its mask off.
-        shared = {id(tensor): (tensor, mask_of(tensor)) for tensor in given.values()}
+        values = dict(inputs)
+        # Tensors that other stages also read, by id: calls here may remove their masks.
+        shared = {id(tensor): (tensor, mask_of(tensor)) for tensor in inputs.values()}
         with calling_with(self._model, training=True) as context:
-            for node, (training, left) in zip(self.nodes, self.calls_with, strict=True):
+            for node, (training, training_after) in zip(self.nodes, self.calls_with, strict=True):
                 context.training = training
                 read = [values[id(symbol)] for symbol in node.input_tensors]
                 masks.take_off(node, [tensor if id(tensor) in shared else None for tensor in read])
                 args, kwargs = node.arguments.fill_in(values)
-                found = in_training(node.operation)(*args, **kwargs)
-                if LEAVES_TRAINING and context.training is not left:
-                    raise _leaves_another(node.operation, context.training)
-                for symbol, tensor in zip(node.outputs, keras.tree.flatten(found), strict=True):
+                outputs = in_training(node.operation)(*args, **kwargs)
+                if LEAVES_TRAINING and context.training is not training_after:
+                    raise _training_error(node.operation, context.training)
+                for symbol, tensor in zip(node.outputs, keras.tree.flatten(outputs), strict=True):
                     values[id(symbol)] = tensor
                     if id(symbol) in self.outputs:
                         shared.setdefault(id(tensor), (tensor, mask_of(tensor)))
         for tensor, mask in shared.values():
             if mask is not None:
                 set_mask(tensor, mask)
-        return {key: values[key] for key in (*self.outputs, *given) if key in values}
+        return {key: values[key] for key in (*self.outputs, *inputs) if key in values}
 
 
 def cut_stages(model: keras.Model, stage_of: Mapping[str, int], num_stages: int) -> list[Stage]:
@@ -99,7 +99,7 @@ def cut_stages(model: keras.Model, stage_of: Mapping[str, int], num_stages: int)
     Args:
         model: The model.
         stage_of: The stage of each layer, by name.
-        num_stages: How many stages; one may have no layer.
+        num_stages: The number of stages; a stage may have no layer.
     """
     functional = functional_of(model)
     stages = [Stage(index, model) for index in range(num_stages)]
@@ -109,27 +109,27 @@ def cut_stages(model: keras.Model, stage_of: Mapping[str, int], num_stages: int)
         before = [made_by.get(id(tensor), 0) for tensor in node.input_tensors]
         index = max([stage_of.get(node.operation.name, 0), *before])
         stages[index].nodes.append(node)
-        left = _left_by(node, training)
-        stages[index].calls_with.append((training, left))
-        training = left
+        training_after = _training_after(node, training)
+        stages[index].calls_with.append((training, training_after))
+        training = training_after
         for tensor in node.input_tensors:
             _read(stages, made_by, tensor, index)
         made_by.update((id(tensor), index) for tensor in node.outputs)
     for tensor in functional.outputs:
-        # The loss is computed behind the last stage, on its device.
+        # The loss is computed after the last stage, on its device.
         _read(stages, made_by, tensor, num_stages - 1)
         if id(tensor) in made_by:
             stages[made_by[id(tensor)]].outputs[id(tensor)] = tensor
     return stages
 
 
-def _left_by(node, training):
-    """What `training` the calls behind this one find, on one device, if it found `training`."""
+def _training_after(node, training):
+    """Returns the `training` value that later calls find on one device, after this call."""
     is_given = LEAVES_TRAINING and isinstance(node.operation, keras.Layer)
     return node.arguments.kwargs.get("training", training) if is_given else training
 
 
-def _leaves_another(layer, training):
+def _training_error(layer, training):
     return ValueError(
         "Stages need to know in advance with which `training` each layer is called. Received: "
         f"layer {layer.name!r}, which calls a layer of its own with training={training}; in Keras "
@@ -148,7 +148,7 @@ def _read(stages, made_by, tensor, reader):
 
 
 def with_mask_of(tensor: tf.Tensor, original: tf.Tensor) -> tf.Tensor:
-    """Hands on the mask that Keras keeps beside a tensor."""
+    """Copies the mask that Keras keeps on a tensor."""
     mask = mask_of(original)
     if mask is not None:
         set_mask(tensor, tf.identity(mask))

@@ -1,1 +1,1 @@
-"""Layers on devices: where each stands, and that all of it stands there."""
+"""Places layers on devices, and checks the placement."""

@@ -1,9 +1,8 @@
-"""Gradients whose operations stand on the devices of the forward ones.
+"""Gradients whose operations are on the devices of the forward operations.
 
-A `tf.GradientTape` takes no care of devices: whatever it records, the operations of the gradient
-go to the device of the scope it is asked in, which is one for the whole model. The graph's own
-differentiation can colocate each of them with the operation that it belongs to, and does so inside
-a `tf.function` too.
+A `tf.GradientTape` ignores devices: it places all operations of the gradient on the device of the
+scope in which it is called, one for the whole model. The graph's own differentiation can colocate
+each of them with its forward operation, also inside a `tf.function`.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ def gradients(loss: tf.Tensor, variables: Sequence[keras.Variable]) -> list[tf.T
 
     Args:
         loss: A scalar of this graph.
-        variables: What it depends on.
+        variables: The variables to differentiate by.
 
     Returns:
         ∂loss/∂v for each, on the device of v's first use; None where there is none.
@@ -31,11 +30,11 @@ def gradients(loss: tf.Tensor, variables: Sequence[keras.Variable]) -> list[tf.T
 
 
 def gradients_of_a_part(targets: Sequence, sources: Sequence, seeds: Sequence) -> list[Any]:
-    """Differentiates a part of the graph that is being traced, from what it made to what it read.
+    """Differentiates a part of the graph that is being traced, from its outputs to its inputs.
 
     Args:
-        targets: Tensors that the part made.
-        sources: Tensors that it was given, at which it ends, and variables.
+        targets: The outputs of the part.
+        sources: The inputs of the part, where differentiation stops, and variables.
         seeds: The gradients of the targets.
 
     Returns:

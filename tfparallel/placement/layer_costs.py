@@ -1,8 +1,8 @@
-"""What each layer costs while it trains: bytes that it holds, and seconds.
+"""Measures what each layer costs in training: the bytes that it holds, and its seconds.
 
-Bytes come from shapes, and from a trace of the step, which runs nothing: what the forward pass
-makes and the backward pass reads is held in between. Seconds are measured (`layer_timing.py`),
-layer by layer, on a copy that is gone afterwards. So the model needs no storage for either.
+Bytes come from shapes and from a trace of the step, which runs nothing: tensors of the forward pass
+that the backward pass reads are held in between. Seconds are measured (`layer_timing.py`), layer by
+layer, on a temporary copy. So the model needs no storage for either.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ from tfparallel.update.one_at_a_time import LARGE
 
 __all__ = ["bytes_of", "copy_of", "layer_costs", "model_costs"]
 
-_SLOTS = 2  # Of an optimizer that is not known yet: as many as Adam's.
-_ARRAYS_OF_A_LOSS = 2  # The outputs themselves, and their gradient.
-_ARRAYS_OF_AN_UPDATE = 3  # The gradient, and what Adam makes on its way; measured.
-# They hand on what they are given: no memory of their own.
+_SLOTS = 2  # Per weight of an unknown optimizer: as many as Adam's.
+_ARRAYS_OF_A_LOSS = 2  # The outputs and their gradient.
+_ARRAYS_OF_AN_UPDATE = 3  # The gradient, and Adam's temporary arrays; measured.
+# Operations that return their input's memory.
 _ALIASES = {"Identity", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "PreventGradient"}
 _READ_NO_VALUE = {"Shape", "ShapeN", "Size", "Rank"}
 _NOT_HELD = {"Const", "Placeholder", "ReadVariableOp", "Shape", "StridedSlice"}
@@ -43,19 +43,19 @@ def model_costs(
     measures_forward: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> ModelCosts:
-    """Tells what a model's layers cost; of loss, updates and the step no seconds are said.
+    """Returns the costs of a model's layers; those of loss, updates and step have no seconds.
 
     Args:
         model: A functional or Sequential model, with or without storage.
-        rows: One or two numbers of rows, at which layers are measured. Another axis of unknown
+        rows: One or two numbers of rows at which to measure layers. Any other axis of unknown
             length counts as 1.
-        optimizer: Tells the slots. None: two are assumed for each trained weight.
+        optimizer: The optimizer, for its slots. None: two per trainable weight.
         measures: Whether to measure seconds.
-        measures_forward: Whether to measure the forward pass by itself too, at the fewest rows.
-        progress: Is told what is measured, while it is.
+        measures_forward: Whether to measure the forward pass separately, too, at the fewest rows.
+        progress: Receives a description of each measurement.
 
     Raises:
-        NoCopy: If a layer that is to be measured cannot be copied.
+        NoCopy: If a layer to measure cannot be copied.
     """
     progress("memory of the layers")
     layers = layer_costs(model, max(rows), optimizer=optimizer)
@@ -92,10 +92,10 @@ def layer_costs(
 
     Args:
         model: A functional or Sequential model, with or without storage.
-        rows: Of a batch. Another axis of unknown length counts as 1.
-        optimizer: Tells the slots. None: two are assumed for each trained weight.
+        rows: The rows of a batch. Any other axis of unknown length counts as 1.
+        optimizer: The optimizer, for its slots. None: two per trainable weight.
     """
-    kept, passed = _kept_bytes(model, rows), edges(model)
+    activations, passed = _activation_bytes(model, rows), edges(model)
     of_outputs = row_bytes(model.outputs)
     at_once = optimizer is not None and _needs_all_gradients(optimizer)
 
@@ -116,7 +116,7 @@ def layer_costs(
                 trained_bytes=of_gradients,
                 gradient_bytes=of_gradients if at_once else of_gradients - sum(large),
                 slot_bytes=sum(slots(tuple(v.shape), str(v.dtype)) for v in trained),
-                activation_bytes=Line(0.0, kept.get(layer.name, 0) / rows),
+                activation_bytes=Line(0.0, activations.get(layer.name, 0) / rows),
                 output_bytes=passed.get(index, (of_outputs, ()))[0],
                 num_trained=len(trained),
                 update_bytes=_ARRAYS_OF_AN_UPDATE * max(large, default=0),
@@ -126,18 +126,18 @@ def layer_costs(
 
 
 def bytes_of(variable: keras.Variable) -> int:
-    """Returns how many bytes a variable holds."""
+    """Returns the size of a variable in bytes."""
     return _num_bytes(variable.shape, variable.dtype)
 
 
 def copy_of(optimizer: keras.Optimizer) -> keras.Optimizer:
-    """Returns an optimizer of the same configuration, without slots."""
+    """Returns an optimizer of the same config, without slots."""
     cls = original_class(optimizer)
     try:
         config = optimizer.get_config()
-    except NotImplementedError:  # As a schedule may; an update takes as long at another rate.
+    except NotImplementedError:  # Some schedules raise it; other rates take the same time.
         return cls()
-    return cls.from_config(config)  # Not by `deserialize`, which returns its name for a LAMB.
+    return cls.from_config(config)  # Not `deserialize`, which returns the name of a LAMB.
 
 
 def _needs_all_gradients(optimizer) -> bool:
@@ -145,16 +145,16 @@ def _needs_all_gradients(optimizer) -> bool:
 
 
 def _slot_bytes(optimizer, variable) -> int:
-    """Makes an optimizer's slots for a weight of this shape, and counts them."""
-    own = copy_of(optimizer)
-    before = {id(v) for v in own.variables}
-    own.build([keras.Variable(tf.zeros(variable.shape, variable.dtype), dtype=variable.dtype)])
-    return sum(bytes_of(v) for v in own.variables if id(v) not in before)
+    """Returns the size of an optimizer's slots for a weight of this shape; builds them."""
+    copy = copy_of(optimizer)
+    before = {id(v) for v in copy.variables}
+    copy.build([keras.Variable(tf.zeros(variable.shape, variable.dtype), dtype=variable.dtype)])
+    return sum(bytes_of(v) for v in copy.variables if id(v) not in before)
 
 
-def _kept_bytes(model, batch_size) -> dict[str, int]:
-    """Traces the step, and adds up what waits for the backward pass, by layer."""
-    kept: dict[str, int] = {}
+def _activation_bytes(model, batch_size) -> dict[str, int]:
+    """Traces the step, and sums by layer the tensors that wait for the backward pass."""
+    sizes: dict[str, int] = {}
     variables = model.variables
 
     @tf.function(autograph=False)
@@ -163,7 +163,7 @@ def _kept_bytes(model, batch_size) -> dict[str, int]:
             keras.StatelessScope(list(zip(variables, values, strict=True))),
             recording() as trace,
             traced_apart(),
-            _noted(layers_in_order(model)),
+            _recording_layers(layers_in_order(model)),
         ):
             outputs = model(inputs, training=True)
             trained = {id(v) for v in model.trainable_variables}
@@ -173,25 +173,25 @@ def _kept_bytes(model, batch_size) -> dict[str, int]:
             graph = tf.compat.v1.get_default_graph()
             forward = {op.name for op in graph.get_operations()}
             weights = [w for v, w in zip(variables, values, strict=True) if id(v) in trained]
-            found = tf.compat.v1.gradients(total, weights) if weights else []
-        for tensor in _read_backward(_needed(found), forward):
+            found_gradients = tf.compat.v1.gradients(total, weights) if weights else []
+        for tensor in _read_backward(_needed(found_gradients), forward):
             owner = trace.owner(tensor.op)
-            # A loop's lists tell no size: what a recurrent layer keeps of each turn is not seen.
+            # Lists of loops have no sizes, so the estimate omits the per-time-step values of RNNs.
             is_list = tensor.dtype in (tf.variant, tf.resource)
             if owner is not None and not is_list and tensor.shape.is_fully_defined():
-                kept[owner] = kept.get(owner, 0) + _num_bytes(tensor.shape, tensor.dtype.name)
+                sizes[owner] = sizes.get(owner, 0) + _num_bytes(tensor.shape, tensor.dtype.name)
 
     step.get_concrete_function(
         specs(inputs_of(model), batch_size),
         [tf.TensorSpec(v.shape, v.dtype) for v in variables],
     )
-    return kept
+    return sizes
 
 
 def _needed(gradients) -> list[tf.Operation]:
-    """The operations that gradients are computed by; TensorFlow runs no others.
+    """Returns the operations that compute gradients; TensorFlow runs no others.
 
-    It differentiates by constants, too, and nobody reads what comes of that.
+    It also differentiates by constants, but nothing reads the results.
     """
     waiting = []
     for gradient in gradients:
@@ -199,17 +199,17 @@ def _needed(gradients) -> list[tf.Operation]:
             waiting += [gradient.values.op, gradient.indices.op]
         elif gradient is not None:
             waiting.append(gradient.op)
-    found = {}
+    operations = {}
     while waiting:
         op = waiting.pop()
-        if op.name not in found:
-            found[op.name] = op
+        if op.name not in operations:
+            operations[op.name] = op
             waiting += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
-    return list(found.values())
+    return list(operations.values())
 
 
 def _read_backward(operations, forward) -> Iterable[tf.Tensor]:
-    found = {}
+    tensors = {}
     for op in operations:
         if op.name in forward or op.type in _READ_NO_VALUE:
             continue
@@ -217,12 +217,12 @@ def _read_backward(operations, forward) -> Iterable[tf.Tensor]:
             while tensor.op.type in _ALIASES:
                 tensor = tensor.op.inputs[0]
             if tensor.op.name in forward and tensor.op.type not in _NOT_HELD:
-                found[tensor.ref()] = tensor
-    return found.values()
+                tensors[tensor.ref()] = tensor
+    return tensors.values()
 
 
-class _NotedLayer:
-    """Extends a layer for a trace: its operations are noted as its own."""
+class _RecordedLayer:
+    """Extends a layer for a trace: records its operations under its name."""
 
     def __call__(self, *args, **kwargs):
         with noting("forward", self.name, ""):
@@ -230,11 +230,11 @@ class _NotedLayer:
 
 
 @contextlib.contextmanager
-def _noted(layers) -> Iterator[None]:
+def _recording_layers(layers) -> Iterator[None]:
     classes = [type(layer) for layer in layers]
     try:
         for layer in layers:
-            layer.__class__ = type(type(layer).__name__, (_NotedLayer, type(layer)), {})
+            layer.__class__ = type(type(layer).__name__, (_RecordedLayer, type(layer)), {})
         yield
     finally:
         for layer, original in zip(layers, classes, strict=True):

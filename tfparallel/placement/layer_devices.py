@@ -1,4 +1,4 @@
-"""Which layer goes to which device."""
+"""Assigns layers to devices."""
 
 import numbers
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ BALANCES = ("memory", "time", "both")
 def by_layers_per_stage(
     layers: Sequence[keras.Layer], devices: Sequence[str], layers_per_stage: Sequence[int]
 ) -> dict[str, str]:
-    """Gives each device as many consecutive layers as the list says.
+    """Assigns consecutive layers to each device, in the given numbers.
 
     Raises:
         ValueError: If the numbers do not fit the layers or the devices.
@@ -59,10 +59,10 @@ def by_layers_per_stage(
 def by_device_map(
     layers: Sequence[keras.Layer], device_map: Mapping[str, str]
 ) -> dict[str, str]:
-    """Takes the device of each layer from a dictionary.
+    """Assigns layers by a dictionary.
 
     Raises:
-        ValueError: If a layer is missing in it or unknown, or a device does not exist.
+        ValueError: If it lacks a layer, or names an unknown layer or device.
     """
     names = [layer.name for layer in layers]
     problems = Problems()
@@ -84,27 +84,27 @@ def by_balance(
     device_memory: int | None = None,
     all_gradients: bool = False,
 ) -> dict[str, str]:
-    """Cuts the model where the largest stage is smallest.
+    """Cuts the model into stages so that the largest stage is as small as possible.
 
     Args:
         model: A functional or Sequential model, with or without storage.
-        devices: The devices, one stage each.
+        devices: The devices, one per stage.
         batch_size: The examples of a batch.
-        balance: "memory", "time", or "both" by their shares of the whole.
-        device_memory: How many bytes a device may hold; None for no limit.
+        balance: "memory", "time", or "both" by their shares of the total.
+        device_memory: The bytes that a device may hold; None for no limit.
         all_gradients: Whether all gradients are held at once.
 
     Raises:
-        ValueError: If there are more devices than layers, or nothing meets `device_memory`.
+        ValueError: If there are more devices than layers, or no cut fits `device_memory`.
     """
     layers = layers_in_order(model)
     check_cut(layers, devices, balance)
-    if len(devices) == 1 and device_memory is None:  # There is nothing to cut, so nothing to time.
+    if len(devices) == 1 and device_memory is None:  # Nothing to cut, so nothing to measure.
         return dict.fromkeys([layer.name for layer in layers], devices[0])
     try:
         try:
             costs = model_costs(model, [batch_size], measures=balance != "memory")
-        except NoCopy as error:  # Where it is cut changes no result.
+        except NoCopy as error:  # The cut changes no results.
             notice(f"Model '{model.name}' is cut by balance='memory', not {balance!r}. {error}")
             balance = "memory"
             costs = model_costs(model, [batch_size], measures=False)
@@ -130,10 +130,10 @@ def by_balance(
 
 
 def read_limits(device_memory: int | str | None, batch_size: int) -> int | None:
-    """Returns how many bytes a device may hold; the batch that costs are of is checked as well.
+    """Parses `device_memory` into bytes, and checks `batch_size`.
 
     Raises:
-        ValueError: If one of the two cannot be.
+        ValueError: If one of them is invalid.
     """
     is_count = isinstance(batch_size, numbers.Integral) and not isinstance(batch_size, bool)
     if not is_count or batch_size < 1:
@@ -145,10 +145,10 @@ def read_limits(device_memory: int | str | None, batch_size: int) -> int | None:
 
 
 def check_cut(layers: Sequence[keras.Layer], devices: Sequence[str], balance: str) -> None:
-    """Checks what is asked of the best cut.
+    """Checks the arguments of the best cut.
 
     Raises:
-        ValueError: If there are more devices than layers, or no such balance; says both.
+        ValueError: If there are more devices than layers, or `balance` is unknown; lists both.
     """
     problems = Problems()
     with problems.gathered():
@@ -159,10 +159,10 @@ def check_cut(layers: Sequence[keras.Layer], devices: Sequence[str], balance: st
 
 
 def check_balance(balance: str) -> None:
-    """Checks what the best cut spreads evenly.
+    """Checks `balance`.
 
     Raises:
-        ValueError: If it is none of `BALANCES`.
+        ValueError: If it is not one of `BALANCES`.
     """
     if balance not in BALANCES:
         raise PlacementError(
@@ -171,27 +171,27 @@ def check_balance(balance: str) -> None:
 
 
 def by_variables(model: keras.Model) -> dict[str, str]:
-    """Honours the user's own `with tf.device(...)`, which the variables remember.
+    """Reads the devices of variables, which the user's `with tf.device(...)` set.
 
-    A layer without variables goes where its input comes from.
+    A layer without variables is placed on the device of its input.
 
     Raises:
         ValueError: If the variables of one layer are on several devices.
     """
-    layers, found = layers_in_order(model), edges(model)
+    layers, sent = layers_in_order(model), edges(model)
     placement: dict[str, str] = {}
     for index, layer in enumerate(layers):
-        own = {device_lib.resolve(v.value.device) for v in layer.variables if v.value.device}
-        if len(own) > 1:
+        devices = {device_lib.resolve(v.value.device) for v in layer.variables if v.value.device}
+        if len(devices) > 1:
             raise PlacementError(
                 "A layer's variables must be on one device. Received: layer "
-                f"'{layer.name}' with variables on {', '.join(sorted(own))}. Build the layer in "
-                "one `with tf.device(...)` block."
+                f"'{layer.name}' with variables on {', '.join(sorted(devices))}. Build the layer "
+                "in one `with tf.device(...)` block."
             )
-        producers = [p for p, (_, readers) in found.items() if index in readers]
+        producers = [p for p, (_, readers) in sent.items() if index in readers]
         before = [placement[layers[p].name] for p in producers if layers[p].name in placement]
         first = device_lib.resolve("CPU:0")
-        placement[layer.name] = own.pop() if own else before[-1] if before else first
+        placement[layer.name] = devices.pop() if devices else before[-1] if before else first
     return placement
 
 

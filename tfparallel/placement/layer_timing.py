@@ -1,7 +1,7 @@
-"""How long each layer takes in a step: measured, layer by layer, on copies.
+"""Measures the seconds of each layer in a step, layer by layer, on copies.
 
-A layer that is run alone pays for a call of a program, which in the model's step all layers share.
-So a program runs it several times, each time behind the last, and the time of one more run counts:
+A layer that runs alone pays for the call of a program, which all layers share in the model's step.
+So a program runs it several times in sequence, and only the time of further runs counts:
 
     seconds = (T(1 + n) − T(1)) / n
 """
@@ -40,10 +40,10 @@ __all__ = [
 ]
 
 _LEAST_RUNS, _LEAST_SECONDS, _MOST_RUNS = 5, 0.1, 100
-_MORE_RUNS, _MOST_SECONDS = 8, 0.02  # Behind the first; none for a layer that takes so long.
-_LEAST = 1e-6  # Seconds: no layer takes none, whatever the clock says of two runs.
-_LEAST_GAIN = 1.1  # Less is the noise of a measurement.
-_HEAVIEST = 3  # Kinds of layers that are run side by side; the others are like them.
+_MORE_RUNS, _MOST_SECONDS = 8, 0.02  # After the first; none for a layer that takes so long.
+_LEAST = 1e-6  # Seconds: the lower bound, whatever the clock says.
+_LEAST_GAIN = 1.1  # A smaller gain is noise.
+_HEAVIEST = 3  # The number of layer kinds to run side by side; they represent the others.
 
 
 def measured_seconds(
@@ -55,42 +55,42 @@ def measured_seconds(
 ) -> dict[str, float]:
     """Measures each layer's forward and backward pass.
 
-    With `backward=False` it is the forward pass alone. `progress` is given the name of each layer
-    that is about to be measured.
+    With `backward=False`, it measures only the forward pass. `progress` receives the name of each
+    layer before it is measured.
 
-    Each layer runs alone, on a copy with weights and inputs of its own; layers of one configuration
-    and one input shape are measured once. One that is called twice in the model counts twice. What
-    reads the model's inputs alone sends no gradient back.
+    Each layer runs alone, on a copy with its own weights and inputs; layers of the same config and
+    input shape are measured once. A layer that is called twice in the model counts twice. A layer
+    that reads only the model's inputs computes no gradient of its inputs.
 
     Returns:
         The seconds for a batch, by the layer's name.
     """
-    known: dict[str, float] = {}
-    found = {layer.name: 0.0 for layer in layers_in_order(model)}
+    seconds_by_kind: dict[str, float] = {}
+    seconds = {layer.name: 0.0 for layer in layers_in_order(model)}
     for call in layer_calls(model):
-        if call.kind not in known:
+        if call.kind not in seconds_by_kind:
             progress(call.layer.name)
-            known[call.kind] = marginal_seconds(call.program(batch_size, backward))
-        found[call.layer.name] += known[call.kind]
-    return found
+            seconds_by_kind[call.kind] = marginal_seconds(call.program(batch_size, backward))
+        seconds[call.layer.name] += seconds_by_kind[call.kind]
+    return seconds
 
 
 def measured_side_by_side(
     model: keras.Model, batch_size: int, seconds: Mapping[str, float], number: int
 ) -> float:
-    """Measures how much more is done in the same time when several layers are at work at once.
+    """Measures the gain in throughput when several layers run at once.
 
-    The logical devices of a CPU share its cores, which a single layer may keep busy or not. The
-    kinds of layers that take longest run side by side, forward and backward.
+    The logical devices of a CPU share its cores, which a single layer may or may not keep busy. The
+    slowest kinds of layers run side by side, forward and backward.
 
     Args:
         model: A functional or Sequential model.
         batch_size: The examples of a batch.
-        seconds: Of each layer, by name; says which take longest.
-        number: How many run at once.
+        seconds: The seconds of each layer, by name, to find the slowest.
+        number: The number of layers that run at once.
 
     Returns:
-        From 1, where cores are as busy with one, to `number`. A gain within the noise is none.
+        From 1, if one layer keeps all cores busy, to `number`. A gain within the noise counts as 1.
     """
     calls: dict[str, LayerCall] = {}
     totals: dict[str, float] = {}
@@ -101,7 +101,7 @@ def measured_side_by_side(
     for kind in sorted(calls, key=totals.__getitem__, reverse=True)[:_HEAVIEST]:
         call = calls[kind]
         program = call.program(batch_size)
-        # Long enough that what the call of a program takes does not count.
+        # Long enough to hide the overhead of calling a program.
         most = math.ceil(_MOST_SECONDS / 4 / max(seconds[call.layer.name], _LEAST))
         num_runs = min(1 + _MORE_RUNS, most)
         programs = [program(num_runs), program(num_runs, number)]
@@ -118,9 +118,9 @@ def inputs_of(model: keras.Model) -> Any:
 
 
 def specs(tensors: Any, batch_size: int) -> Any:
-    """Returns what a batch looks like, of its declared size if it has one.
+    """Returns the specs of a batch, with its declared size if it has one.
 
-    Another axis of unknown length counts as 1.
+    Any other axis of unknown length counts as 1.
     """
 
     def spec(t):
@@ -132,11 +132,11 @@ def specs(tensors: Any, batch_size: int) -> Any:
 def marginal_seconds(
     program: Callable[[int], Callable[[], Any]], more_runs: int = _MORE_RUNS
 ) -> float:
-    """What one more run takes of a program that is made for so many.
+    """Measures the seconds of one more run of a program.
 
     Args:
-        program: Makes the program of a number of runs, one behind the other.
-        more_runs: How many are behind the first.
+        program: Makes a program of a number of runs in sequence.
+        more_runs: The number of runs after the first.
     """
     alone = program(1)
     (once,) = lower_quartiles([alone], 0.0)
@@ -149,15 +149,15 @@ def marginal_seconds(
 def program_of(
     model: "keras.Model | _Call", batch_size: int, backward: bool, has_input_gradient: bool
 ) -> Callable[..., Callable[[], Any]]:
-    """Returns a function from a number of runs to a program that takes so many steps.
+    """Returns a function that makes a program of a number of runs of a step.
 
-    With `num_chains` the program has as many chains of runs, which do not wait for each other.
+    With `num_chains`, the program has several chains of runs that do not wait for each other.
     """
     variables = model.trainable_variables
 
     @tf.function(autograph=False)  # Traced once, whatever the number of runs.
     def numbers_of_step(inputs):
-        return [_one_number(made) for made in keras.tree.flatten(one_step(inputs))]
+        return [_one_number(result) for result in keras.tree.flatten(one_step(inputs))]
 
     def one_step(inputs):
         if not backward:
@@ -167,13 +167,13 @@ def program_of(
         with tf.GradientTape() as tape:
             tape.watch(floating if has_input_gradient else [])
             outputs = model(inputs, training=True)
-        made = [o for o in keras.tree.flatten(outputs) if o.dtype.is_floating]
-        # What comes back from the next layer is as large as what went there: the outputs do for it.
-        found = tape.gradient(made, sources, output_gradients=made) if made else []
-        return [keras.tree.flatten(outputs), [g for g in found if g is not None]]
+        targets = [o for o in keras.tree.flatten(outputs) if o.dtype.is_floating]
+        # Gradients from the next layer have the shapes of the outputs, so the outputs can serve.
+        gradients = tape.gradient(targets, sources, output_gradients=targets) if targets else []
+        return [keras.tree.flatten(outputs), [g for g in gradients if g is not None]]
 
     def program(num_runs, num_chains=1):
-        # Inputs of their own, or TensorFlow would see that all runs are one.
+        # Different inputs for each run; otherwise TensorFlow would merge equal runs.
         chains = [
             [
                 examples(specs(inputs_of(model), batch_size), chain * num_runs + i)
@@ -192,7 +192,7 @@ def program_of(
                         batch = keras.tree.map_structure(tf.identity, batch)
                         read = [*read, *numbers_of_step(batch)]
                 ends += read
-            return tf.add_n(ends)  # What nobody reads, TensorFlow does not compute.
+            return tf.add_n(ends)  # TensorFlow prunes results that nothing reads.
 
         return lambda: run(chains).numpy()
 
@@ -206,10 +206,10 @@ def _one_number(tensor) -> tf.Tensor:
 
 
 def lower_quartiles(functions: list[Callable[[], Any]], least_seconds: float) -> list[float]:
-    """Returns the lower quartile of each one's times, called in turn, for so long at least.
+    """Returns the lower quartile of each function's times, called in turn for `least_seconds`.
 
-    What disturbs a machine makes calls slower, never faster, and calls in turn alike: of medians
-    that are taken one after the other, the difference can be zero.
+    Disturbances of a machine only slow calls down, and calls in turn equally: the difference of
+    medians that are measured one after the other can be zero.
     """
     for function in functions:
         function()  # The first call traces.
@@ -226,7 +226,7 @@ def lower_quartiles(functions: list[Callable[[], Any]], least_seconds: float) ->
 
 
 def examples(specifications: Any, seed: int) -> Any:
-    """Makes up a batch of these shapes; another one for another seed."""
+    """Makes synthetic examples of these specs; they differ by seed."""
 
     def example(spec):
         if spec.dtype.is_floating:
@@ -235,7 +235,7 @@ def examples(specifications: Any, seed: int) -> Any:
             return tf.fill(spec.shape, str(seed % 2))
         if seed % 2 or spec.shape.rank < 2:
             return tf.cast(tf.fill(spec.shape, seed % 2), spec.dtype)
-        # Padding, if it is one, stands behind words: cuDNN takes no other.
+        # Padding must come after words for cuDNN.
         is_word = tf.range(spec.shape[-1]) < max(1, spec.shape[-1] - 1)
         return tf.cast(tf.broadcast_to(is_word, spec.shape), spec.dtype)
 
@@ -243,7 +243,7 @@ def examples(specifications: Any, seed: int) -> Any:
 
 
 class NoCopy(PlacementError):
-    """A layer cannot be copied, and so cannot be run alone."""
+    """A layer cannot be copied, so it cannot run alone."""
 
     def __init__(self, layer: keras.Layer):
         super().__init__(
@@ -255,15 +255,15 @@ class NoCopy(PlacementError):
 
 
 class LayerCall(NamedTuple):
-    """A call of a layer in a model; calls of one kind take as long.
+    """A call of a layer in a model; calls of the same kind take the same time.
 
     Attributes:
         layer: The layer.
-        kind: Its class, its configuration and the shapes, as text.
-        inputs: The symbolic tensors that it is given.
-        outputs: Those that it returns.
-        node: Keras's own note of the call; None for a model that is a layer.
-        is_first: Whether it reads the model's inputs alone, and sends no gradient back.
+        kind: Its class, config and shapes, as text.
+        inputs: Its symbolic inputs.
+        outputs: Its symbolic outputs.
+        node: Keras's node of the call; None for a nested model.
+        is_first: Whether it reads only the model's inputs, and sends no gradient back.
     """
 
     layer: keras.Layer
@@ -276,7 +276,7 @@ class LayerCall(NamedTuple):
     def program(
         self, batch_size: int, backward: bool = True
     ) -> Callable[..., Callable[[], Any]]:
-        """What `program_of` returns, for a copy of the layer alone."""
+        """Returns the result of `program_of` for a copy of the layer alone."""
         try:
             alone = _alone(self.layer, self.inputs, self.node)
         except (NotImplementedError, TypeError, ValueError) as error:
@@ -286,19 +286,19 @@ class LayerCall(NamedTuple):
 
 def layer_calls(model: keras.Model) -> Iterator[LayerCall]:
     """Yields each call of each layer, producers before consumers."""
-    given = {id(tensor) for tensor in keras.tree.flatten(inputs_of(model))}
+    model_inputs = {id(tensor) for tensor in keras.tree.flatten(inputs_of(model))}
     for layer in layers_in_order(model):
         for inputs, outputs, node in _nodes_of(layer, model):
-            is_first = all(id(tensor) in given for tensor in keras.tree.flatten(inputs))
+            is_first = all(id(tensor) in model_inputs for tensor in keras.tree.flatten(inputs))
             try:
                 kind = _kind(layer, inputs, outputs, is_first)
-            except NotImplementedError as error:  # Keras's, of a layer without `get_config`.
+            except NotImplementedError as error:  # Keras raises it without `get_config`.
                 raise NoCopy(layer) from error
             yield LayerCall(layer, kind, inputs, outputs, node, is_first)
 
 
 class _Call:
-    """A call of a layer that holds nothing: no copy is needed, and some have none (`Lambda`)."""
+    """A call of a layer without state: it needs no copy, and some (`Lambda`) cannot be copied."""
 
     variables, trainable_variables = (), ()
 
@@ -307,8 +307,8 @@ class _Call:
         self._node = node
 
     def __call__(self, inputs, training):
-        given = {id(symbol): tensor for symbol, tensor in zip(self.input, inputs, strict=True)}
-        args, kwargs = self._node.arguments.fill_in(given)
+        values = {id(symbol): tensor for symbol, tensor in zip(self.input, inputs, strict=True)}
+        args, kwargs = self._node.arguments.fill_in(values)
         layer = self._node.operation
         if takes_training(layer):
             kwargs = {**kwargs, "training": training}
@@ -316,13 +316,13 @@ class _Call:
 
 
 def _alone(layer, inputs, node) -> "keras.Model | _Call":
-    """Makes a model of one call of a layer, with weights of its own."""
+    """Makes a model of one call of a layer, with its own weights."""
     if node is None:
         return copy_layers(layer, like) if is_its_graph(layer) else rebuilt(layer)
     if not layer.variables and not layer.metrics_variables:
         return _Call(inputs, node)
-    # A model whose inputs were both an `Input` and a computed tensor would spoil the one that they
-    # are from, whose config Keras could not tell any more: all are new.
+    # All inputs are new: a model with both an `Input` and a computed tensor as inputs would corrupt
+    # the model that they are from, and Keras could no longer return its config.
     new = {id(t): keras.Input(batch_shape=t.shape, dtype=t.dtype) for t in inputs}
     args, kwargs = node.arguments.fill_in(new)
     with without_draws():
@@ -330,15 +330,15 @@ def _alone(layer, inputs, node) -> "keras.Model | _Call":
 
 
 def _nodes_of(layer, model) -> list[tuple[Any, Any, Any]]:
-    """What each call of a layer was given and returned, as symbolic tensors, and its node."""
+    """Returns the symbolic inputs and outputs of each call of a layer, and its node."""
     if has_graph(layer):
         return [(layer.inputs, layer.outputs, None)]
-    own = set(map(id, _tensors_of(model)))
+    tensors = set(map(id, _tensors_of(model)))
     nodes = [
-        # One that is read twice, as query and as value, is one input.
+        # A tensor that is read twice, as query and as value, is one input.
         (list({id(t): t for t in node.input_tensors}.values()), node.output_tensors, node)
         for node in calls_to(layer)
-        if all(id(tensor) in own for tensor in node.output_tensors)
+        if all(id(tensor) in tensors for tensor in node.output_tensors)
     ]
     return nodes or [(layer.input, layer.output, None)]
 
@@ -351,5 +351,5 @@ def _kind(layer, inputs, outputs, is_first) -> str:
     config = {**layer.get_config(), "name": None}
     tensors = keras.tree.flatten((inputs, outputs))
     shapes = [(str(tensor.shape), str(tensor.dtype)) for tensor in tensors]
-    what = [type(layer).__name__, config, shapes, is_first]
-    return json.dumps(what, default=str, sort_keys=True)
+    description = [type(layer).__name__, config, shapes, is_first]
+    return json.dumps(description, default=str, sort_keys=True)

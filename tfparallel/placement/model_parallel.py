@@ -22,7 +22,7 @@ from tfparallel.variables.storageless import NeedsStorage, StoragelessModel, mov
 
 __all__ = ["check_model", "model_of", "model_parallel", "place", "seen_model"]
 
-_INSTEAD = " Pass the function that builds the model instead."  # Which was passed.
+_INSTEAD = " Pass the function that builds the model instead."  # Here, it was passed already.
 
 
 def model_parallel(
@@ -37,42 +37,42 @@ def model_parallel(
 ) -> keras.Model:
     """Places the layers of a functional or Sequential model on several devices.
 
-    Use it when the model does not fit one device. Every layer's weights, gradients and optimizer
-    state, and its operations forward, backward and in the update, are on its device; what passes
-    from one to the next is sent. The devices work one after the other, so this saves memory, not
-    time. The weights that come out are those of one device.
+    Use it when the model does not fit on one device. Each layer's weights, gradients and optimizer
+    state, and its forward, backward and update operations, are on its device; tensors between
+    layers are sent. The devices work one after the other, so this saves memory, not time. The
+    resulting weights are those of one device.
 
     Args:
-        model_or_function: A built functional or Sequential model, whose weights come along, or a
-            function that returns one. A functional model of your own class, which calls
-            `super().__init__(inputs, outputs)`, is accepted, with or without `get_config`; one that
-            defines only `call` is not. Models inside a model are accepted; if an inner one lacks
+        model_or_function: A built functional or Sequential model, whose weights are copied, or a
+            function that returns one. A functional model of your own class that calls
+            `super().__init__(inputs, outputs)` is accepted, with or without `get_config`; one that
+            only defines `call` is not. Nested models are accepted; if an inner one lacks
             `get_config`, pass the function. Or a list of stages, or a function that returns one:
-            layers or subclassed models, each of which reads what the one before returns, behind a
-            `keras.Input`. The model given is left as it is. What a function builds is
-            never held whole: each weight is initialized on its own device (a function that
-            compiles the model too is the exception).
-        devices: Names of the devices, one stage each, such as `["GPU:0", "GPU:1"]`; or how many;
-            or what `tfparallel.connect_to_cluster` returned, for stages in other processes. None,
-            and no `device_map`: each layer where its variables are, which the user's own
-            `with tf.device(...)` decided.
-        layers_per_stage: How many consecutive layers each device gets. Default: the best cut.
-        device_map: The device of each layer by the layer's name, instead of the other two.
-        balance: What the best cut spreads evenly. "memory": weights, gradients, two slots, and
-            what is kept for the backward pass. "time": forward and backward seconds, measured
+            after a `keras.Input`, layers or subclassed models that each read the output of the one
+            before. A model that you pass stays as it is. A model that a function builds is never
+            held whole: each weight is initialized on its own device (unless the function also
+            compiles the model).
+        devices: Names of the devices, one per stage, such as `["GPU:0", "GPU:1"]`; or their number;
+            or the result of `tfparallel.connect_to_cluster`, for stages in other processes. If
+            None, without `device_map`: each layer on the device of its variables, as your
+            `with tf.device(...)` blocks placed them.
+        layers_per_stage: The number of consecutive layers on each device. Default: the best cut.
+        device_map: The device of each layer, by name, instead of `devices` and `layers_per_stage`.
+        balance: What the best cut balances. "memory": weights, gradients, two slots per weight, and
+            activations held for the backward pass. "time": forward and backward seconds, measured
             layer by layer before the model is placed. "both": the larger of the two shares.
-        device_memory: How many bytes each device may hold, such as `"16GiB"`; no limit if None.
-        batch_size: The examples of a batch, for what the best cut costs.
+        device_memory: The memory that each device may use, such as `"16GiB"`; no limit if None.
+        batch_size: The examples of a batch, to find the best cut.
 
     Returns:
         A `keras.Model`; `fit`, `evaluate`, `predict` and callbacks work as always, and `save`
-        writes plain Keras, without devices. `print(model.layout)` tells what is where, and
-        `placement` the device of each layer.
+        writes plain Keras, without devices. `print(model.layout)` shows where each layer is, and
+        `placement` gives the device of each layer.
 
     Raises:
-        ValueError: If the model is no functional or Sequential one, is compiled for a step of its
-            own or under a strategy, the layers do not fit the devices, a device is unknown, or
-            nothing meets `device_memory` (it says by how much the best cut misses).
+        ValueError: If the model is not functional or Sequential, is compiled for a step of its own
+            or under a strategy, the layers do not fit the devices, a device is unknown, or no cut
+            fits `device_memory` (the error says by how much the best cut exceeds it).
 
     Example:
         >>> model = tfparallel.model_parallel(build_model, devices=["CPU:0", "CPU:1"])
@@ -84,7 +84,7 @@ def model_parallel(
     return place(
         model_or_function,
         lambda model: in_stages(_placement(model, devices, layers_per_stage, device_map, best)),
-        # Where the variables are to tell their devices, they must have some.
+        # The devices of variables are known only if they have storage.
         needs_storage=devices is None and device_map is None,
     )
 
@@ -102,11 +102,11 @@ def place(
 
     Args:
         model_or_function: As for `model_parallel`.
-        decide: Returns the layout of the model that it is given.
-        mixin: What extends the model's class.
-        attributes: What the extended model has beside `layout`.
-        needs_storage: Whether the model that it is given must have its variables.
-        finish: Called with the extended model, before it is compiled as the one given was.
+        decide: Returns the layout of a model.
+        mixin: The class that extends the model's.
+        attributes: Attributes of the extended model, besides its layout.
+        needs_storage: Whether `decide` needs a model with storage.
+        finish: Called with the extended model, before it is compiled like the original.
 
     Raises:
         ValueError: If the model's layers cannot be placed.
@@ -133,7 +133,7 @@ def place(
     layout = decide(built.model)
     placement = layout.placement
     if not all(built.waits_for(variable) for layer in layers for variable in layer.variables):
-        # A layer from elsewhere has its variables already, on a device of its own.
+        # A layer created elsewhere already has variables, on its own device.
         built.initialize_rest()
         return _copy_of(built.model, lambda _: layout, *how)
     for layer in layers:
@@ -157,7 +157,7 @@ def _copy_of(model: keras.Model, decide, mixin, attributes, finish) -> keras.Mod
             copy = like(layer)
         return extend(copy, PlacedLayer, _device=device)
 
-    copy = copy_layers(model, placed) if is_its_graph(model) else _placed_later(model, placement)
+    copy = copy_layers(model, placed) if is_its_graph(model) else _placed_copy(model, placement)
     copy_state(model, copy)
     extend(copy, mixin, _layout=layout, **attributes)
     finish(copy)
@@ -165,8 +165,8 @@ def _copy_of(model: keras.Model, decide, mixin, attributes, finish) -> keras.Mod
     return copy
 
 
-def _placed_later(model, placement) -> keras.Model:
-    """A copy that the model's own class makes, beside the devices, and then each layer on its."""
+def _placed_copy(model, placement) -> keras.Model:
+    """Copies a model by its own class, on the CPU, and then moves each layer to its device."""
     with tf.device("CPU:0"):
         copy = rebuilt(model)
     for layer in layers_in_order(copy):
@@ -176,7 +176,7 @@ def _placed_later(model, placement) -> keras.Model:
 
 
 def in_stages(placement: Mapping[str, str]) -> Layout:
-    """Returns the layout of layers on devices, each device a stage."""
+    """Returns the layout of layers on devices, one stage per device."""
     devices = list(dict.fromkeys(placement.values()))
     stages = {layer: devices.index(device) for layer, device in placement.items()}
     return Layout(Mesh(pipeline=len(devices)), devices, stages)
@@ -185,7 +185,7 @@ def in_stages(placement: Mapping[str, str]) -> Layout:
 def _placement(model, devices, layers_per_stage, device_map, best):
     layers = layers_in_order(model)
     if device_map is not None:
-        return _by_map_alone(layers, devices, layers_per_stage, device_map)
+        return _by_device_map(layers, devices, layers_per_stage, device_map)
     if devices is None:
         if layers_per_stage is not None:
             raise PlacementError(
@@ -204,7 +204,7 @@ def _placement(model, devices, layers_per_stage, device_map, best):
     return layer_devices.by_balance(model, names, **best) if placement is None else placement
 
 
-def _by_map_alone(layers, devices, layers_per_stage, device_map):
+def _by_device_map(layers, devices, layers_per_stage, device_map):
     problems = Problems()
     with problems.gathered():
         if devices is not None or layers_per_stage is not None:
@@ -219,7 +219,7 @@ def _by_map_alone(layers, devices, layers_per_stage, device_map):
 
 
 def model_of(function: Callable[[], keras.Model] | Sequence[keras.Layer]) -> keras.Model:
-    """Returns the model that a function builds, or that a list of stages makes."""
+    """Returns the model that a function builds, or a Sequential model of a list of stages."""
     if not callable(function) and not isinstance(function, list | tuple):
         raise PlacementError(
             "A keras.Model, or a function that returns one, is required. Received: "
@@ -239,11 +239,11 @@ def model_of(function: Callable[[], keras.Model] | Sequence[keras.Layer]) -> ker
 def seen_model(
     model_or_function: keras.Model | Callable[[], keras.Model] | Sequence[keras.Layer],
 ) -> keras.Model:
-    """Returns the model, to look at its layers; what a function builds has no storage.
+    """Returns the model for its layers only; one that a function builds has no storage.
 
     Raises:
         ValueError: If the model's layers cannot be placed.
-        NeedsStorage: If the function cannot build it without.
+        NeedsStorage: If the function cannot build it without storage.
     """
     if isinstance(model_or_function, keras.Model):
         return check_model(model_or_function)
@@ -251,7 +251,7 @@ def seen_model(
 
 
 def check_model(model: keras.Model) -> keras.Model:
-    """Returns the model if its layers can be placed; says what it lacks otherwise."""
+    """Returns the model if its layers can be placed; otherwise raises an error."""
     kind = type(model).__name__
     if is_own(model, "train_step"):
         raise PlacementError(

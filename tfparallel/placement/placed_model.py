@@ -1,4 +1,4 @@
-"""The Keras model whose layers stand on several devices."""
+"""The Keras model of `model_parallel`: its layers are on several devices."""
 
 import contextlib
 import dataclasses
@@ -33,7 +33,7 @@ __all__ = ["PlacedLayer", "PlacedModel"]
 
 
 class PlacedLayer:
-    """Extends a layer: what it builds and computes is on its device, its losses included.
+    """Extends a layer: it builds and computes on its device, including its losses.
 
     The gradients' operations are placed by `gradients.py`.
     """
@@ -50,7 +50,7 @@ class PlacedModel(OneStep):
 
     @property
     def layout(self) -> Layout:
-        """What is where."""
+        """The layout of the model."""
         share = share_in_parts(self.weights) if self._layout.splits else None
         return dataclasses.replace(
             self._layout, share_in_parts=share, proof=proof_in_words(self)
@@ -64,7 +64,7 @@ class PlacedModel(OneStep):
             self._place_updates()
 
     def _build_optimizer(self):
-        """Makes the slots, each beside its weight: in the first step, as Keras does."""
+        """Builds the slots, each beside its weight: in the first step, as Keras does."""
         self._place_updates()
         weights = self.trainable_variables
         if weights and not self.optimizer.built and all(map(_has_its_variables, layers_in(self))):
@@ -74,17 +74,17 @@ class PlacedModel(OneStep):
         prepare(self.optimizer, Places())
 
     def _trained(self):
-        """The variables that hold what is trained."""
+        """Returns the variables that hold the trainable weights."""
         return self._parts(self.trainable_weights)
 
     def _parts(self, variables):
-        """The variables that hold the values of these: themselves, unless they lie in parts."""
+        """Returns the variables that hold these values: the variables themselves or their parts."""
         return variables
 
     def compile_from_config(self, config):
-        """Compiles the model as a saved one, or another, was."""
+        """Compiles the model like a saved model, or another one."""
         self.compile(**keras.saving.deserialize_keras_object(config))
-        if self.optimizer is not None:  # Its state is read next.
+        if self.optimizer is not None:  # Keras restores its state next.
             self._build_optimizer()
 
     def _begin(self, call):
@@ -98,23 +98,23 @@ class PlacedModel(OneStep):
         self._tell_callbacks(iterator)
 
     def make_train_function(self, force=False):
-        """Builds the step of `fit`, which waits for what was written eagerly before it."""
+        """Builds the step of `fit`, which waits for earlier eager writes."""
         if force or self.train_function is None:
             check_known(self)
-            if self.optimizer is not None:  # A step that is called by itself needs it, too.
+            if self.optimizer is not None:  # A direct call of the step needs it, too.
                 self._build_optimizer()
         super().make_train_function(force)
         self.train_function = _after_writes(self.train_function)
         return self.train_function
 
     def make_test_function(self, force=False):
-        """Builds the step of `evaluate`, likewise."""
+        """Builds the step of `evaluate`, which waits for earlier eager writes."""
         super().make_test_function(force)
         self.test_function = _after_writes(self.test_function)
         return self.test_function
 
     def make_predict_function(self, force=False):
-        """Builds the step of `predict`, likewise."""
+        """Builds the step of `predict`, which waits for earlier eager writes."""
         super().make_predict_function(force)
         self.predict_function = _after_writes(self.predict_function)
         return self.predict_function
@@ -127,7 +127,7 @@ class PlacedModel(OneStep):
             super().save(filepath, overwrite=overwrite, zipped=zipped, **kwargs)
 
     def quantize(self, *args, **kwargs):
-        """Refuses to quantize layers that are placed; plain ones can be.
+        """Raises an error: only plain layers can be quantized.
 
         Raises:
             PlacementError: Always.
@@ -151,49 +151,49 @@ class PlacedModel(OneStep):
 
     @property
     def _by_device(self) -> dict[str, str]:
-        """What is lost with a device, by name."""
+        """What each device holds, by name, for the error if the device is lost."""
         return self.placement
 
     @property
     def _last_device(self) -> str:
-        """Where the outputs are."""
+        """The device of the outputs."""
         return self._layout.device(pipeline=self._layout.mesh.pipeline - 1)
 
     @compiled_by_device
     def train_step(self, data):
-        """One step of training, as Keras's own; every operation on its layer's device."""
+        """Runs one training step, as Keras's own; each operation is on its layer's device."""
         mark("input", keras.tree.flatten(data))
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         x = read_inputs(self, x)
-        found = self._passes(x, y, sample_weight)
-        mark("passes", found.gradients)
-        return self._trained_on(found, x, y, sample_weight)
+        result = self._passes(x, y, sample_weight)
+        mark("passes", result.gradients)
+        return self._trained_on(result, x, y, sample_weight)
 
     @compiled_by_device
     def test_step(self, data):
-        """One step of evaluation, as Keras's own."""
+        """Runs one evaluation step, as Keras's own."""
         return super().test_step(data)
 
     @compiled_by_device
     def predict_step(self, data):
-        """One step of prediction, as Keras's own."""
+        """Runs one prediction step, as Keras's own."""
         return super().predict_step(data)
 
     def _passes(self, x, y, sample_weight) -> PassResult:
-        """All rows forward and backward."""
-        # `run_eagerly`: a tape alone can differentiate, and takes no care of devices.
+        """Runs the forward and backward pass of all rows."""
+        # With `run_eagerly`, only a tape can differentiate; it ignores devices.
         tape = tf.GradientTape() if tf.executing_eagerly() else None
         with self._beside_the_loss(), tape or contextlib.nullcontext():
             y_pred = self(x, training=True) if takes_training(self) else self(x)
             loss = loss_of_batch(self, x, y, y_pred, sample_weight)
             scaled = self.optimizer.scale_loss(loss)
-            # Not before the call, in which an activation with weights makes them.
+            # After the call: an activation with weights creates them in it.
             trained = self._trained()
-            found = gradients(scaled, trained) if trained and tape is None else []
+            found_gradients = gradients(scaled, trained) if trained and tape is None else []
         if trained and tape is not None:
-            found = tape.gradient(scaled, [variable.value for variable in trained])
+            found_gradients = tape.gradient(scaled, [variable.value for variable in trained])
         num_rows = count_rows(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))
-        return PassResult(loss, num_rows, trained, found, y_pred)
+        return PassResult(loss, num_rows, trained, found_gradients, y_pred)
 
     def _beside_the_loss(self):
         return tf.device(self._last_device)
@@ -204,5 +204,5 @@ def _after_writes(function: Callable) -> Callable:
 
 
 def _has_its_variables(layer: keras.Layer) -> bool:
-    """Whether a layer makes no more variables; one given as an activation does when called."""
+    """Returns whether a layer's variables all exist; activations create theirs when called."""
     return layer.built or original_class(layer).build is keras.Layer.build

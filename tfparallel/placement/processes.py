@@ -1,4 +1,4 @@
-"""Devices of other processes, for the layers of one model.
+"""Devices of other processes for the layers of one model.
 
 ```
  process 0: the program          process 1: a server         process 2: a server
@@ -8,13 +8,13 @@
  └───────────────────────┘      └────────────────────┘      └────────────────────┘
 ```
 
-All of them run the same program, up to `connect_to_cluster`. There process 0 goes on alone, and has
-the others' devices beside its own; in the others TensorFlow executes what process 0 sends, until
-that has ended. No process can hold remote devices and take part in collectives (TensorFlow: "Cannot
-enable remote execution as well as collective ops"), so a job is one of these or a
-`MultiWorkerMirroredStrategy`.
+All of them run the same program, up to `connect_to_cluster`. From there, process 0 continues alone,
+with the other processes' devices beside its own; the others run TensorFlow servers that execute the
+operations of process 0 until it ends. A process cannot both use remote devices and take part in
+collectives (TensorFlow: "Cannot enable remote execution as well as collective ops"), so a job uses
+either these devices or a `MultiWorkerMirroredStrategy`.
 
-What is written eagerly to a variable of another process is waited for (`after_writes`).
+Eager writes to variables of other processes are awaited (`after_writes`).
 """
 
 import contextlib
@@ -44,18 +44,18 @@ __all__ = [
     "peak_memory_bytes",
 ]
 
-# A step that waits for a process that has ended is given this long to fail by itself.
+# A step that waits for a lost process has this long to fail on its own.
 _GRACE_SECONDS = 10.0
 _LOST_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: starting again may help.
 
-# What a process has made is sent by a thread of this pool. Its only thread would send it when
-# nothing is left to compute, and the next stage would wait for it one instruction longer.
+# A thread of this pool sends a process's results. A single thread would send them only when
+# nothing is left to compute, and the next stage would wait for one instruction longer.
 _SENDING_THREADS = "TF_NUM_INTEROP_THREADS"
 
-_addresses: list[str] = []  # Of all processes, in process 0 once it is connected.
+_addresses: list[str] = []  # Of all processes; set in process 0 once it is connected.
 _lost: dict[int, str] = {}  # The processes that have ended, by index.
-_told = threading.Event()  # The program has had the error that names them.
-_held: list[tuple[str, str]] = []  # Layer and device of the model that trained last.
+_reported = threading.Event()  # The program has received the error that names them.
+_layer_devices: list[tuple[str, str]] = []  # Layer and device, of the model that trained last.
 
 
 def connect_to_cluster(
@@ -64,22 +64,22 @@ def connect_to_cluster(
     start_timeout: float = 120.0,
     facts: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Joins the devices of all processes of the job; returns in process 0 alone.
+    """Connects the devices of all processes of the job; returns only in process 0.
 
-    Every process calls it, before it does anything else with TensorFlow. In process 0 it returns
-    the devices, for `tfparallel.model_parallel`. In the others it serves until process 0 has ended,
-    and then ends the process by `SystemExit`.
+    Call it in every process, before any other use of TensorFlow. In process 0, it returns the
+    devices for `tfparallel.model_parallel`. In the others, it serves until process 0 has ended, and
+    then ends the process by `SystemExit`.
 
     Args:
         cluster: The processes. Default: `Cluster.from_env()`, as `tfparallel launch`, Slurm, MPI,
             Kubernetes or torchrun name them.
-        start_timeout: How many seconds to wait for the other processes.
-        facts: What all must agree on, by name, as JSON holds it.
+        start_timeout: The seconds to wait for the other processes.
+        facts: Values on which all processes must agree, by name, as JSON.
 
     Returns:
-        The devices that layers go to, process by process: the GPUs of a process that has some,
-        else its CPU, such as `["/job:worker/task:0/device:CPU:0",
-        "/job:worker/task:1/device:CPU:0"]`. Of a job of one process, its own devices.
+        The devices for layers, process by process: a process's GPUs if it has some, else its CPU,
+        such as `["/job:worker/task:0/device:CPU:0", "/job:worker/task:1/device:CPU:0"]`. For a job
+        of one process, its own devices.
 
     Raises:
         RuntimeError: If a process is missing, cannot be reached, or does not agree.
@@ -111,13 +111,13 @@ def connect_to_cluster(
 
 
 def has_others() -> bool:
-    """Whether this process holds devices of others."""
+    """Returns whether this process uses devices of other processes."""
     return bool(_addresses)
 
 
 @contextlib.contextmanager
 def naming_lost_process(placement: Mapping[str, str]) -> Iterator[None]:
-    """Turns the error of a step whose device is gone into one that names the process.
+    """Replaces the error of a step whose device is lost by one that names the process.
 
     Args:
         placement: The device of each layer, by name.
@@ -125,7 +125,7 @@ def naming_lost_process(placement: Mapping[str, str]) -> Iterator[None]:
     Raises:
         WorkerLostError: If a process of the job has ended.
     """
-    _held[:] = placement.items()
+    _layer_devices[:] = placement.items()
     try:
         with naming_lost_worker():
             yield
@@ -135,14 +135,14 @@ def naming_lost_process(placement: Mapping[str, str]) -> Iterator[None]:
             time.sleep(0.05)
         if not _lost:
             raise
-        _told.set()
+        _reported.set()
         raise WorkerLostError(_explanation()) from None
 
 
 def peak_memory_bytes(device: str) -> int | None:
-    """Returns the most memory that a device's process has held, or None off Linux.
+    """Returns the peak memory of a device's process, or None if it is not on Linux.
 
-    The file is read by an operation on that device, so it is the one of that process.
+    An operation on that device reads the file, so it is that process's file.
     """
     try:
         with tf.device(device):
@@ -153,7 +153,7 @@ def peak_memory_bytes(device: str) -> int | None:
 
 
 def _serve(addresses: Sequence[str], index: int, start_timeout: float) -> None:
-    """Executes what process 0 sends, until it has ended."""
+    """Executes operations of process 0 until it has ended."""
     cluster = tf.train.ClusterSpec({"worker": list(addresses)})
     with serving(addresses, index), quiet_stderr():
         server = tf.distribute.Server(cluster, job_name="worker", task_index=index)
@@ -166,19 +166,19 @@ def _serve(addresses: Sequence[str], index: int, start_timeout: float) -> None:
 
 
 def _watch(index: int) -> None:
-    """Notes in process 0 that another has ended, and ends what would wait for it for ever."""
+    """Records in process 0 that another process has ended, and ends waits that would never end."""
     hold_until_gone(_addresses[index])
     _lost[index] = _addresses[index]
-    if _told.wait(_GRACE_SECONDS):
+    if _reported.wait(_GRACE_SECONDS):
         return
-    # No step has failed. The main thread may be where no exception reaches it.
+    # No step has failed: the main thread may be in a call that no exception reaches.
     print(f"\n{_explanation()}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(_LOST_EXIT_CODE)
 
 
 def _wait_for_servers(addresses: Sequence[str], start_timeout: float) -> None:
-    """Waits until each other process, which was there a moment ago, executes."""
+    """Waits until each other process, which has joined the job, executes operations."""
     deadline = time.monotonic() + start_timeout
     for index, address in enumerate(addresses[1:], start=1):
         if not wait_for_server(address, deadline):
@@ -191,7 +191,8 @@ def _wait_for_servers(addresses: Sequence[str], start_timeout: float) -> None:
 def _explanation() -> str:
     names = " and ".join(f"process {i} ({address})" for i, address in sorted(_lost.items()))
     lost = tuple(f"/job:worker/task:{index}/" for index in _lost)
-    layers = ", ".join(layer for layer, device in _held if device.startswith(lost)) or "none"
+    lost_layers = [layer for layer, device in _layer_devices if device.startswith(lost)]
+    layers = ", ".join(lost_layers) or "none"
     return (
         f"A process of the job has ended: {names}. Every process is required, and the layers that "
         f"it held are lost: {layers}. The cause is in its output; `tfparallel launch "
@@ -204,11 +205,11 @@ def _process_of(device: str) -> str:
 
 
 def after_writes(function: Callable) -> Callable:
-    """Has a function wait for what was written before it is called.
+    """Makes a function wait for pending writes before each call.
 
-    A variable of another process that is written eagerly (`reset_state`, `set_weights`) is written
-    by a message of its own, and a `tf.function` called next may overtake it: it reads the old
-    value, and its own update is lost or undoes the write.
+    An eager write to a variable of another process (`reset_state`, `set_weights`) is a separate
+    message, and a `tf.function` called next may overtake it: it reads the old value, and its own
+    update is lost or undoes the write.
     """
     if hasattr(function, "waits_for_writes"):
         return function

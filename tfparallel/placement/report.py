@@ -1,4 +1,4 @@
-"""What is placed where: a table, and an audit of the step's graph, operation by operation."""
+"""A table of a model's placement, and an audit of the step's graph, operation by operation."""
 
 import collections
 import dataclasses
@@ -25,9 +25,9 @@ class LayerPlacement:
     Attributes:
         layer: Its name.
         device: Its device.
-        parameter_bytes: Of its variables.
-        slot_bytes: Of the optimizer's variables for them.
-        activation_bytes: Of its outputs that other layers read, for one example.
+        parameter_bytes: The size of its variables.
+        slot_bytes: The size of the optimizer's slots for them.
+        activation_bytes: The size of its outputs that other layers read, for one example.
     """
 
     layer: str
@@ -39,12 +39,12 @@ class LayerPlacement:
 
 @dataclasses.dataclass(frozen=True)
 class PlacementReport:
-    """Where everything is.
+    """The placement of a model.
 
     Attributes:
-        layers: A row each, producers before consumers.
-        num_audited: How many operations of each kind were looked at; empty without `data`.
-        elsewhere: What is not on its layer's device: variables, slots, operations.
+        layers: One row per layer, producers before consumers.
+        num_audited: The number of operations checked, by kind; empty without `data`.
+        elsewhere: Variables, slots and operations that are not on their layer's device.
     """
 
     layers: list[LayerPlacement]
@@ -79,21 +79,21 @@ class PlacementReport:
 def placement_report(
     model: keras.Model, data: Any = None, *, strict: bool = False
 ) -> PlacementReport:
-    """Tells where a placed model's layers are, and whether everything of theirs is there.
+    """Reports where a placed model's layers are, and audits whether all of each layer is there.
 
     Args:
-        model: What `model_parallel` returned.
+        model: A model from `model_parallel`.
         data: A batch `(x, y[, sample_weight])`, which is not trained on. With it, and a compiled
-            model, the step is traced, and each operation of it that belongs to a layer is looked
-            up. What a branch or a loop does inside is placed with the branch or the loop.
-        strict: Whether anything elsewhere is an error.
+            model, the step is traced, and each operation that belongs to a layer is checked.
+            Operations inside a branch or a loop are placed with it.
+        strict: Whether to raise an error if anything is elsewhere.
 
     Returns:
-        The report: `layers` with a row each, `elsewhere` with what is not on its layer's device.
-        `print` shows both.
+        The report: `layers` with one row each, `elsewhere` with everything that is not on its
+        layer's device. `print` shows both.
 
     Raises:
-        ValueError: If the model has no placement, or under `strict`, if something is elsewhere.
+        ValueError: If the model has no placement, or, with `strict`, if something is elsewhere.
 
     Example:
         >>> model = tfparallel.model_parallel(build_model, devices=["GPU:0", "GPU:1"])
@@ -113,12 +113,12 @@ def placement_report(
     for layer in layers_in_order(model):
         for variable in layer.variables:
             num_audited["variables"] += 1
-            _look(elsewhere, "variables", layer.name, variable, placement[layer.name])
-    for variable, own in _slots(model):
+            _check_device(elsewhere, "variables", layer.name, variable, placement[layer.name])
+    for variable, slot in _slots(model):
         name = owners[id(variable)]
-        slots[name] = slots.get(name, 0) + bytes_of(own)
+        slots[name] = slots.get(name, 0) + bytes_of(slot)
         num_audited["slots"] += 1
-        _look(elsewhere, "slots", name, own, placement[name])
+        _check_device(elsewhere, "slots", name, slot, placement[name])
     if data is not None:
         for noted in _trace(model, data):
             num_audited[noted.kind] = num_audited.get(noted.kind, 0) + 1
@@ -142,48 +142,48 @@ def placement_report(
 
 
 def held_by_device(model: keras.Model) -> list[dict[str, Any]]:
-    """Tells what each device of a placed model holds, as JSON does.
+    """Returns what each device of a placed model holds, as JSON.
 
     Returns:
         By device: its `device`, the `layers`, their `parameter_bytes` and `slot_bytes`;
-        `peak_memory_bytes`, the most that its process has held of the host's memory so far (absent
-        where the system does not tell); and, of a GPU of this process, `peak_tensor_bytes`, the
-        most that tensors have taken on it.
+        `peak_memory_bytes`, the peak host memory of its process so far (absent if the system does
+        not provide it); and, for a GPU of this process, `peak_tensor_bytes`, the peak memory of
+        tensors on it.
     """
-    held = {
+    devices = {
         device: {"device": device, "layers": [], "parameter_bytes": 0, "slot_bytes": 0}
         for device in model.devices
     }
     for row in placement_report(model).layers:
-        own = held[row.device]
-        own["layers"].append(row.layer)
-        own["parameter_bytes"] += row.parameter_bytes
-        own["slot_bytes"] += row.slot_bytes
-    for device, own in held.items():
+        content = devices[row.device]
+        content["layers"].append(row.layer)
+        content["parameter_bytes"] += row.parameter_bytes
+        content["slot_bytes"] += row.slot_bytes
+    for device, content in devices.items():
         if (peak := peak_memory_bytes(device)) is not None:
-            own["peak_memory_bytes"] = peak
-    for device, peak in peak_bytes_of_gpus(list(held)).items():
-        held[device]["peak_tensor_bytes"] = peak
-    return list(held.values())
+            content["peak_memory_bytes"] = peak
+    for device, peak in peak_bytes_of_gpus(list(devices)).items():
+        devices[device]["peak_tensor_bytes"] = peak
+    return list(devices.values())
 
 
-def _look(elsewhere, kind, owner, variable, expected):
-    found = short(variable.value.device)
-    if found != expected:
-        elsewhere.append(Noted(kind, owner, variable.path, expected, found))
+def _check_device(elsewhere, kind, owner, variable, expected):
+    device = short(variable.value.device)
+    if device != expected:
+        elsewhere.append(Noted(kind, owner, variable.path, expected, device))
 
 
 def _slots(model: keras.Model):
-    """Pairs a trainable variable and a slot of it, which has its shape."""
+    """Yields pairs of a trainable variable and its slot, which has the same shape."""
     optimizer = getattr(model, "optimizer", None)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     for part in getattr(optimizer, "optimizers", [optimizer] if optimizer is not None else []):
         trainable = weights_of(part)
-        for own in part.variables:
+        for slot in part.variables:
             for variable in trainable:
                 # Keras names a slot after its variable: "adam/dense_kernel_momentum".
-                if variable.path.replace("/", "_") in own.path and own.shape == variable.shape:
-                    yield variable, own
+                if variable.path.replace("/", "_") in slot.path and slot.shape == variable.shape:
+                    yield variable, slot
                     break
 
 
@@ -198,7 +198,7 @@ def _trace(model, data) -> list[Noted]:
                                     tf.convert_to_tensor(array).dtype),
         tuple(data),
     )  # fmt: skip
-    # The first trace makes the metrics' variables; Keras does so before its own.
+    # The first trace creates the metrics' variables; Keras also does this before its first step.
     model._symbolic_build(data_batch=tuple(data))
     with recording() as trace:
         tf.function(model.train_step).get_concrete_function(spec)

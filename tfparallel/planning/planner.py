@@ -17,7 +17,7 @@ import keras
 from tfparallel.cluster.environment import available_cores
 from tfparallel.collectives.cost_model import CostModel
 from tfparallel.devices import list_devices
-from tfparallel.layers.tensor_parallel import Asked, parts_planned, splits_of
+from tfparallel.layers.tensor_parallel import SplitRequest, parts_planned, splits_of
 from tfparallel.layout.mesh import Mesh
 from tfparallel.layout.model_costs import Line, Machine, ModelCosts
 from tfparallel.pipeline.batch_norm import batch_norms
@@ -294,7 +294,8 @@ def _plans(model, mesh):
     is_hybrid = parallelism_of(mesh) == "hybrid"  # Hybrid keeps batch normalization whole.
     whole = frozenset(map(id, batch_norms(model))) if is_hybrid else ()
     try:
-        return parts_planned(model, mesh.parts, Asked(whole=whole, by_positions=mesh.sequence > 1))
+        request = SplitRequest(whole=whole, by_positions=mesh.sequence > 1)
+        return parts_planned(model, mesh.parts, request)
     except PlacementError:
         return []
 

@@ -1,4 +1,4 @@
-"""Private names of what Keras's `compile` makes: losses and metrics."""
+"""Private names of the losses and metrics that Keras's `compile` builds."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -37,42 +37,42 @@ __all__ = [
 
 
 def compiled_loss(model: keras.Model) -> CompileLoss | None:
-    """What `compile` made of a model's losses; None without any."""
+    """Returns a model's compiled losses; None without any."""
     return model._compile_loss
 
 
 def compiled_metrics(model: keras.Model) -> CompileMetrics | None:
-    """What `compile` made of a model's metrics; None without any."""
+    """Returns a model's compiled metrics; None without any."""
     return model._compile_metrics
 
 
 def mask_epsilon() -> float:
-    """What this Keras adds to the number of valid entries by which it divides a masked loss.
+    """Returns what this Keras adds to the number of valid entries that divides a masked loss.
 
-    Lest it divide by zero; later versions look whether there is none.
+    It avoids a division by zero; later versions check for zero instead.
     """
     return 0.0 if "divide_no_nan" in apply_mask.__code__.co_names else keras.config.epsilon()
 
 
 def loss_trackers_of(compiled: CompileLoss) -> list[Any]:
-    """What logs the loss of each output; None for one that is not logged."""
+    """Returns the trackers that log the loss of each output; None for one that is not logged."""
     return list(compiled._metrics or ())
 
 
 def options_of(loss: keras.losses.Loss) -> dict[str, Any]:
-    """What a loss hands its function, beside targets and outputs."""
+    """Returns the keyword arguments that a loss passes to its function."""
     return loss._fn_kwargs
 
 
 def metrics_by_output(compiled: CompileMetrics) -> tuple[list[Any], list[Any]]:
-    """Of each output the list of its metrics, and of its weighted ones; None for none."""
+    """Returns the metrics and the weighted metrics of each output, as lists; None for none."""
     return compiled._flat_metrics, compiled._flat_weighted_metrics
 
 
 def with_metrics_by_output(
     compiled: CompileMetrics, metrics: list[Any], weighted: list[Any]
 ) -> CompileMetrics:
-    """The same, with these lists in place of its own, and past Keras's tracking."""
+    """Returns a copy with these lists instead of its own; bypasses Keras's tracking."""
     other = object.__new__(CompileMetrics)
     lists = {"_flat_metrics": metrics, "_flat_weighted_metrics": weighted}
     vars(other).update(vars(compiled) | lists)
@@ -80,33 +80,33 @@ def with_metrics_by_output(
 
 
 def flat_targets(compiled: CompileMetrics, y: Any) -> list[Any]:
-    """Targets, or outputs, in the order of the lists by output."""
+    """Flattens targets, or outputs, in the order of the lists by output."""
     return compiled._flatten_y(y)
 
 
 def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
-    """What a compiled model averages its losses in."""
+    """Returns the metric that averages a compiled model's losses."""
     return model._loss_tracker
 
 
 def loss_terms(compiled: CompileLoss) -> list[Any]:
-    """The losses of a built `compile`, flat, each with `loss` and `name`."""
+    """Returns the losses of a built `compile`, flat, each with `loss` and `name`."""
     return compiled._flat_losses
 
 
 def compile_arguments(model: keras.Model) -> dict[str, Any] | None:
-    """What `compile` was given, which is saved with the model; None before."""
+    """Returns the arguments of `compile`, which are saved with the model; None before."""
     return None if model._compile_config is None else model._compile_config.config
 
 
 def loss_of_batch(model: keras.Model, x, y, y_pred, sample_weight, training: bool = True) -> Any:
-    """The loss of a batch by the model's `compute_loss`, whose signature may be an older one."""
+    """Returns the loss of a batch by the model's `compute_loss`; handles older signatures."""
     return model._compute_loss(x, y, y_pred, sample_weight, training=training)
 
 
 @contextlib.contextmanager
 def with_losses(model: keras.Model, losses: Sequence[Any]) -> Iterator[None]:
-    """Within it these are the losses that a model's layers have added."""
+    """Replaces the losses that a model's layers have added, within the block."""
     object.__setattr__(model, "_losses_override", list(losses))
     try:
         yield
@@ -115,5 +115,5 @@ def with_losses(model: keras.Model, losses: Sequence[Any]) -> Iterator[None]:
 
 
 def added_loss(model: keras.Model, loss: Any) -> Any:
-    """What a loss that a layer has added counts for in that of the batch."""
+    """Returns the contribution of a layer's added loss to the loss of the batch."""
     return model._aggregate_additional_loss(loss)

@@ -49,12 +49,12 @@ __all__ = [
 
 
 def replica_index() -> int | None:
-    """The index of the replica that is running, or updated; None outside of any."""
+    """Returns the index of the replica that is running or being updated; None outside of any."""
     return values_util.get_current_replica_id_as_int()
 
 
 def updating_replica(index: int) -> AbstractContextManager[None]:
-    """Within it a strategy's variable is its copy on one device of this process."""
+    """Makes a strategy's variable its copy on one device of this process, within the block."""
     return UpdateContext(index)
 
 
@@ -64,17 +64,17 @@ def create_mirrored_variable(
     replacements: dict[type, type],
     **kwargs: Any,
 ) -> DistributedVariable:
-    """Makes a strategy's variable of its copies.
+    """Makes a strategy's variable from its copies.
 
     Args:
         strategy: The strategy.
-        create_copies: Function of `kwargs` that returns one `tf.Variable` for each device.
-        replacements: Classes of TensorFlow's, and what is made in their place.
+        create_copies: Function of `kwargs` that returns one `tf.Variable` per device.
+        replacements: TensorFlow classes, and the classes to use instead.
         **kwargs: The arguments of `tf.Variable`.
     """
     classes = {
-        key: replacements.get(found, found)
-        for key, found in distribute_utils.VARIABLE_CLASS_MAPPING.items()
+        key: replacements.get(cls, cls)
+        for key, cls in distribute_utils.VARIABLE_CLASS_MAPPING.items()
     }
     return distribute_utils.create_mirrored_variable(
         strategy, create_copies, classes, distribute_utils.VARIABLE_POLICY_MAPPING, **kwargs
@@ -82,40 +82,40 @@ def create_mirrored_variable(
 
 
 def strategy_of(extended: tf.distribute.StrategyExtended) -> tf.distribute.Strategy:
-    """The strategy whose extended object it is."""
+    """Returns the strategy of an extended object."""
     return extended._container_strategy()
 
 
 def regroup(copies: Sequence[Any], wrap_class: type) -> Any:
-    """Makes one distributed value of what each replica has."""
+    """Makes one distributed value from each replica's value."""
     return distribute_utils.regroup(tuple(copies), wrap_class=wrap_class, always_wrap=True)
 
 
 def distribute(by_replica: Sequence[Any]) -> Any:
-    """What replicas hand to `merge_call`, nested: one distributed value where they differ."""
+    """Makes distributed values from nested values of replicas, for `merge_call`."""
     return distribute_utils.regroup(tuple(by_replica))
 
 
-def of_replica(index: int, found: Any) -> Any:
-    """What a replica of this process gets of what `merge_call` returns."""
-    return distribute_utils.select_replica(index, found)
+def of_replica(index: int, value: Any) -> Any:
+    """Returns a replica's part of the result of `merge_call`."""
+    return distribute_utils.select_replica(index, value)
 
 
 def reduction_of(extended: MirroredExtended) -> Any:
-    """What sums between the devices of a strategy."""
+    """Returns the object that sums between the devices of a strategy."""
     return extended._cross_device_ops
 
 
 def worker_of(extended: CollectiveAllReduceExtended) -> tuple[int, int]:
-    """Which worker a strategy is of, and of how many."""
+    """Returns the index of a strategy's worker, and the number of workers."""
     return extended._id_in_cluster, extended._num_workers
 
 
 def devices_match(value: Any, destinations: Any) -> bool:
-    """Whether a distributed value lies where a reduction is to leave its result."""
+    """Returns whether a distributed value is on the destinations of a reduction."""
     return cross_device_ops._devices_match(value, destinations)
 
 
 def collective_keys(first_group: int) -> cross_device_utils.CollectiveKeys:
-    """Makes keys of collectives, counted from `first_group` on."""
+    """Makes keys for collectives, counting from `first_group`."""
     return cross_device_utils.CollectiveKeys(group_key_start=first_group)

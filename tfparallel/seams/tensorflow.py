@@ -65,26 +65,26 @@ __all__ = [
 
 
 def set_device(operation: tf.Operation, device: str) -> None:
-    """Has an operation of a graph be on a device, by its whole name; "" for any."""
+    """Sets the device of a graph's operation, by its full name; "" for any."""
     operation._set_device_from_string(device)
 
 
 def add_control_inputs(operation: tf.Operation, sources: Sequence[tf.Operation]) -> None:
-    """Has an operation of a graph run only behind others."""
+    """Makes a graph's operation run only after others."""
     operation._add_control_inputs(list(sources))
 
 
 class _Anew(XLAControlFlowContext):
-    """A context in which functions are traced anew. Operations are made as anywhere else."""
+    """A context in which functions are traced anew; operations are created as usual."""
 
-    # A function's cache knows each by its `id`, so none is freed: another could get that id.
+    # A function's cache identifies a context by `id`, so none is freed: the id could be reused.
     _all: list["_Anew"] = []
 
     def __init__(self):
         super().__init__()
         _Anew._all.append(self)
 
-    def IsXLAContext(self):  # noqa: N802 - TensorFlow's name, as the next.
+    def IsXLAContext(self):  # noqa: N802 - TensorFlow's name; the next one, too.
         return False
 
     def RequiresUniqueFunctionRetracing(self):  # noqa: N802
@@ -93,22 +93,22 @@ class _Anew(XLAControlFlowContext):
 
 @contextlib.contextmanager
 def functions_traced_anew() -> Iterator[None]:
-    """Within it, each `tf.function` that the graph being traced calls is traced for it alone."""
-    here = _Anew()
-    here.Enter()
+    """Traces each `tf.function` that the graph being traced calls for this graph alone."""
+    fresh_context = _Anew()
+    fresh_context.Enter()
     try:
         yield
     finally:
-        here.Exit()
+        fresh_context.Exit()
 
 
 def waiting_for(operation: tf.Operation) -> list[tf.Operation]:
-    """The operations that wait for one, and take nothing of it."""
+    """Returns the operations that wait for one by control dependencies only."""
     return operation._control_outputs
 
 
 def set_input(operation: tf.Operation, index: int, tensor: tf.Tensor) -> None:
-    """Has an operation of a graph take another tensor, of the same type and shape."""
+    """Replaces an input of a graph's operation by a tensor of the same type and shape."""
     operation._update_input(index, tensor)
 
 
@@ -118,17 +118,17 @@ def extend_operation(
     inputs: Sequence[tf.Tensor],
     outputs: Sequence[tf.Tensor],
 ) -> None:
-    """Gives a call, a loop or a branch other functions, and the inputs and outputs that they have.
+    """Gives a call, a loop or a branch other functions, with more inputs and outputs.
 
     Args:
-        operation: It.
-        attributes: All of its attributes, as a node has them.
-        inputs: Those behind its own.
-        outputs: Tensors of the types and shapes of those behind its own.
+        operation: The operation.
+        attributes: All of its attributes, as in a node.
+        inputs: The additional inputs, after its own.
+        outputs: Tensors with the types and shapes of the additional outputs.
     """
-    known = operation.node_def.attr
+    node_attributes = operation.node_def.attr
     for name, value in attributes.items():
-        if name not in known or known[name] != value:
+        if name not in node_attributes or node_attributes[name] != value:
             operation._set_attr(name, value)
     if inputs:
         operation._add_while_inputs(list(inputs))
@@ -138,15 +138,15 @@ def extend_operation(
 
 
 def python_function_again(token: bytes, again: dict[bytes, bytes]) -> bytes:
-    """Another token for a `tf.py_function`: by its token it finds the tape of its last call.
+    """Registers a `tf.py_function` under another token; the token finds the tape of its last call.
 
     Args:
-        token: Of the function, or of the gradient of one.
-        again: By the tokens of functions those that they were given here.
+        token: The token of the function, or of the gradient of one.
+        again: The new tokens of functions, by their tokens.
     """
-    found = script_ops._py_funcs.get(token.decode())
-    function = found._func
-    if found._is_grad_func:
+    original = script_ops._py_funcs.get(token.decode())
+    function = original._func
+    if original._is_grad_func:
         forward = again[inspect.getclosurevars(function.__wrapped__).nonlocals["token"]]
         script_ops._py_funcs.get(forward.decode()).set_support_graph_mode_gradient()
 
@@ -154,50 +154,50 @@ def python_function_again(token: bytes, again: dict[bytes, bytes]) -> bytes:
             tape, inputs, outputs = script_ops.tape_cache.pop(forward)
             return tape.gradient(outputs, inputs, output_gradients=upstream)
 
-    made = script_ops.EagerFunc(function, found._out_dtypes, found._is_grad_func)
-    found.again = [*getattr(found, "again", []), made]  # It lives as long as the first.
-    again[token] = script_ops._py_funcs.insert(made).encode()
+    copy = script_ops.EagerFunc(function, original._out_dtypes, original._is_grad_func)
+    original.again = [*getattr(original, "again", []), copy]  # It lives as long as the first.
+    again[token] = script_ops._py_funcs.insert(copy).encode()
     return again[token]
 
 
 def function_again(
     graph: tf.Graph, name: str, suffix: str, change: Callable[[tf.Graph, Any], bool]
 ) -> str:
-    """Another function like one that a graph knows by its name, with nodes that are changed.
+    """Makes a copy of a graph's function with changed nodes.
 
     Args:
-        graph: It will know the other one, too.
-        name: Of the function.
-        suffix: Of the name of the other one, followed by a number.
-        change: Is given the function's graph and a node, and changes it; returns whether it did.
+        graph: The graph, to which the copy is added.
+        name: The name of the function.
+        suffix: The suffix of the copy's name, before a number.
+        change: Changes a node, given the function's graph; returns whether it did.
 
     Returns:
-        The name of the other one; of the same function, if no node is another.
+        The name of the copy; that of the same function if no node changed.
     """
-    known = _function_of(graph, name)
-    if known is None:
+    original = _function_of(graph, name)
+    if original is None:
         return name
-    definition = FunctionDef.FromString(known.cached_definition.SerializeToString())
-    inner = known.graph
+    definition = FunctionDef.FromString(original.cached_definition.SerializeToString())
+    inner = original.graph
     changed = [change(inner, node) for node in definition.node_def]  # All of them, before any.
     if not any(changed):
         return name
     definition.signature.name = f"{name}{suffix}_{ops.uid()}"
-    own = context.context()
-    own.add_function_def(definition)
+    eager = context.context()
+    eager.add_function_def(definition)
     children = [*inner._functions.values()]
-    again = AtomicFunction(definition.signature.name, own, known.function_type, children)
+    again = AtomicFunction(definition.signature.name, eager, original.function_type, children)
     graph._add_function_recursive(again)
     return definition.signature.name
 
 
 def stand_for(value: tf.Tensor, variable: Any, name: str) -> None:
-    """Has a value do for an optimizer of the user's own what its variable does.
+    """Makes a value usable like its variable for a user's own optimizer.
 
     Args:
-        value: What was read of a variable that has no memory of its own.
-        variable: That.
-        name: By which an optimizer knows it.
+        value: The value of a variable that has no storage of its own.
+        variable: The variable.
+        name: The name by which an optimizer knows it.
     """
     value._unique_id = name
     value.assign = variable.assign
@@ -206,39 +206,39 @@ def stand_for(value: tf.Tensor, variable: Any, name: str) -> None:
 
 
 def made_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
-    """The data sets that a data set is made of."""
+    """Returns the input data sets of a data set."""
     return dataset._inputs()
 
 
 def batch_size_of(dataset: tf.data.Dataset) -> Any:
-    """The size of the batches that a data set makes; None if it makes none."""
+    """Returns the size of the batches that a data set makes; None if it makes none."""
     return getattr(dataset, "_batch_size", None)
 
 
 def gradient_function_of(operation: tf.Operation) -> Callable | None:
-    """The function of `(operation, *upstream)` that a `tf.custom_gradient` gave it, if any did."""
+    """Returns the function of `(operation, *upstream)` of a `tf.custom_gradient`, or None."""
     if "_gradient_op_type" not in operation.node_def.attr:
         return None
     return ops.get_gradient_function(operation)
 
 
 def composite_of(spec: tf.TypeSpec, make: Callable[[tf.TensorSpec], tf.Tensor]) -> Any:
-    """A sparse or ragged tensor of a type, whose parts `make` gives for theirs."""
+    """Returns a sparse or ragged tensor of a type, from components that `make` returns."""
     return spec._from_components(tf.nest.map_structure(make, spec._component_specs))
 
 
 def graph_of(graph: tf.Graph, function: str) -> tf.Graph | None:
-    """The graph of a function that a graph calls by its name; None where TensorFlow kept none."""
+    """Returns the graph of a function that a graph calls by name; None if TensorFlow kept none."""
     return getattr(_function_of(graph, function), "graph", None)
 
 
 def _function_of(graph, name):
-    """A graph knows the functions of those that it is traced in, too."""
-    found = None
-    while graph is not None and found is None:
-        found = graph._get_function(name)
+    """Finds a function in a graph, or in one that it is traced in."""
+    function = None
+    while graph is not None and function is None:
+        function = graph._get_function(name)
         graph = getattr(graph, "outer_graph", None)
-    return found
+    return function
 
 
 def traced_graph(name: str, function: Callable[..., Any], args: Sequence[Any]) -> FuncGraph:
@@ -247,80 +247,80 @@ def traced_graph(name: str, function: Callable[..., Any], args: Sequence[Any]) -
 
 
 def share_functions(source: tf.Graph, target: tf.Graph, used_by=None) -> None:
-    """Has a graph know the functions of another.
+    """Adds the functions of a graph to another.
 
     Args:
-        source: The other.
-        target: The graph.
-        used_by: A `GraphDef`, of whose nodes alone; None for all.
+        source: The graph with the functions.
+        target: The graph that they are added to.
+        used_by: A `GraphDef`, to add only the functions that its nodes name; None for all.
     """
-    wanted = None if used_by is None else _functions_named_in(used_by)
+    names = None if used_by is None else _functions_named_in(used_by)
     for name, function in source._functions.items():
-        if wanted is None or name in wanted:
+        if names is None or name in names:
             target._add_function_recursive(function)
 
 
 def _functions_named_in(definition) -> set[str]:
-    found = set()
+    names = set()
     for node in definition.node:
         for value in node.attr.values():
-            found.add(value.func.name)
-            found.update(each.name for each in value.list.func)
-    return found
+            names.add(value.func.name)
+            names.update(each.name for each in value.list.func)
+    return names
 
 
 def copy_handle_data(source: tf.Tensor, target: tf.Tensor) -> None:
-    """Says of a handle, or of a list, what another holds."""
+    """Copies the type and shape behind a handle or a list."""
     handle_data_util.copy_handle_data(source, target)
 
 
 def registered_kernels(operation_type: str) -> list:
-    """The kernels of an operation: messages of type `KernelDef`."""
+    """Returns the kernels of an operation: messages of type `KernelDef`."""
     return list(kernels.get_registered_kernels_for_op(operation_type).kernel)
 
 
 def run_alone(operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Computes an operation of a graph of other inputs.
+    """Computes a graph's operation on other inputs.
 
     Args:
-        operation: One that calls no function of its graph.
+        operation: An operation that calls no function of its graph.
         inputs: Tensors of its inputs' types.
     """
     attributes = {k: v for k, v in operation.node_def.attr.items() if not k.startswith("_")}
 
     @tf.function(autograph=False)
-    def alone(*given):
+    def alone(*tensors):
         graph = tf.compat.v1.get_default_graph()
-        found = graph._create_op_internal(
+        result = graph._create_op_internal(
             operation.type,
-            [graph.capture(tensor) for tensor in given],
+            [graph.capture(tensor) for tensor in tensors],
             [output.dtype for output in operation.outputs],
             attrs=attributes,
             op_def=operation.op_def,
         )
-        return list(found.outputs)
+        return list(result.outputs)
 
     return alone(*inputs)
 
 
 def needs_gradient(tensors: Sequence[tf.Tensor]) -> bool:
-    """Whether a tape needs the gradient of one of these."""
+    """Returns whether a tape needs the gradient of one of these."""
     return record.should_record_backprop(list(tensors))
 
 
 def is_recording() -> bool:
-    """Whether a tape of this thread may be recording."""
+    """Returns whether a tape of this thread may be recording."""
     return record.could_possibly_record()
 
 
 def not_recording() -> AbstractContextManager[None]:
-    """Hides what is computed in it from all tapes."""
+    """Hides the computation of the block from all tapes."""
     return record.stop_recording()
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """Within it tapes see what is computed, though it is hidden from them outside."""
+    """Shows the computation of the block to tapes, even where it is hidden from them."""
     was_hidden = pywrap_tfe.TFE_Py_TapeSetIsStopped()
     if was_hidden:
         pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
@@ -334,19 +334,19 @@ def recording() -> Iterator[None]:
 def record_operation(
     name: str, outputs: Sequence[tf.Tensor], inputs: Sequence[tf.Tensor], backward: Callable
 ) -> None:
-    """Tells the tapes that `outputs` come of `inputs`, and how gradients go back."""
+    """Records on the tapes that `outputs` depend on `inputs`, with the gradient function."""
     record.record_operation(name, list(outputs), list(inputs), backward)
 
 
 def leaves_with_paths(structure: Any) -> Iterator[tuple[str, Any]]:
-    """The leaves of a nested structure, each with its path, "a/0/b"."""
+    """Yields the leaves of a nested structure, each with its path, "a/0/b"."""
     return nest.flatten_with_joined_string_paths(structure)
 
 
 def run_independently(operation: tf.Operation) -> None:
-    """Has an operation of a function that is being traced run, and nothing else wait for it.
+    """Runs an operation of the function being traced, and lets nothing else wait for it.
 
-    Others that have a state, and no resource, run in the order of the program.
+    Other operations with a state, but without a resource, run in program order.
     """
     manager = operation.graph.experimental_acd_manager
     if manager is not None:
@@ -354,41 +354,41 @@ def run_independently(operation: tf.Operation) -> None:
 
 
 def runtime_has_started() -> bool:
-    """Whether devices are fixed: an operation has run, or devices were listed."""
+    """Returns whether devices are fixed: an operation has run, or devices were listed."""
     return context.context()._context_handle is not None
 
 
 def is_deterministic() -> bool:
-    """Whether `tf.config.experimental.enable_op_determinism` was called, which forbids clocks."""
+    """Returns whether `enable_op_determinism` was called, which forbids clocks."""
     return config.is_op_determinism_enabled()
 
 
 def global_seed() -> int | None:
-    """What `tf.random.set_seed` was given."""
+    """Returns the argument of `tf.random.set_seed`."""
     return context.global_seed()
 
 
 def coordination_service() -> Any:
-    """The key-value store and the barriers that workers share."""
+    """Returns the key-value store and the barriers that workers share."""
     return context.context()
 
 
 def wait_for_other_processes() -> None:
-    """Waits until other processes have done all that was asked of them eagerly."""
+    """Waits until other processes have executed all eager operations sent to them."""
     context.async_wait()
 
 
 @contextlib.contextmanager
 def functions_prepared_as(change: Callable[[ConfigProto], None]) -> Iterator[None]:
-    """Has TensorFlow prepare what is called here by its settings as `change` leaves them."""
-    known = context.context().function_call_options
+    """Makes TensorFlow prepare functions called in the block with settings changed by `change`."""
+    options = context.context().function_call_options
     context.context().function_call_options = _changed(
-        known.executor_type, known.config_proto_serialized, change
+        options.executor_type, options.config_proto_serialized, change
     )
     try:
         yield
     finally:
-        context.context().function_call_options = known
+        context.context().function_call_options = options
 
 
 @functools.lru_cache

@@ -193,4 +193,4 @@ def _placeholders(name, types) -> tuple[tf.Graph, dict[str, Judged], Any]:
         for output, mask in zip(keras.tree.flatten(outputs), masks, strict=False):
             if mask is not None:
                 set_mask(output, mask)
-    return graph, fixed | Judge.of_rows(graph, rows).known, (y, outputs, sample_weight)
+    return graph, fixed | Judge.of_rows(graph, rows).judged, (y, outputs, sample_weight)

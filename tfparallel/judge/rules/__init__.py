@@ -1,4 +1,4 @@
-"""For each operation, where the rows are in its outputs: the rules of the judge."""
+"""The rules of the judge: the placements of each operation's outputs."""
 
 from tfparallel.judge.rules.call import first_mixed, joined, numbers_a_row
 from tfparallel.judge.rules.table import RULES, apply

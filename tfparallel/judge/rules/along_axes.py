@@ -1,4 +1,4 @@
-"""What works along some of the axes: reductions, sorts, transforms, convolutions."""
+"""Rules for operations along some axes: reductions, sorts, transforms, convolutions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,12 +36,12 @@ IMAGES = (
     *("AdjustContrastv2", "AdjustHue", "AdjustSaturation", "MaxPoolWithArgmax", "LRN"),
 )
 
-# Zeros are zeros behind them.
+# Operations that keep zeros zero.
 _KEEP_ZEROS = ("Identity", "Cast", "Neg", "Abs", "Square", "Sqrt", "Relu", "Tanh", "StopGradient")
 
 
 def reduced(call: Call):
-    """Reductions: along the rows a sum is a sum over them, a mean their mean."""
+    """Judges reductions: along the rows, a sum is a sum over them, a mean their mean."""
     placement, kind = call.placement(), call.op.type
     keeps = call.op.get_attr("keep_dims")
     axes, dims = call.axes(1), call.dims()
@@ -73,14 +73,14 @@ def reduced(call: Call):
         return call.mixed("depends on the number of rows")
     if lengths & set(axes) and kind != "Sum":
         return call.mixed("reduces an axis whose size depends on the rows")
-    left = [1 if a in axes else d for a, d in enumerate(dims) if keeps or a not in axes]
+    remaining = [1 if a in axes else d for a, d in enumerate(dims) if keeps or a not in axes]
     before = 0 if keeps else sum(axis < placement.axis for axis in axes)
-    return Shard(placement.axis - before, placement.power, placement.folded), tuple(left)
+    return Shard(placement.axis - before, placement.power, placement.folded), tuple(remaining)
 
 
 def _is_zero_in_pads(call, tensor, axis) -> bool:
-    """Whether rows are padded with zeros along an axis, or with what was zero and is still."""
-    op, judged = tensor.op, call.known.get(tensor.name)
+    """Returns whether the padding of rows along an axis is zero, or was zero and still is."""
+    op, judged = tensor.op, call.judged.get(tensor.name)
     default = {"RaggedTensorToTensor": 2, "SparseToDense": 3}.get(op.type)
     if default is not None:
         value = tf.get_static_value(op.inputs[default])
@@ -90,12 +90,14 @@ def _is_zero_in_pads(call, tensor, axis) -> bool:
     if judged is None or judged.dims is None:
         return False
     size = judged.dims[axis]
-    given = [call.known.get(each.name) for each in op.inputs]
-    dims = [() if each is None or each.dims is None else each.dims for each in given]
+    inputs = [call.judged.get(each.name) for each in op.inputs]
+    dims = [() if each is None or each.dims is None else each.dims for each in inputs]
     if op.type == "Mul":
         return any(
-            len(own) == len(judged.dims) and own[axis] == size and _is_zero_in_pads(call, one, axis)
-            for own, one in zip(dims, op.inputs, strict=True)
+            len(sizes) == len(judged.dims)
+            and sizes[axis] == size
+            and _is_zero_in_pads(call, one, axis)
+            for sizes, one in zip(dims, op.inputs, strict=True)
         )
     if op.type in ("Greater", "NotEqual"):
         zero = tf.get_static_value(op.inputs[1])
@@ -106,7 +108,7 @@ def _is_zero_in_pads(call, tensor, axis) -> bool:
 
 
 def added_up(call: Call):
-    """`L2Loss`: a sum over everything."""
+    """Judges `L2Loss`: a sum over all elements."""
     placement = call.placement()
     if isinstance(placement, Shard) and not placement.power:
         return Sum()
@@ -116,7 +118,7 @@ def added_up(call: Call):
 def along(
     axes: Sequence[int] | Callable[[Call], Any], removes: bool = False, is_linear: bool = False
 ) -> Rule:
-    """A rule for what works along some axes of the first input, given or asked for."""
+    """Returns a rule for operations along some axes of the first input."""
 
     def rule(call: Call):
         placement, rank = call.placement(), call.rank()
@@ -124,41 +126,41 @@ def along(
             return placement
         if not isinstance(placement, Shard):
             return call.mixed("is no sum over the rows, of sums over the rows")
-        found = axes(call) if callable(axes) else axes
-        if found is None or rank is None:
+        used_axes = axes(call) if callable(axes) else axes
+        if used_axes is None or rank is None:
             return call.mixed("works along axes that are known only when it runs")
-        found = {axis % rank for axis in found}
-        if placement.axis in found:
+        used_axes = {axis % rank for axis in used_axes}
+        if placement.axis in used_axes:
             return call.mixed("works along the axis that holds the examples")
         if placement.power:
             return call.mixed("depends on the number of rows")
-        others = [each.placement for each in call.given[1:]]
+        others = [each.placement for each in call.inputs[1:]]
         if any(p != Replicate() and not isinstance(p, Shard) for p in others):
             return call.mixed("takes sums over the rows for arguments")
         if any(isinstance(p, Shard) and p.axis != placement.axis for p in others):
             return call.mixed("pairs each example with the others")
         if not removes:
             return Shard(placement.axis, 0, placement.folded)
-        gone = sum(axis < placement.axis for axis in found)
-        left = tuple(size for axis, size in enumerate(call.dims()) if axis not in found)
-        return Shard(placement.axis - gone, 0, placement.folded), left
+        removed = sum(axis < placement.axis for axis in used_axes)
+        remaining = tuple(size for axis, size in enumerate(call.dims()) if axis not in used_axes)
+        return Shard(placement.axis - removed, 0, placement.folded), remaining
 
     return rule
 
 
 def along_last(call: Call):
-    """What works along the last axis, its input's shape kept or that axis gone."""
+    """Judges operations along the last axis, which is kept or removed."""
     return along([-1])(call)
 
 
 def batched(num_inner: int) -> Rule:
-    """A rule for what works on the last axes, the others a batch."""
+    """Returns a rule for operations on the last axes; the others are a batch."""
     return along(range(-num_inner, 0))
 
 
 def images(call: Call):
-    """Convolutions and the like: rows on axis 0 of the first input, weights for all rows."""
-    placement, *others = [each.placement for each in call.given]
+    """Judges convolutions and the like: rows on axis 0 of the first input, shared weights."""
+    placement, *others = [each.placement for each in call.inputs]
     if not isinstance(placement, Shard) or placement.axis != 0 or placement.power:
         return call.mixed("takes images whose axis 0 does not hold the examples")
     if any(p != Replicate() for p in others):
@@ -169,18 +171,18 @@ def images(call: Call):
         return call.mixed("numbers what it finds through all examples")
     dims = call.dims()
     rank = call.op.outputs[0].shape.rank
-    own = None if dims is None or rank is None else (dims[0], *[None] * (rank - 1))
-    return [(Shard(0, 0, placement.folded), own)] * len(call.op.outputs)
+    sizes = None if dims is None or rank is None else (dims[0], *[None] * (rank - 1))
+    return [(Shard(0, 0, placement.folded), sizes)] * len(call.op.outputs)
 
 
 def biased(call: Call):
-    """`BiasAdd`: along the axis of the channels."""
+    """Judges `BiasAdd`: along the channel axis."""
     has_channels_first = call.op.get_attr("data_format") == b"NCHW"
     return along([1 if has_channels_first else -1])(call)
 
 
 def batch_norm(call: Call):
-    """The whole of a batch norm that reads its moments."""
+    """Judges a fused batch normalization that reads its moments."""
     if call.op.get_attr("is_training"):
         return call.mixed("takes the statistics of all examples")
     first = images(call)
@@ -192,11 +194,11 @@ def batch_norm(call: Call):
 
 
 def transposed_convolution(call: Call):
-    """`Conv2DBackpropInput(sizes, weights, rows)`."""
+    """Judges `Conv2DBackpropInput(sizes, weights, rows)`."""
     placement = call.placement(2)
     if placement != Shard(0) or call.placement(1) != Replicate():
         return call.mixed("takes images whose axis 0 does not hold the examples")
-    sizes = call.given[0].value
+    sizes = call.inputs[0].value
     rows = call.dims(2)[0]
     if sizes is None or sizes.ravel().tolist()[0] != rows:
         return call.mixed("makes images for another number of rows")
@@ -204,10 +206,10 @@ def transposed_convolution(call: Call):
 
 
 def recurrent(call: Call):
-    """CuDNN's recurrent layers: `(rows, states, states, weights[, lengths])`."""
+    """Judges CuDNN's recurrent layers: `(rows, states, states, weights[, lengths])`."""
     is_v3 = call.op.type == "CudnnRNNV3"
     axis = int(not is_v3 or call.op.get_attr("time_major"))
-    rows, h, c, weights, *lengths = [each.placement for each in call.given]
+    rows, h, c, weights, *lengths = [each.placement for each in call.inputs]
     states = {p for p in (h, c) if p != Replicate()}
     if rows != Shard(axis) or states - {Shard(axis)} or weights != Replicate():
         return call.mixed("takes sequences whose axis does not hold the examples")

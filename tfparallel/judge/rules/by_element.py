@@ -1,4 +1,4 @@
-"""What works element by element, and sums and products of placements."""
+"""Rules for elementwise operations, and for sums and products of placements."""
 
 import dataclasses
 
@@ -41,9 +41,9 @@ BY_ELEMENT = frozenset((*_LINEAR_1, *_SUMS, *_PRODUCTS, *_QUOTIENTS, *_CHOICES, 
 
 
 def by_element(call: Call):
-    """What has an output element for each element of the inputs, broadcast."""
+    """Judges operations with one output element per element of the inputs, broadcast."""
     kind = call.op.type
-    placements = [each.placement for each in call.given]
+    placements = [each.placement for each in call.inputs]
     is_exact = not _rounds(call.op)
     if kind in _LINEAR_1 and is_exact:
         if are_numbers(placements[0]) and call.op.outputs[0].dtype.size < 4:
@@ -55,25 +55,25 @@ def by_element(call: Call):
         return call.mixed("makes several elements of one, or one of several")
     ranks = [call.rank(i) for i in range(len(placements))]
     if kind == "Select" and ranks[0] == 1 and ranks[1] is not None and ranks[1] > 1:
-        ranks[0] = ranks[1]  # Its condition is one for each row.
-    found = aligned(call, placements, ranks)
-    if not isinstance(found, list):
-        return found
-    powers = [power_of(p) for p in found]
+        ranks[0] = ranks[1]  # Its condition has one element per row.
+    shifted = aligned(call, placements, ranks)
+    if not isinstance(shifted, list):
+        return shifted
+    powers = [power_of(p) for p in shifted]
     if kind in _PRODUCTS or (kind in _QUOTIENTS and is_exact):
-        return product_of(call, found, -1 if kind in _QUOTIENTS else 1)
-    is_sum = any(isinstance(p, Sum) for p in found)
+        return product_of(call, shifted, -1 if kind in _QUOTIENTS else 1)
+    is_sum = any(isinstance(p, Sum) for p in shifted)
     if not is_sum and not any(powers):
-        return next((p for p in found if isinstance(p, Shard)), Replicate())
-    if kind in _SUMS or (kind in _CHOICES and found[0] == Replicate()):
-        return sum_of(call, found if kind in _SUMS else found[1:], call.given)
+        return next((p for p in shifted if isinstance(p, Shard)), Replicate())
+    if kind in _SUMS or (kind in _CHOICES and shifted[0] == Replicate()):
+        return sum_of(call, shifted if kind in _SUMS else shifted[1:], call.inputs)
     if is_sum:
         return call.mixed("is no sum over the rows, of sums over the rows")
     return call.mixed("depends on the number of rows")
 
 
 def _rounds(op) -> bool:
-    """Whether a cast, or a quotient, is of a sum not the sum of what it is of each."""
+    """Returns whether a cast or quotient rounds, so that it is not linear."""
     target = op.outputs[0].dtype
     if op.type in _QUOTIENTS:
         return target.is_integer
@@ -83,7 +83,7 @@ def _rounds(op) -> bool:
 
 
 def like(call: Call):
-    """Zeros or ones for each element."""
+    """Judges `ZerosLike` and `OnesLike`."""
     placement = call.placement()
     if isinstance(placement, Shard):
         return Shard(placement.axis, 0, placement.folded), call.dims()
@@ -91,43 +91,43 @@ def like(call: Call):
 
 
 def aligned(call, placements, ranks):
-    """The placements, axes counted as in the output; or `Mixed`."""
+    """Returns the placements with axes counted as in the output; or `Mixed`."""
     shards = [(p, rank) for p, rank in zip(placements, ranks, strict=True) if isinstance(p, Shard)]
     if any(isinstance(p, Listed | Row) for p in placements):
         return call.mixed("pairs one row with all rows")
     if not shards:
         return list(placements)
-    known = [rank for rank in ranks if rank is not None]
-    if any(rank is None for _, rank in shards) or not known:
+    known_ranks = [rank for rank in ranks if rank is not None]
+    if any(rank is None for _, rank in shards) or not known_ranks:
         return call.mixed("has inputs of an unknown number of axes")
-    rank = max(known)
-    axes = {p.axis + rank - own for p, own in shards}
+    rank = max(known_ranks)
+    axes = {p.axis + rank - input_rank for p, input_rank in shards}
     if len(axes) > 1 or len({p.folded for p, _ in shards}) > 1:
         return call.mixed("pairs each example with the others")
     (axis,) = axes
-    found = []
-    for i, (p, own) in enumerate(zip(placements, ranks, strict=True)):
+    shifted = []
+    for i, (p, input_rank) in enumerate(zip(placements, ranks, strict=True)):
         if isinstance(p, Shard):
             p = dataclasses.replace(p, axis=axis)
-        elif isinstance(p, Replicate) and not _is_broadcast(call, i, own, axis, rank):
+        elif isinstance(p, Replicate) and not _is_broadcast(call, i, input_rank, axis, rank):
             return call.mixed("has a constant with rows of its own beside the examples")
-        found.append(p)
-    return found
+        shifted.append(p)
+    return shifted
 
 
-def _is_broadcast(call, i, own, axis, rank) -> bool:
-    """Whether an input has one row, for all rows."""
-    if own is None:
+def _is_broadcast(call, i, input_rank, axis, rank) -> bool:
+    """Returns whether an input has a single row for all rows."""
+    if input_rank is None:
         return False
-    place = axis - (rank - own)
+    place = axis - (rank - input_rank)
     if place < 0 or place >= len(call.dims(i)) or call.dims(i)[place] == 1:
         return True
-    # One of a fixed number of rows suits one number of them alone.
+    # A fixed number of rows would fit only one batch size.
     return is_uniform(call, i) and depends_on_rows(call.dims(i)[place])
 
 
 def product_of(call, placements, sign):
-    """Of a product, or with `sign=-1` of a quotient."""
+    """Returns the placement of a product, or with `sign=-1` of a quotient."""
     first, *others = placements
     power = power_of(first) + sum(sign * power_of(each) for each in others)
     if sign < 0 and any(isinstance(each, Sum) for each in others):
@@ -143,19 +143,19 @@ def product_of(call, placements, sign):
     return Replicate(power)
 
 
-def sum_of(call, placements, given):
-    """Of a sum. Σ_rows c is c·B, so a constant may be added to a mean."""
+def sum_of(call, placements, inputs):
+    """Returns the placement of a sum. Σ_rows c is c·B, so a constant may be added to a mean."""
     if any(isinstance(p, Sum) for p in placements):
-        found = set()
-        for p, each in zip(placements, given[-len(placements) :], strict=True):
+        sum_powers = set()
+        for p, each in zip(placements, inputs[-len(placements) :], strict=True):
             if isinstance(p, Shard):
                 return call.mixed("adds a sum over the rows to each row")
             if isinstance(p, Sum):
-                found.add(p.power)
+                sum_powers.add(p.power)
             elif not each.is_zero:
-                found.add(p.power - 1)
-        if len(found) == 1:
-            return Sum(found.pop())
+                sum_powers.add(p.power - 1)
+        if len(sum_powers) == 1:
+            return Sum(sum_powers.pop())
         return call.mixed("adds sums and means over the rows, or a constant to a sum over the rows")
     powers = {power_of(p) for p in placements}
     if len(powers) > 1:

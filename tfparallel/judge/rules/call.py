@@ -1,4 +1,4 @@
-"""What a rule is given, and helpers that several rules share."""
+"""The argument of a rule, and helpers that several rules share."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,41 +24,41 @@ __all__ = [
 
 
 class Call(NamedTuple):
-    """An operation and what is known.
+    """An operation, and the judgements of its inputs.
 
     Attributes:
         op: The operation.
-        given: What is known of its inputs, `Judged`.
-        known: What is known of tensors before them, by name.
+        inputs: The judgements of its inputs.
+        judged: The judgements of tensors before it, by name.
     """
 
     op: tf.Operation
-    given: Sequence[Any]
-    known: Mapping[str, Any]
+    inputs: Sequence[Any]
+    judged: Mapping[str, Any]
 
     def placement(self, i: int = 0) -> Placement:
-        """Of an input."""
-        return self.given[i].placement
+        """Returns the placement of an input."""
+        return self.inputs[i].placement
 
     def dims(self, i: int = 0) -> tuple | None:
-        """The sizes of an input's axes."""
-        return self.given[i].dims
+        """Returns the sizes of an input's axes."""
+        return self.inputs[i].dims
 
     def rank(self, i: int = 0) -> int | None:
-        """How many axes an input has."""
+        """Returns the number of an input's axes."""
         return None if self.dims(i) is None else len(self.dims(i))
 
     def ints(self, i: int) -> list[int] | None:
-        """The elements of an input, if they are known whole numbers."""
-        return constant(self.given[i].value)
+        """Returns the elements of an input, if they are known integers."""
+        return constant(self.inputs[i].value)
 
     def axes(self, i: int) -> list[int] | None:
-        """The axes of the first input that input `i` names, counted from 0."""
-        found, rank = self.ints(i), self.rank()
-        return None if found is None or rank is None else [axis % rank for axis in found]
+        """Returns the axes of the first input that input `i` names, counted from 0."""
+        named, rank = self.ints(i), self.rank()
+        return None if named is None or rank is None else [axis % rank for axis in named]
 
     def mixed(self, why: str) -> Mixed:
-        """That it mixes examples."""
+        """Returns the placement of an operation that mixes examples."""
         return Mixed(self.op, why)
 
 
@@ -66,12 +66,12 @@ Rule = Callable[[Call], Any]
 
 
 def first_mixed(placements: Iterable[Placement]) -> Mixed | None:
-    """The first of these placements that is `Mixed`."""
+    """Returns the first of these placements that is `Mixed`."""
     return next((p for p in placements if isinstance(p, Mixed)), None)
 
 
 def joined(op, one: Placement | None, other: Placement | None) -> Placement | None:
-    """The placement of what has one or the other, as after a branch."""
+    """Returns the placement of a tensor that has one or the other, as after a branch."""
     if one is None or one == other:
         return other
     if other is None:
@@ -83,41 +83,41 @@ def joined(op, one: Placement | None, other: Placement | None) -> Placement | No
 
 
 def numbers_a_row(judged) -> bool:
-    """Whether the number of a row, in a loop over the rows, is among known elements."""
+    """Returns whether a row number of a loop over the rows is among the known elements."""
     value = judged.value
     return value is not None and any(map(depends_on_row_number, value.ravel().tolist()))
 
 
 def power_of(placement) -> int:
-    """The power of B that a placement has."""
+    """Returns the power of B in a placement."""
     return getattr(placement, "power", 0)
 
 
 def without_numbers(placement):
-    """A placement, but for whether its elements are the rows' numbers."""
+    """Returns a placement without the mark that its elements are row numbers."""
     if isinstance(placement, Shard):
         return Shard(placement.axis, placement.power, placement.folded)
     return placement
 
 
 def are_numbers(placement) -> bool:
-    """Whether the elements are the rows' numbers."""
+    """Returns whether the elements are row numbers."""
     return isinstance(placement, Shard) and placement.numbers
 
 
 def is_uniform(call, i) -> bool:
-    """Whether all elements of an input are known, and equal."""
-    value = call.given[i].value
+    """Returns whether all elements of an input are known and equal."""
+    value = call.inputs[i].value
     return value is not None and only(value) is not None
 
 
-def folded_by(own, views) -> Shard:
-    """Of copies of the rows, one behind the other."""
-    return Shard(0, own.power, (*own.folded, f"{views} views"))
+def folded_by(placement, views) -> Shard:
+    """Returns the placement of several copies of the rows, one after the other."""
+    return Shard(0, placement.power, (*placement.folded, f"{views} views"))
 
 
 def spread(call, rows, sizes, is_one):
-    """What is the same of all rows, but has a row for each."""
+    """Returns the placement of a replicated value that is spread to a row for each example."""
     if not rows:
         return Replicate(), sizes
     if len(rows) > 1:

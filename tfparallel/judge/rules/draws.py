@@ -1,4 +1,4 @@
-"""What is drawn."""
+"""Rules for operations that draw random numbers."""
 
 import re
 
@@ -12,38 +12,38 @@ _DRAWS = re.compile("Random|Multinomial|TruncatedNormal|StandardNormal|StatefulU
 _COUNTS = re.compile("GetKeyCounter|GetAlg|GetKey")
 
 
-_SEEDS = ("seed", "key", "counter")  # Inputs, of which one may say which replica draws.
+_SEEDS = ("seed", "key", "counter")  # Inputs that may depend on the replica.
 
-# From which input on are parameters of what is drawn: one for each element, broadcast, ...
+# The first input that is a parameter of the distribution: one per element, broadcast, ...
 _PARAMETERS = {
     "StatelessRandomGammaV2": 2,
     "StatelessRandomGammaV3": 4,
     "StatelessRandomPoisson": 2,
 }
 _PARAMETERS |= {"StatelessRandomBinomial": 2, "RandomGamma": 1, "RandomPoissonV2": 1}
-# ... or several elements for each.
+# ... or several elements per parameter.
 _APPENDS = ("RandomGamma", "RandomPoissonV2")
 
 
 def draws(op) -> bool:
-    """Whether an operation draws."""
+    """Returns whether an operation draws random numbers."""
     return bool(_DRAWS.search(op.type)) and not _COUNTS.search(op.type)
 
 
 def shape_argument(op) -> int | None:
-    """Which input says how many numbers are drawn; None if none does."""
+    """Returns the index of the input that is the shape of the draw; None if there is none."""
     names = [argument.name for argument in op.op_def.input_arg]
     return names.index("shape") if "shape" in names else None
 
 
 def drawn(call: Call):
-    """Each piece draws for itself: a row for each row, or one for all rows of the piece."""
+    """Judges a draw: each piece draws a row for each row, or one for all its rows."""
     kind, place = call.op.type, shape_argument(call.op)
-    sizes = None if place is None else call.given[place].value
+    sizes = None if place is None else call.inputs[place].value
     names = [argument.name for argument in call.op.op_def.input_arg]
     others = {
         i: each.placement
-        for i, each in enumerate(call.given)
+        for i, each in enumerate(call.inputs)
         if i != place and not (names[i] in _SEEDS and _is_of_replica(each.placement))
     }
     if (mixed := first_mixed(others.values())) is not None:
@@ -54,7 +54,7 @@ def drawn(call: Call):
             return logits
         return call.mixed("draws by sums over the rows, or a number that they decide")
     if sizes is None:
-        if all(each.placement == Replicate() for each in call.given):
+        if all(each.placement == Replicate() for each in call.inputs):
             return Replicate()
         return call.mixed("draws what only data decide")
     sizes = tuple(sizes.ravel().tolist())
@@ -76,10 +76,10 @@ def _is_of_replica(placement) -> bool:
 
 
 def _axis_of_parameter(call, place, rank) -> int | None:
-    """Where the rows of a parameter are in what is drawn."""
-    own, first = call.rank(place), _PARAMETERS.get(call.op.type)
-    if own is None or first is None or place < first:
+    """Returns the axis of the draw that holds the rows of a parameter."""
+    parameter_rank, first = call.rank(place), _PARAMETERS.get(call.op.type)
+    if parameter_rank is None or first is None or place < first:
         return None
     if call.op.type in _APPENDS:
         return rank + call.placement(place).axis
-    return rank - own + call.placement(place).axis
+    return rank - parameter_rank + call.placement(place).axis

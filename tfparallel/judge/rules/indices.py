@@ -1,4 +1,4 @@
-"""What looks up by indices, numbers the rows, or counts."""
+"""Rules for operations that look up by indices, number the rows, or count."""
 
 import tensorflow as tf
 
@@ -28,8 +28,8 @@ __all__ = [
 
 
 def gathered(call: Call):
-    """`Gather`: entries of a table for each row, or of each row's own table."""
-    axis = call.ints(2) if len(call.given) > 2 else [0]
+    """Judges `Gather`: entries of a table for each row, or of each row's own table."""
+    axis = call.ints(2) if len(call.inputs) > 2 else [0]
     batch = call.op.get_attr("batch_dims") if call.op.type in ("GatherV2", "ResourceGather") else 0
     params, indices = call.placement(0), call.placement(1)
     rank, rank_of_indices = call.rank(0), call.rank(1)
@@ -45,8 +45,8 @@ def gathered(call: Call):
         return call.mixed("looks up by, or in, a sum over the rows")
     sizes = None
     if call.dims(0) is not None and call.op.type != "ResourceGather":
-        own, others = call.dims(0), call.dims(1)
-        sizes = (*own[:place], *others[batch:], *own[place + 1 :])
+        of_params, others = call.dims(0), call.dims(1)
+        sizes = (*of_params[:place], *others[batch:], *of_params[place + 1 :])
     elif call.dims(1) is not None:
         sizes = (*call.dims(1), *[None] * (rank - 1))
     if isinstance(params, Shard):
@@ -69,10 +69,10 @@ def gathered(call: Call):
 
 
 def numbered(call: Call):
-    """`Range(0, B)` numbers the rows; other ranges are the same of all."""
-    bounds = [each.value for each in call.given]
+    """Judges `Range`: `Range(0, B)` numbers the rows; other ranges are replicated."""
+    bounds = [each.value for each in call.inputs]
     if any(value is None for value in bounds):
-        placements = [each.placement for each in call.given]
+        placements = [each.placement for each in call.inputs]
         if all(p == Replicate() for p in placements):
             return Replicate()
         return first_mixed(placements) or call.mixed("counts as far as the rows decide")
@@ -85,10 +85,10 @@ def numbered(call: Call):
 
 
 def numbers_or_zero(call: Call):
-    """`where(B > 1, range(B), 0)`, as `vectorized_map` looks up: of one row, the number is 0."""
-    bound = call.given[2].value
+    """Judges `where(B > 1, range(B), 0)`, which `vectorized_map` uses: row numbers for any B."""
+    bound = call.inputs[2].value
     is_zero = bound is not None and bound.size == 1 and bound.item() == 0
-    condition = call.given[0].value
+    condition = call.inputs[0].value
     is_asked = condition is not None and condition.size == 1 and condition.item() == SEVERAL_ROWS
     if not is_zero or not is_asked or not are_numbers(call.placement(1)):
         return None
@@ -96,7 +96,7 @@ def numbers_or_zero(call: Call):
 
 
 def gathered_nd(call: Call):
-    """`GatherNd`, of a table that is the same of all, or by the rows' numbers."""
+    """Judges `GatherNd` of a replicated table, or by row numbers."""
     params, indices = call.placement(0), call.placement(1)
     rank = call.rank(1)
     if are_numbers(indices) and without_numbers(indices) == params == Shard(0) and rank > 1:
@@ -110,46 +110,46 @@ def gathered_nd(call: Call):
 
 
 def one_hot(call: Call):
-    """`OneHot` of each row's indices."""
+    """Judges `OneHot` of each row's indices."""
     placement, axis = call.placement(), call.op.get_attr("axis")
     if not isinstance(placement, Shard) or placement.power:
         return call.mixed("counts a sum over the rows")
-    if any(p.placement != Replicate() for p in call.given[1:]):
+    if any(p.placement != Replicate() for p in call.inputs[1:]):
         return call.mixed("has values, or a depth, that depend on the rows")
     rank = call.rank()
     place = rank if axis == -1 else axis
-    dims, depth = list(call.dims()), call.given[1].value
+    dims, depth = list(call.dims()), call.inputs[1].value
     dims.insert(place, None if depth is None else depth.item())
     return Shard(placement.axis + (place <= placement.axis), 0, placement.folded), tuple(dims)
 
 
 def cross_entropy(call: Call):
-    """Values of shape (rows,) of logits of shape (rows, classes), and their gradients."""
-    if any(each.placement != Shard(0) for each in call.given):
+    """Judges losses (rows,) of logits (rows, classes), and their gradients."""
+    if any(each.placement != Shard(0) for each in call.inputs):
         return call.mixed("pairs examples with what belongs to none")
     rows = call.dims()[0]
     return [(Shard(0), (rows,)), (Shard(0), call.dims())]
 
 
 def in_top_k(call: Call):
-    """`InTopKV2(predictions, targets, k)`."""
-    predictions, targets, k = [each.placement for each in call.given]
+    """Judges `InTopKV2(predictions, targets, k)`."""
+    predictions, targets, k = [each.placement for each in call.inputs]
     if predictions == targets == Shard(0) and k == Replicate():
         return Shard(0), (call.dims()[0],)
     return call.mixed("pairs examples with what belongs to none")
 
 
 def segments(call: Call):
-    """`UnsortedSegmentSum` of rows, into segments of which there are as many, whatever the rows."""
-    rows, ids, number = (each.placement for each in call.given)
+    """Judges `UnsortedSegmentSum` of rows; the number of segments must not depend on the rows."""
+    rows, ids, number = (each.placement for each in call.inputs)
     if isinstance(rows, Shard) and number == Replicate() and ids == Shard(rows.axis):
         return Sum(rows.power)
     return call.mixed("adds up rows by what data decide")
 
 
 def scattered(call: Call):
-    """`ScatterNd` of rows, into a shape that is the same whatever the rows."""
-    sizes, (indices, rows) = call.given[2].value, [each.placement for each in call.given[:2]]
+    """Judges `ScatterNd` of rows, into a shape that does not depend on the rows."""
+    sizes, (indices, rows) = call.inputs[2].value, [each.placement for each in call.inputs[:2]]
     if sizes is not None and not any(map(depends_on_rows, sizes.ravel().tolist())):
         if indices == Shard(0) and isinstance(rows, Shard) and rows.axis == 0:
             return Sum(rows.power)
@@ -157,9 +157,9 @@ def scattered(call: Call):
 
 
 def bincount(call: Call):
-    """Counts, of each row or of all."""
+    """Judges counts, of each row or of all."""
     placement = call.placement()
-    size, weights = call.placement(1), call.given[2]
+    size, weights = call.placement(1), call.inputs[2]
     has_none = weights.placement == Replicate() and weights.dims == (0,)
     if (
         placement != Shard(0)

@@ -1,4 +1,4 @@
-"""What joins tensors, and takes parts of them."""
+"""Rules for operations that join tensors or take parts of them."""
 
 import dataclasses
 
@@ -20,19 +20,19 @@ __all__ = ["concatenated", "packed", "sliced", "split_by", "strided", "unpacked"
 
 
 def packed(call: Call):
-    """`Pack`: a new axis, of tensors whose rows lie alike."""
-    placements = [each.placement for each in call.given]
+    """Judges `Pack`: a new axis, of tensors whose rows are on the same axis."""
+    placements = [each.placement for each in call.inputs]
     ranks = [call.rank(i) for i in range(len(placements))]
     if not any(isinstance(p, Shard) for p in placements):
-        return sum_of(call, placements, call.given)
-    found = aligned(call, placements, ranks)
-    if not isinstance(found, list):
-        return found
+        return sum_of(call, placements, call.inputs)
+    in_output = aligned(call, placements, ranks)
+    if not isinstance(in_output, list):
+        return in_output
     axis = call.op.get_attr("axis") % (ranks[0] + 1)
-    if len({without_numbers(p) for p in found}) > 1:
+    if len({without_numbers(p) for p in in_output}) > 1:
         return call.mixed("stacks examples beside what belongs to none")
-    placement = found[0]
-    if any(map(are_numbers, found[1:])) or (are_numbers(placement) and axis != ranks[0]):
+    placement = in_output[0]
+    if any(map(are_numbers, in_output[1:])) or (are_numbers(placement) and axis != ranks[0]):
         return call.mixed("computes with the numbers of the rows")
     sizes = list(call.dims())
     sizes.insert(axis, len(placements))
@@ -41,17 +41,17 @@ def packed(call: Call):
 
 
 def unpacked(call: Call):
-    """`Unpack`, along another axis than that of the rows."""
+    """Judges `Unpack`, along another axis than that of the rows."""
     axis = call.op.get_attr("axis")
     return [along([axis], removes=True)(call)] * len(call.op.outputs)
 
 
 def concatenated(call: Call):
-    """`ConcatV2`: along another axis, or copies of the rows behind one another."""
-    *parts, last = range(len(call.given))
+    """Judges `ConcatV2`: along another axis, or copies of the rows one after the other."""
+    *parts, last = range(len(call.inputs))
     placements = [call.placement(i) for i in parts]
     if not any(isinstance(p, Shard) for p in placements):
-        return sum_of(call, placements, call.given[:-1])
+        return sum_of(call, placements, call.inputs[:-1])
     axis, rank = call.ints(last), call.rank(0)
     if axis is None or rank is None:
         return call.mixed("joins along an axis that is known only when it runs")
@@ -83,45 +83,45 @@ def concatenated(call: Call):
 
 
 def split_by(axis_at: int, of: int) -> Rule:
-    """A rule for `Split`, by which inputs its axis and its tensor are."""
+    """Returns a rule for `Split`, given the indices of its axis and its tensor."""
 
     def rule(call: Call):
-        own = call.placement(of)
-        if not isinstance(own, Shard):
-            return own
+        placement = call.placement(of)
+        if not isinstance(placement, Shard):
+            return placement
         axis, dims = call.ints(axis_at), call.dims(of)
-        others = [each.placement for i, each in enumerate(call.given) if i != of]
+        others = [each.placement for i, each in enumerate(call.inputs) if i != of]
         if axis is None or dims is None or any(p != Replicate() for p in others):
             return call.mixed("splits an axis that is known only when it runs")
         place = axis[0] % len(dims)
-        if place == own.axis:
+        if place == placement.axis:
             number = len(call.op.outputs)
-            if place or own.folded[-1:] != (f"{number} views",) or call.op.type != "Split":
+            if place or placement.folded[-1:] != (f"{number} views",) or call.op.type != "Split":
                 return call.mixed("splits the axis that holds the examples")
-            each = Shard(0, own.power, own.folded[:-1])
+            each = Shard(0, placement.power, placement.folded[:-1])
             return [(each, (dims[0] / number, *dims[1:]))] * number
         sizes = tuple(None if a == place else size for a, size in enumerate(dims))
-        return [(own, sizes)] * len(call.op.outputs)
+        return [(placement, sizes)] * len(call.op.outputs)
 
     return rule
 
 
 def strided(call: Call):
-    """`StridedSlice`, which leaves the axis of the rows whole."""
+    """Judges `StridedSlice`, which must keep the axis of the rows whole."""
     placement = call.placement()
     if not isinstance(placement, Shard):
         return placement
     rank, dims = call.rank(), call.dims()
-    bounds = [call.given[i].value for i in (1, 2, 3)]
+    bounds = [call.inputs[i].value for i in (1, 2, 3)]
     if rank is None or any(value is None for value in bounds):
         return call.mixed("takes rows that are known only when it runs")
     number = call.op.inputs[1].shape[0]
     bounds = [value.ravel().tolist() for value in bounds]
-    found = slices_of(call.op, *bounds, rank)
+    slices = slices_of(call.op, *bounds, rank)
     axis, out, sizes, place = 0, 0, [], None
     masks = [call.op.get_attr("begin_mask"), call.op.get_attr("end_mask")]
-    at = _spec_places(call.op, found, number)
-    for index, each in enumerate(found):
+    at = _spec_places(call.op, slices, number)
+    for index, each in enumerate(slices):
         if each is None:
             sizes.append(1)
             out += 1
@@ -134,7 +134,7 @@ def strided(call: Call):
             place = out
             sizes.append(dims[axis])
             out += 1
-        elif depends_on_rows(dims[axis]) and not _from_the_left(each):
+        elif depends_on_rows(dims[axis]) and not _ignores_padding(each):
             return call.mixed("looks at the end of rows, which is that of the longest of the piece")
         elif _depends_on_rows(each):
             return call.mixed("takes as many places as there are rows")
@@ -148,8 +148,8 @@ def strided(call: Call):
     return dataclasses.replace(placement, axis=place, numbers=False), tuple(sizes)
 
 
-def _from_the_left(each) -> bool:
-    """Whether a slice, or an index, is the same of rows that are padded further."""
+def _ignores_padding(each) -> bool:
+    """Returns whether a slice or index selects the same entries of rows that are padded longer."""
     if isinstance(each, int):
         return each >= 0
     return (
@@ -165,16 +165,16 @@ def _depends_on_rows(each) -> bool:
     return any(map(depends_on_rows, bounds))
 
 
-def _spec_places(op, found, number) -> list[int | None]:
-    """Which bound each of `slices_of` comes from; None for what an ellipsis, or nothing, gives."""
+def _spec_places(op, slices, number) -> list[int | None]:
+    """Returns the bound index of each slice; None for those of an ellipsis, or without bound."""
     ellipsis = op.get_attr("ellipsis_mask")
     places: list[int | None] = []
     for i in range(number):
         if ellipsis >> i & 1:
-            places += [None] * (len(found) - (number - 1))
+            places += [None] * (len(slices) - (number - 1))
         else:
             places.append(i)
-    return places + [None] * (len(found) - len(places))
+    return places + [None] * (len(slices) - len(places))
 
 
 def _is_all(each, size, masks, place) -> bool:
@@ -196,11 +196,11 @@ def _length(each, size, masks, place):
 
 
 def sliced(call: Call):
-    """`Slice`, which leaves the axis of the rows whole."""
+    """Judges `Slice`, which must keep the axis of the rows whole."""
     placement = call.placement()
     if not isinstance(placement, Shard):
         return placement
-    begin, size = call.given[1].value, call.given[2].value
+    begin, size = call.inputs[1].value, call.inputs[2].value
     if begin is None or size is None or call.dims() is None:
         return call.mixed("takes rows that are known only when it runs")
     axis = placement.axis
@@ -208,6 +208,6 @@ def sliced(call: Call):
         return call.mixed("takes as many places as there are rows")
     if begin[axis] != 0 or (size[axis] != -1 and size[axis] != call.dims()[axis]):
         return call.mixed("takes some of the examples")
-    own = call.dims()
-    sizes = tuple(own[a] if a == axis else (n if n != -1 else None) for a, n in enumerate(size))
+    dims = call.dims()
+    sizes = tuple(dims[a] if a == axis else (n if n != -1 else None) for a, n in enumerate(size))
     return placement, sizes

@@ -1,4 +1,4 @@
-"""Products of matrices: sums of products, whose axes have labels."""
+"""Rules for matrix products: sums of products over labelled axes."""
 
 from tfparallel.judge.placements import Replicate, Shard, Sum
 from tfparallel.judge.rules.by_element import product_of
@@ -9,7 +9,7 @@ __all__ = ["einsum", "matmul"]
 
 
 def einsum(call: Call):
-    """`Einsum`, by its equation."""
+    """Judges `Einsum`, by its equation."""
     equation = call.op.get_attr("equation").decode()
     inputs, output = equation.replace(" ", "").split("->")
     terms = [_labels(term, call.rank(i)) for i, term in enumerate(inputs.split(","))]
@@ -30,15 +30,15 @@ def _labels(term, rank):
     if rank is None:
         return None
     parts = _split(term)
-    found = []
+    labels = []
     for part in parts:
         missing = rank - (len(parts) - 1)
-        found += range(-missing, 0) if part == "..." else [part]
-    return found
+        labels += range(-missing, 0) if part == "..." else [part]
+    return labels
 
 
 def _contracted(call, terms, result):
-    """A sum of products; axes have labels."""
+    """Judges a sum of products whose axes have labels."""
     placements = [call.placement(i) for i in range(len(terms))]
     if not any(isinstance(p, Shard) for p in placements):
         return product_of(call, placements, 1)
@@ -76,7 +76,7 @@ def _contracted(call, terms, result):
 
 
 def matmul(call: Call):
-    """`MatMul` and `BatchMatMul`, as an equation."""
+    """Judges `MatMul` and `BatchMatMul`, as an equation."""
     ranks = call.rank(0), call.rank(1)
     if None in ranks:
         return call.mixed("has inputs of an unknown number of axes")

@@ -1,4 +1,4 @@
-"""What gives a tensor another shape: reshaped, transposed, repeated, padded."""
+"""Rules for operations that change a tensor's shape: reshape, transpose, repeat, pad."""
 
 import dataclasses
 
@@ -23,8 +23,8 @@ __all__ = [
 
 
 def reshaped(call: Call):
-    """`Reshape`, which keeps the rows in order and apart."""
-    placement, dims, shape = call.placement(), call.dims(), call.given[1].value
+    """Judges `Reshape`, which must keep the rows in order and apart."""
+    placement, dims, shape = call.placement(), call.dims(), call.inputs[1].value
     if not isinstance(placement, Shard):
         return placement
     if shape is None or dims is None:
@@ -37,7 +37,7 @@ def reshaped(call: Call):
     if axis and before != 1 and -1 not in new[1:]:
         is_alike = _times(new[1:]) == _times(dims[axis + 1 :])
         if is_alike and new[0] in (-1, before * dims[axis]):
-            # As `tensordot` folds what is before the rows.
+            # `tensordot` folds the axes before the rows in this way.
             folded = (f"behind {before}",)
             return Shard(0, placement.power, folded), (before * dims[axis], *new[1:])
     place, prefix = 0, 1
@@ -47,26 +47,26 @@ def reshaped(call: Call):
         place += 1
     if prefix != before or place >= len(new):
         return call.mixed("reshapes across the axis that holds the examples")
-    of_each = _times(dims[axis:]) / ROWS if isinstance(_times(dims[axis:]), Size) else None
+    row_size = _times(dims[axis:]) / ROWS if isinstance(_times(dims[axis:]), Size) else None
     after = new[place + 1 :]
     size = new[place]
     if isinstance(size, int) and size == -1:
-        if of_each is None or any(isinstance(each, int) and each < 0 for each in after):
+        if row_size is None or any(isinstance(each, int) and each < 0 for each in after):
             return call.mixed("reshapes to sizes that are known only when it runs")
-        size = of_each / _times(after) * ROWS
+        size = row_size / _times(after) * ROWS
         if not is_whole(size) or power_of_rows(size) != 1:
             return call.mixed("groups several examples into one row")
     if power_of_rows(size) != 1 or not is_whole(size):
         return call.mixed("puts several examples into one row, or pulls rows apart")
-    if after.count(-1) and of_each is not None:
-        rest = of_each * ROWS / (size * _times(each for each in after if each != -1))
+    if after.count(-1) and row_size is not None:
+        rest = row_size * ROWS / (size * _times(each for each in after if each != -1))
         after = [rest if each == -1 else each for each in after]
     after = [None if isinstance(each, int) and each < 0 else each for each in after]
     return Shard(place, placement.power, placement.folded), (*new[:place], size, *after)
 
 
 def _reshaped_views(call, placement, dims, new):
-    """Of rows that lie apart, other axes than theirs; or what was folded in before them undone."""
+    """Judges reshapes of folded rows: of other axes, or one that undoes the folding."""
     undone = (f"behind {new[0]}",)
     if placement.axis == 0 and placement.folded[-1:] == undone and -1 not in new:
         if _times(new[:2]) == dims[0]:
@@ -83,7 +83,7 @@ def _times(sizes):
 
 
 def transposed(call: Call):
-    """`Transpose`."""
+    """Judges `Transpose`."""
     placement, order = call.placement(), call.ints(1)
     if not isinstance(placement, Shard):
         return placement
@@ -95,7 +95,7 @@ def transposed(call: Call):
 
 
 def expanded(call: Call):
-    """`ExpandDims`."""
+    """Judges `ExpandDims`."""
     placement, axis = call.placement(), call.ints(1)
     if not isinstance(placement, Shard):
         return placement
@@ -113,29 +113,29 @@ def expanded(call: Call):
 
 
 def squeezed(call: Call):
-    """`Squeeze`."""
+    """Judges `Squeeze`."""
     placement = call.placement()
     if not isinstance(placement, Shard):
         return placement
     dims = call.dims()
     if dims is None:
         return call.mixed("has an input of an unknown number of axes")
-    given = [axis % len(dims) for axis in call.op.get_attr("squeeze_dims")]
-    gone = given or [axis for axis, size in enumerate(dims) if size == 1]
-    if placement.axis in gone or (not given and any(isinstance(size, Size) for size in dims)
+    named = [axis % len(dims) for axis in call.op.get_attr("squeeze_dims")]
+    removed = named or [axis for axis, size in enumerate(dims) if size == 1]
+    if placement.axis in removed or (not named and any(isinstance(size, Size) for size in dims)
                                   and call.op.outputs[0].shape.rank is None):  # fmt: skip
         return call.mixed("drops the axis that holds the examples")
-    left = tuple(size for axis, size in enumerate(dims) if axis not in gone)
-    axis = placement.axis - sum(each < placement.axis for each in gone)
-    return Shard(axis, placement.power, placement.folded), left
+    remaining = tuple(size for axis, size in enumerate(dims) if axis not in removed)
+    axis = placement.axis - sum(each < placement.axis for each in removed)
+    return Shard(axis, placement.power, placement.folded), remaining
 
 
 def padded(call: Call):
-    """`Pad`, of other axes than that of the rows."""
-    placement, pads = call.placement(), call.given[1].value
+    """Judges `Pad`, of other axes than that of the rows."""
+    placement, pads = call.placement(), call.inputs[1].value
     if not isinstance(placement, Shard) or pads is None:
         return call.mixed("pads a sum over the rows, or by what is known only when it runs")
-    if any(each.placement != Replicate() for each in call.given[2:]):
+    if any(each.placement != Replicate() for each in call.inputs[2:]):
         return call.mixed("pads by a number that depends on the rows")
     if any(map(depends_on_rows, pads.ravel().tolist())):
         return call.mixed("pads by as many places as there are rows")
@@ -147,8 +147,8 @@ def padded(call: Call):
 
 
 def tiled(call: Call):
-    """`Tile`: of what is the same of all, to a row for each; or of other axes."""
-    placement, times = call.placement(), call.given[1].value
+    """Judges `Tile`: of a replicated value to a row for each; or of other axes."""
+    placement, times = call.placement(), call.inputs[1].value
     if times is None:
         return call.mixed("repeats by what is known only when it runs")
     flat = times.ravel().tolist()
@@ -167,8 +167,8 @@ def tiled(call: Call):
 
 
 def filled(call: Call):
-    """`Fill`: a constant, perhaps for each row."""
-    sizes, placement = call.given[0].value, call.placement(1)
+    """Judges `Fill`: a constant, perhaps for each row."""
+    sizes, placement = call.inputs[0].value, call.placement(1)
     if sizes is None or placement != Replicate():
         return call.mixed("has a size, or a value, that depends on the rows")
     sizes = tuple(sizes.ravel().tolist())
@@ -177,26 +177,26 @@ def filled(call: Call):
 
 
 def broadcast(call: Call):
-    """`BroadcastTo`: of what is the same of all, to a row for each; or of other axes."""
-    sizes, placement = call.given[1].value, call.placement()
+    """Judges `BroadcastTo`: of a replicated value to a row for each; or of other axes."""
+    sizes, placement = call.inputs[1].value, call.placement()
     if sizes is None or call.dims() is None:
         return call.mixed("is broadcast to a shape that is known only when it runs")
     sizes = tuple(sizes.ravel().tolist())
-    own = (*[1] * (len(sizes) - call.rank()), *call.dims())
+    dims = (*[1] * (len(sizes) - call.rank()), *call.dims())
     if isinstance(placement, Shard):
         axis = placement.axis + len(sizes) - call.rank()
         rows = [a for a, size in enumerate(sizes) if depends_on_rows(size) and a != axis]
-        if sizes[axis] != own[axis] or rows:
+        if sizes[axis] != dims[axis] or rows:
             return call.mixed("repeats the rows")
         return Shard(axis, placement.power, placement.folded), sizes
     if placement != Replicate():
         return call.mixed("repeats a sum over the rows")
     rows = [axis for axis, size in enumerate(sizes) if depends_on_rows(size)]
-    return spread(call, rows, sizes, is_one=lambda axis: own[axis] == 1)
+    return spread(call, rows, sizes, is_one=lambda axis: dims[axis] == 1)
 
 
 def space_to_batch(call: Call):
-    """`SpaceToBatchND`, as dilated convolutions fold space before the rows."""
+    """Judges `SpaceToBatchND`, with which dilated convolutions fold space in before the rows."""
     placement, block = call.placement(), call.ints(1)
     if isinstance(placement, Shard) and placement.axis == 0 and not placement.power and block:
         sizes = (call.dims()[0] * _times(block), *[None] * (call.rank() - 1))
@@ -205,7 +205,7 @@ def space_to_batch(call: Call):
 
 
 def batch_to_space(call: Call):
-    """`BatchToSpaceND`, which undoes that."""
+    """Judges `BatchToSpaceND`, which undoes that."""
     placement, block = call.placement(), call.ints(1)
     undone = (f"space to batch {block}",)
     if isinstance(placement, Shard) and placement.axis == 0 and placement.folded[-1:] == undone:

@@ -1,7 +1,7 @@
-"""For each operation, where the rows are in its outputs, given where they are in its inputs.
+"""The rule of each operation: the placements of its outputs, given those of its inputs.
 
 A rule takes a `Call` and returns a placement, or one for each output, alone or with the sizes of
-the output's axes. What no rule knows is tried (`trial_of_operation.py`).
+the output's axes. An operation without a rule is tried (`trial_of_operation.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -61,77 +61,77 @@ __all__ = ["RULES", "apply"]
 
 
 def apply(
-    op: tf.Operation, given: Sequence, known: Mapping[str, Any]
+    op: tf.Operation, inputs: Sequence, judged: Mapping[str, Any]
 ) -> tuple[list[Placement], list[tuple | None]]:
-    """Where the rows are in each output of an operation, and the sizes of its axes if known.
+    """Returns the placement of each output of an operation, and the sizes of its axes if known.
 
     Args:
         op: The operation.
-        given: What is known of its inputs, `Judged`.
-        known: What is known of tensors before them, by name.
+        inputs: The judgements of its inputs.
+        judged: The judgements of tensors before it, by name.
     """
     number = len(op.outputs)
     sizes = (shape_argument(op),) if draws(op) else _SIZES.get(op.type, ())
-    given = [
+    inputs = [
         each._replace(placement=Replicate()) if i in sizes and each.value is not None else each
-        for i, each in enumerate(given)
+        for i, each in enumerate(inputs)
     ]
-    call = Call(op, given, known)
-    placements = [each.placement for each in given]
+    call = Call(op, inputs, judged)
+    placements = [each.placement for each in inputs]
     rule = RULES.get(op.type)
-    known_sizes = [given[i].value for i in sizes if i is not None and i < len(given)]
+    known_sizes = [inputs[i].value for i in sizes if i is not None and i < len(inputs)]
     has_sizes = any(
         depends_on_rows(n) for value in known_sizes if value is not None for n in value.ravel()
     )
     if op.type == "RngReadAndSkip":
-        found: Any = Replicate()
-    elif any(map(numbers_a_row, given)) and (draws(op) or op.type == "Range"):
-        found = call.mixed("computes with the number of a row")
+        result: Any = Replicate()
+    elif any(map(numbers_a_row, inputs)) and (draws(op) or op.type == "Range"):
+        result = call.mixed("computes with the number of a row")
     elif draws(op):
-        found = drawn(call)
+        result = drawn(call)
     elif op.type == "Range":
-        found = numbered(call)
+        result = numbered(call)
     elif op.type == "SelectV2" and (numbers := numbers_or_zero(call)):
-        found = numbers
+        result = numbers
     elif (mixed := first_mixed(placements)) is not None:
-        found = mixed
-    elif any(map(numbers_a_row, given)):
-        found = call.mixed("computes with the number of a row")
+        result = mixed
+    elif any(map(numbers_a_row, inputs)):
+        result = call.mixed("computes with the number of a row")
     elif has_sizes and op.type not in _SPREAD and not any(isinstance(p, Shard) for p in placements):
-        found = call.mixed("takes, or forms, as much as there are rows")
+        result = call.mixed("takes, or forms, as much as there are rows")
     elif op.type in _ALONE and any(
         p != Replicate() for i, p in enumerate(placements) if i != _ALONE[op.type]
     ):
-        found = call.mixed("has an argument that depends on the rows")
-    elif any(placements[i] != Replicate() for i in sizes if i is not None and i < len(given)):
-        found = call.mixed("has a size that only data decide")
+        result = call.mixed("has an argument that depends on the rows")
+    elif any(placements[i] != Replicate() for i in sizes if i is not None and i < len(inputs)):
+        result = call.mixed("has a size that only data decide")
     elif op.type not in _KNOW_FOLDS and any(getattr(p, "folded", ()) for p in placements):
-        found = call.mixed("works on rows that lie apart, in several views")
-    elif op.type not in _KNOW_LENGTHS and any(map(_has_longest, given)):
-        found = call.mixed("looks at rows that are padded to the longest of the piece")
+        result = call.mixed("works on rows that lie apart, in several views")
+    elif op.type not in _KNOW_LENGTHS and any(map(_has_longest, inputs)):
+        result = call.mixed("looks at rows that are padded to the longest of the piece")
     elif op.type not in _KNOW_NUMBERS and any(map(are_numbers, placements)):
-        found = call.mixed("computes with the numbers of the rows")
+        result = call.mixed("computes with the numbers of the rows")
     elif all(p == Replicate() for p in placements) and not has_sizes:
-        found = Replicate()
+        result = Replicate()
     elif any(isinstance(p, Entries) for p in placements):
-        found = of_entries(call)
+        result = of_entries(call)
     elif not has_sizes and (row := _of_one_row(placements)) is not None:
-        found = row
+        result = row
     elif op.type != "Identity" and any(isinstance(p, Row | Listed) for p in placements):
-        found = call.mixed("pairs one row with others")
+        result = call.mixed("pairs one row with others")
     elif rule is not None:
-        found = rule(call)
+        result = rule(call)
     elif has_sizes:
-        found = call.mixed("has no rule, and a size that depends on the rows")
+        result = call.mixed("has no rule, and a size that depends on the rows")
     else:
-        found = trial_of_operation.tried(op, given)
-    found = found if isinstance(found, list) else [found] * number
-    pairs = [each if isinstance(each, tuple) else (each, _dims(call, each)) for each in found]
+        result = trial_of_operation.tried(op, inputs)
+    result = result if isinstance(result, list) else [result] * number
+    pairs = [each if isinstance(each, tuple) else (each, _dims(call, each)) for each in result]
     return [placement for placement, _ in pairs], [dims for _, dims in pairs]
 
 
 def _has_longest(judged) -> bool:
-    """Whether an axis that does not hold the rows is as long as rows decide."""
+    """Returns whether the length of another axis than that of the rows depends on the rows."""
     if judged.dims is None or not isinstance(judged.placement, Shard):
         return False
     axis = judged.placement.axis
@@ -139,31 +139,31 @@ def _has_longest(judged) -> bool:
 
 
 def _of_one_row(placements) -> Row | None:
-    """What is computed of one row, and of what is the same of all, is of that row."""
+    """Returns the row if inputs are of one row and replicated values; then outputs are, too."""
     rows = {p for p in placements if isinstance(p, Row)}
     others = [p for p in placements if not isinstance(p, Row)]
     return rows.pop() if len(rows) == 1 and all(p == Replicate() for p in others) else None
 
 
 def _dims(call, placement) -> tuple | None:
-    """The sizes of an output of the inputs' shape, or of one that is broadcast."""
+    """Returns the sizes of an output with the inputs' shape, or a broadcast one."""
     out = call.op.outputs[0] if call.op.outputs else None
     if out is None or out.shape.rank is None:
         return None
-    found: list = [None] * out.shape.rank
-    for each in call.given:
-        if each.dims is None or len(each.dims) > len(found) or not each.dims:
+    sizes: list = [None] * out.shape.rank
+    for each in call.inputs:
+        if each.dims is None or len(each.dims) > len(sizes) or not each.dims:
             continue
-        if call.op.type == "Select" and len(each.dims) < len(found):
-            continue  # Its condition is one for each row.
-        shift = len(found) - len(each.dims)
+        if call.op.type == "Select" and len(each.dims) < len(sizes):
+            continue  # Its condition has one element per row.
+        shift = len(sizes) - len(each.dims)
         is_by_element = call.op.type in BY_ELEMENT or call.op.type in _LIKE_INPUT
         for axis, size in enumerate(each.dims, shift):
             holds = isinstance(placement, Shard) and axis == placement.axis
             if (is_by_element and size != 1) or (holds and power_of_rows(size) == 1):
-                if found[axis] is None or depends_on_rows(size):
-                    found[axis] = size
-    return tuple(found)
+                if sizes[axis] is None or depends_on_rows(size):
+                    sizes[axis] = size
+    return tuple(sizes)
 
 
 _LIKE_INPUT = frozenset(
@@ -221,7 +221,7 @@ RULES: dict[str, Rule] = {
         lambda call: [Entries("computed")] * len(call.op.outputs),
     ),
 }  # fmt: skip
-# What may have rows in one input alone, and in which.
+# Operations of which only one input may have rows, and which.
 _ALONE = {
     **dict.fromkeys(
         (*REDUCTIONS, "Reshape", "Transpose", "ExpandDims", "Pad", "PadV2", "MirrorPad", "Tile",
@@ -232,25 +232,25 @@ _ALONE = {
     ),
     "Split": 1,
 }  # fmt: skip
-# What may be given the numbers of the rows.
+# Operations that accept row numbers.
 _KNOW_NUMBERS = frozenset(
     ("Range", "Identity", "Cast", "Pack", "ExpandDims", "ConcatV2", "GatherV2", "GatherNd", "Shape")
 )
-# What is right of rows that lie apart, and works on each of them.
+# Operations that are right for folded rows, and work on each of them.
 _KNOW_FOLDS = frozenset(
     (*BY_ELEMENT, *IMAGES, *REDUCTIONS, "ZerosLike", "OnesLike", "BatchToSpaceND", "SpaceToBatchND",
      "Split", "ExpandDims", "Squeeze", "Reshape", "MatMul", "BiasAdd", "Pad", "PadV2", "MirrorPad",
      "Shape", "Softmax", "FusedBatchNormV3")
 )  # fmt: skip
-# What is right of rows that are padded to the longest of a piece, and keeps track of that.
+# Operations that are right for rows padded to the longest of a piece, and track the padding.
 _KNOW_LENGTHS = frozenset(
     (*BY_ELEMENT, *REDUCTIONS, "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "MatMul", "Einsum",
      "Transpose", "ExpandDims", "Shape", "Reshape", "StridedSlice", "BiasAdd", "GatherV2",
      "ResourceGather", "ZerosLike", "OnesLike")
 )  # fmt: skip
-# What may be the same of all, and have a row for each of the piece's then.
+# Operations that may turn a replicated value into a row for each row of the piece.
 _SPREAD = frozenset(("Fill", "BroadcastTo", "Tile"))
-# Arguments that are sizes, by operation: what is asked of them is their value.
+# Arguments that are sizes, by operation: their values matter.
 _SIZES = {
     "Reshape": (1,), "Fill": (0,), "BroadcastTo": (1,), "StridedSlice": (1, 2, 3), "Slice": (1, 2),
     "Tile": (1,), "Pad": (1,), "PadV2": (1,), "MirrorPad": (1,), "Conv2DBackpropInput": (0,),
