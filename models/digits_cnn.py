@@ -1,4 +1,4 @@
-"""Classify handwritten digits: two convolutions of 32 and 64 filters, and two dense layers.
+"""Classify handwritten digits with two convolutions of 32 and 64 filters and two dense layers.
 
 Parallelism: `data`.
 Why: the model fits on any device, and each device computes its share of a batch.
@@ -7,8 +7,8 @@ Why: the model fits on any device, and each device computes its share of a batch
     tfparallel train models/digits_cnn.py --parallel=data --num_devices=2 --epochs=6
     DIGITS_DATA=mnist tfparallel train models/digits_cnn.py --parallel=data --epochs=3
 
-By default it reads the 1,797 digits of 8x8 pixels that scikit-learn ships, so nothing is
-downloaded; `DIGITS_DATA=mnist` takes MNIST (28x28).
+By default it reads the 1,797 digits of 8x8 pixels that scikit-learn ships and downloads nothing.
+Set `DIGITS_DATA=mnist` to use MNIST (28x28).
 """
 
 import os

@@ -1,18 +1,18 @@
-r"""Tell whether an exon ends in the middle of a DNA sequence: a deep stack of convolutions.
+r"""Detect whether an exon ends in the middle of a DNA sequence, with a deep stack of convolutions.
 
 Parallelism: `pipeline` (also checked: `hybrid`, two replicas of such a pipeline).
-Why: a sequence goes through many equal layers; stages of them work on micro-batches at once.
+Why: the model has many equal layers, so its stages work on different micro-batches at once.
 
     tfparallel check models/genomics.py --parallel=pipeline --num_devices=2 --num_micro_batches=4 \
         --steps=5
     tfparallel check models/genomics.py --parallel=hybrid --mesh=data=2,pipeline=2 --steps=5
     tfparallel train models/genomics.py --parallel=pipeline --num_devices=2 --num_micro_batches=4
 
-No package that this project needs ships labelled sequences, so these are drawn from a stated model.
-All letters are equally likely, and in the middle of each sequence stands GT. Around it, a true site
-has nine letters drawn from DONOR, each by itself: the frequencies at all 5' splice sites of the
-human genome (GENCODE's annotation of hg38; they ship with the package logomaker). Nine sequences
-in ten also have one GAAGAA, a splicing enhancer: true sites before the middle, decoys behind it.
+No package that this project needs ships labelled sequences, so these are synthetic. All letters are
+equally likely, and each sequence has GT in the middle. Around it, a true site has nine letters
+drawn independently from DONOR: the frequencies at all 5' splice sites of the human genome
+(GENCODE's annotation of hg38, which the package logomaker ships). Nine sequences in ten also
+contain one GAAGAA, a splicing enhancer: before the middle in true sites, after it in decoys.
 
 References:
     Frankish et al. GENCODE reference annotation for the human and mouse genomes. Nucleic Acids

@@ -1,15 +1,15 @@
-r"""Predict the next of 8,192 words: a language model with a large vocabulary.
+r"""Predict the next of 8,192 words with a causal transformer: a model with a large vocabulary.
 
 Parallelism: `tensor` (also checked: `data`).
-Why: the embedding and the logits are nine tenths of the weights; each device holds a part of both.
+Why: embedding and logits hold nine tenths of the weights; each device stores a part of both.
 
     tfparallel check models/language_model.py --parallel=tensor --num_devices=2 --steps=5
     tfparallel check models/language_model.py --parallel=data --num_devices=2 --steps=5
     tfparallel train models/language_model.py --parallel=tensor --num_devices=2 \
         --steps_per_epoch=60
 
-The text is that of Python's `help()` and the triple-quoted strings of its standard library, about
-460,000 words and signs, which every Python carries. Other versions of Python have other words.
+The text comes with every Python: its `help()` and the triple-quoted strings of its standard
+library, about 460,000 words and punctuation marks. It differs between versions of Python.
 """
 
 import functools

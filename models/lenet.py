@@ -1,13 +1,13 @@
-"""Classify handwritten digits: two convolutions of 20 filters and two dense layers, after LeNet.
+"""Classify handwritten digits with two convolutions of 20 filters and two dense layers, like LeNet.
 
 Parallelism: `data`.
-Why: the model is small, and batches are many.
+Why: the model is small, and there are many batches.
 
     tfparallel check models/lenet.py --parallel=data --num_devices=2
     tfparallel train models/lenet.py --parallel=data --num_devices=2 --epochs=6
 
-By default the images are scikit-learn's digits, enlarged to 28x28; nothing is
-downloaded. `DIGITS_DATA=mnist` takes MNIST.
+By default it reads scikit-learn's digits, enlarged to 28x28, and downloads nothing.
+Set `DIGITS_DATA=mnist` to use MNIST.
 
 References:
     LeCun, Bottou, Bengio, Haffner. Gradient-based learning applied to document

@@ -1,15 +1,15 @@
-"""Tell malignant from benign tumours: a table of measurements, with class weights and AUC.
+"""Classify tumours as malignant or benign from a table, with class weights and AUC.
 
 Parallelism: `data` (also checked: `hybrid`, two replicas of two stages).
-Why: the table is small, and weights and AUC must be those of the whole batch, not of a replica.
+Why: the table is small, and class weights and AUC must cover the whole batch, not one replica's.
 
     tfparallel check models/medical_table.py --parallel=data --num_devices=3
     tfparallel check models/medical_table.py --parallel=hybrid --mesh=data=2,pipeline=2
     tfparallel train models/medical_table.py --parallel=data --num_devices=3
 
 The data are the 569 samples of the Wisconsin breast cancer set that scikit-learn ships, as in
-`mlp.py`. Here the mean, the error and the worst value of each measurement are three inputs, the
-model itself standardizes them, and each class has the same weight in all.
+`mlp.py`. The mean, the error and the worst value of each measurement form three separate inputs.
+The model standardizes them itself, and sample weights give both classes the same total weight.
 """
 
 import keras

@@ -1,4 +1,4 @@
-"""Tell malignant from benign tumours: dense layers of 64, 32 and 16 units.
+"""Classify tumours as malignant or benign with dense layers of 64, 32 and 16 units.
 
 Parallelism: `data`.
 Why: the model is small, and the rows of a table are independent.

@@ -1,17 +1,17 @@
-r"""Recommend names to functions of Python's library: two embedding tables, as for users and films.
+r"""Recommend names to functions of Python's library, like films to users, with two towers.
 
 Parallelism: `tensor` (also checked: `data`).
-Why: the tables are nearly all of the weights, and each device holds the rows of half of the ids.
+Why: the tables hold nearly all of the weights; each device stores the rows of half of the ids.
 
     tfparallel check models/recommender.py --parallel=tensor --num_devices=2 --steps=5
     tfparallel check models/recommender.py --parallel=data --num_devices=2 --steps=5
     tfparallel train models/recommender.py --parallel=tensor --num_devices=2 \
         --global_batch_size=512
 
-No package that this project needs ships ratings. The data are real all the same: the "users" are
-the functions of Python's standard library, and the "films" are the names (globals and attributes)
-that they use. For each name that a function uses there is a negative example: a name that it does
-not use, drawn as often as it is used elsewhere. So popularity alone guesses no better than chance.
+No package that this project needs ships ratings. The data are still real: the "users" are the
+functions of Python's standard library, and the "films" are the names (globals and attributes) that
+they use. Each name that a function uses is paired with a negative example: a name that it does not
+use, drawn in proportion to its use elsewhere. So popularity alone predicts no better than chance.
 """
 
 import collections

@@ -1,14 +1,14 @@
-"""Classify handwritten digits: a small residual net, in which outputs skip some layers.
+"""Classify handwritten digits with a small residual network.
 
 Parallelism: `model`.
-Why: skip connections cross the cut; what they carry is sent to the device that reads it.
+Why: skip connections cross the cut; their tensors are sent to the device that reads them.
 
     tfparallel check models/resnet.py --parallel=model --num_devices=2 --precision=float64
     tfparallel train models/resnet.py --parallel=model --num_devices=4 --epochs=3
 
-Three groups of two residual blocks, of 16, 32 and 64 filters of 3x3 with batch normalization (He et
-al., 2015, "Deep Residual Learning for Image Recognition", with the order of 2016: normalize, ReLU,
-convolve). It reads the digits that `digits_cnn.py` reads.
+The network has three groups of two residual blocks, with 16, 32 and 64 filters of 3x3 and batch
+normalization (He et al., 2015, "Deep Residual Learning for Image Recognition", in the order of
+2016: normalize, ReLU, convolve). It reads the same digits as `digits_cnn.py`.
 """
 
 import keras

@@ -1,7 +1,7 @@
-r"""Find the pixels of a photograph that are handwriting: a U-Net with skip connections.
+r"""Segment handwriting in photographs with a U-Net.
 
 Parallelism: `model` (also checked: `tensor` with `--convolutions=height`).
-Why: large pictures fill a device with activations; a skip goes to the device that reads it.
+Why: activations of large images fill a device; skip connections go to the device that reads them.
 
     tfparallel check models/segmentation.py --parallel=model --num_devices=2 --steps=5 \
         --precision=float64
@@ -10,10 +10,10 @@ Why: large pictures fill a device with activations; a skip goes to the device th
     tfparallel train models/segmentation.py --parallel=model --num_devices=2 \
         --global_batch_size=32
 
-scikit-learn ships pictures, but none with a segmentation, so these are composed of two real things:
-its digits, enlarged, are written in dark or bright ink on 32 x 32 pixels, cut out of its two
-photographs (read with Pillow). The mask is where the ink covers more than half. `check` is run in
-float64, since batch normalization multiplies the rounding of float32.
+scikit-learn ships no segmented images, so these are composed from real data: its digits, enlarged
+and drawn in dark or bright ink on crops of 32 x 32 pixels from its two photographs (read with
+Pillow). The mask marks the pixels that ink covers by more than half. Run `check` in float64,
+because batch normalization amplifies float32 rounding.
 """
 
 import keras

@@ -1,16 +1,16 @@
-"""Forecast the sunspots of the next three years from 24 years: recurrent layers.
+"""Forecast the sunspots of the next three years from the last 24 years with two GRU layers.
 
 Parallelism: `data` (also checked: `model`, one recurrent layer on each device).
-Why: windows of a series are independent rows, and each replica runs the loop over its own rows.
+Why: windows of a series are independent rows; each replica runs the recurrence on its own rows.
 
     tfparallel check models/time_series.py --parallel=data --num_devices=2 --steps=5
     tfparallel check models/time_series.py --parallel=model --num_devices=2 --steps=5
     tfparallel train models/time_series.py --parallel=data --num_devices=2
 
 The series is real: the yearly mean sunspot numbers from 1700 to 2008, in the public domain
-(National Geophysical Data Center). It stands in this file, 309 numbers, since scikit-learn ships no
-series, and statsmodels, which ships this one, is large and brings pandas. Windows that end by 1920
-are for training; later years are to be forecast.
+(National Geophysical Data Center). This file contains its 309 numbers, because scikit-learn ships
+no time series, and statsmodels, which ships this one, is large and requires pandas. Windows that
+end by 1920 are for training; later years are for validation.
 """
 
 import keras

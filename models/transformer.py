@@ -1,4 +1,4 @@
-r"""Predict the next byte of Python's documentation: a small GPT.
+r"""Predict the next byte of Python's documentation with a small GPT.
 
 Parallelism: `model`, `pipeline`.
 Why: equal blocks make equal stages.
@@ -8,9 +8,9 @@ Why: equal blocks make equal stages.
     tfparallel launch --nproc_per_node=2 -- \
         tfparallel train models/transformer.py --parallel=model --steps_per_epoch=50
 
-Two blocks of causal self-attention and a perceptron, each behind a layer normalization (Radford et
-al., 2019, "Language Models are Unsupervised Multitask Learners"), on sequences of 64 bytes. The
-text is that of Python's `help()`: the language reference, 465 KB, which every Python ships.
+The model has two blocks of causal self-attention and a perceptron, each after a layer normalization
+(Radford et al., 2019, "Language Models are Unsupervised Multitask Learners"), and reads sequences
+of 64 bytes. The text comes with every Python: the language reference of `help()`, 465 KB.
 """
 
 import keras

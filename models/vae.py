@@ -1,15 +1,15 @@
-"""Generate handwritten digits: a variational autoencoder with its own `train_step`.
+"""Generate handwritten digits with a variational autoencoder and a custom `train_step`.
 
 Parallelism: `data` on two devices (also checked: two workers).
-Why: it takes a custom `train_step`; it replicates the calls of the networks.
+Why: `data` supports a custom `train_step`; it replicates the calls of the networks.
 
     tfparallel check models/vae.py --parallel=data --num_devices=2
     tfparallel check models/vae.py --parallel=data --num_workers=2
     tfparallel train models/vae.py --parallel=data --num_devices=2
 
-The pictures are scikit-learn's digits; their labels are not used. The step draws its noise once for
-the whole batch, so any number of devices trains on the same noise. Of the files in `models/` only
-this one imports TensorFlow, for the gradient tape of its step.
+The images are scikit-learn's digits, without their labels. The step draws its noise once for the
+whole batch, so any number of devices trains on the same noise. Of the files in `models/`, only this
+one imports TensorFlow, for the gradient tape of its step.
 
 References:
     Kingma, Welling. Auto-Encoding Variational Bayes. arXiv 1312.6114, 2013.
