@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/all_reduce.py
     .venv/bin/python benchmarks/all_reduce.py --torch=OTHER_VENV/bin/python
 
-Contenders take turns, a round each, now forwards, now backwards; only the one whose turn it is
-runs. An iteration is the slower worker's, after a barrier; every element is checked once a round.
+Contenders take turns, one round each, in alternating order; the others idle meanwhile. An
+iteration's time is the slower worker's, after a barrier. Every element is checked once per round.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ def start(kind, stack, cores, torch):
 
 
 def iterations(group, size):
-    """Returns each iteration's milliseconds, of the slower worker."""
+    """Returns the milliseconds of each iteration, those of the slower worker."""
     replies = group.ask(bytes=size, iterations=ITERATIONS[size])
     if any(reply["num_wrong"] for reply in replies):
         raise RuntimeError(f"Wrong elements at {size} bytes: {replies}")

@@ -1,8 +1,9 @@
-"""One worker of a contender of `all_reduce.py`: sums vectors with the others, and times it.
+"""One worker of a contender of `all_reduce.py`: sums vectors with the others and times each sum.
 
-Workers meet before each sum in the way that leaves their contender the best times. TensorFlow's
-meet through memory: they leave a collective of its own up to 2 ms apart, which would count as the
-sum's. PyTorch's meet by a sum of gloo: who has spun on a core waits up to 4 ms for gloo's thread.
+Before each sum the workers synchronize in the way that gives their contender the best times.
+TensorFlow's use shared memory: after one of its own collectives they are up to 2 ms apart, which
+would count as part of the sum. PyTorch's use a sum of gloo: a worker that has spun on a core waits
+up to 4 ms for gloo's thread.
 
 {"kind": "ours_mpi", "cores": [0], …}   ->  {"implementation": "MPI shared memory, …", …}
 {"bytes": 4096, "iterations": 30}       ->  {"seconds": [0.0003, …], "num_wrong": 0}
@@ -19,7 +20,7 @@ MEETING_DEADLINE_SECONDS = 60.0
 
 
 def build(kind):
-    """Returns `prepare(x)`, which gives a call that sums x, and what there is to tell."""
+    """Returns `prepare(x)`, which returns a function that sums x, and the contender's details."""
     if kind == "gloo":
         return build_gloo()
     import tensorflow as tf
@@ -90,7 +91,7 @@ def build_gloo():
 
 
 class Meeting:
-    """A barrier of the workers, who leave it within a microsecond of each other.
+    """A barrier, which the workers leave within a microsecond of each other.
 
     Args:
         path: A file of zeros, 64 bytes a worker.
@@ -103,7 +104,7 @@ class Meeting:
         self._own, self._turn = self._turns[rank], 0
 
     def __call__(self):
-        """Returns when all have come."""
+        """Returns once all workers have arrived."""
         self._turn += 1
         self._own[0] = self._turn
         deadline = time.monotonic() + MEETING_DEADLINE_SECONDS

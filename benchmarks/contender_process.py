@@ -1,4 +1,4 @@
-"""Starts contenders, speaks to them, and sees to it that none outlives the benchmark."""
+"""Starts contenders, talks to them, and ends them with the benchmark."""
 
 import json
 import os
@@ -78,24 +78,24 @@ class ContenderProcess:
         return f"{self.kind}_{self.num_replicas}"
 
     def wait_until_ready(self):
-        """Returns what the contender tells of itself once its model is built."""
+        """Returns the contender's description of itself once its model is built."""
         return self._receive(START_DEADLINE_SECONDS)
 
     def train(self, num_steps, skip=0):
-        """Trains, and returns what was measured; the first `skip` steps are not timed."""
+        """Trains, and returns the measurements; the first `skip` steps are not timed."""
         self.start_training(num_steps, skip)
         return self.finish_training(num_steps)
 
     def start_training(self, num_steps, skip=0):
-        """Tells the contender to train; others that train with it can be told meanwhile."""
+        """Starts the training without waiting, so that others that train with it can start."""
         self._send({"steps": num_steps, "skip": skip})
 
     def finish_training(self, num_steps):
-        """Returns what was measured."""
+        """Returns the measurements."""
         return self._receive(START_DEADLINE_SECONDS + num_steps * STEP_DEADLINE_SECONDS)
 
     def ask(self, **request):
-        """Sends a request of the contender's own program."""
+        """Sends a request that the contender's own program defines."""
         self._send(request)
 
     def answer(self):

@@ -1,4 +1,4 @@
-"""What the benchmarks share: their options, their groups of processes, and their pages."""
+"""The parts that the benchmarks share: options, groups of processes, and pages."""
 
 import argparse
 import json
@@ -80,11 +80,11 @@ class Group:
         self.speaking = self.processes[:num_speaking]
 
     def wait_until_ready(self):
-        """Returns what each process tells of itself."""
+        """Returns each process's description of itself."""
         return [process.wait_until_ready() for process in self.speaking]
 
     def ask(self, **request):
-        """Sends all the same request, and returns each one's answer."""
+        """Sends the same request to all, and returns their answers."""
         for process in self.speaking:
             process.ask(**request)
         return [process.answer() for process in self.speaking]
@@ -100,12 +100,12 @@ class Group:
 
 
 def in_turn(names, index):
-    """Round `index`: now forwards, now backwards, so that none always follows the same one."""
+    """The order of round `index`, which alternates so that none always follows the same one."""
     return names if index % 2 else names[::-1]
 
 
 def rounds_in_turn(contenders, options, num_warm_up, num_steps, skip, name=""):
-    """Has each contender train in each round; returns the medians of a step, round by round.
+    """Trains each contender in each round; returns the median step of every round.
 
     Args:
         contenders: Groups, by what they are called in the result.
@@ -135,7 +135,7 @@ def spread(value, digits):
 
 
 def make_parser(doc, num_rounds=None, *, torch=False):
-    """Returns a parser of what all have: `--write`, and if asked for `--num_rounds`, `--torch`."""
+    """Returns a parser of `--write`, and on request of `--num_rounds` and `--torch`."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -153,7 +153,7 @@ def make_parser(doc, num_rounds=None, *, torch=False):
 
 
 def parse(parser, arguments):
-    """Parses; a file that cannot be written is an error now, not when all has been measured."""
+    """Parses; a file that cannot be written is an error now, not after the measurement."""
     options = parser.parse_args(arguments)
     for path in filter(None, [options.json, options.write]):
         if not pathlib.Path(path).resolve().parent.is_dir():
@@ -186,7 +186,7 @@ def publish(name, lines, found, options, figures=None):
 
 
 def footer(program, described, options, *names):
-    """The last lines of a block: what was measured on, and how to measure it again."""
+    """The last lines of a block: the environment, and the command that repeats the measurement."""
     values = {name: getattr(options, name) for name in names}
     words = [f"--{name}{f'={value}' * (value is not True)}" for name, value in values.items()]
     words += ["--torch=PYTHON_WITH_TORCH"] if getattr(options, "torch", None) else []
@@ -200,9 +200,9 @@ def footer(program, described, options, *names):
 
 
 def run(main):
-    """Runs a benchmark's `main`; what it could not do is a line, not a trace.
+    """Runs a benchmark's `main`; an expected failure prints one line instead of a traceback.
 
-    SIGTERM ends it as Ctrl-C does: with all that it has started.
+    SIGTERM ends it like Ctrl-C, with every process that it has started.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:

@@ -1,10 +1,10 @@
-"""Whether `tfparallel plan` puts the fastest mesh first, and how well it predicts.
+"""Checks whether `tfparallel plan` ranks the fastest mesh first, and how well it predicts.
 
     .venv/bin/python benchmarks/meshes.py
 
-Each task is planned in a process of its own, with trials of the first meshes. Each mesh whose step
-the plan predicts is then trained, in turns, in another one. On logical devices of a CPU. What the
-plan calls too large is trained too, as the machine has the memory, and does not count as a choice.
+Each task is planned in a new process, with trials of the first meshes. Another process then trains
+every mesh whose step the plan predicts, in turns, on logical devices of a CPU. Meshes that the plan
+calls too large are trained too, as the machine has the memory, but do not count as a choice.
 """
 
 import json

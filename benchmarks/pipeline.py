@@ -3,10 +3,10 @@
     .venv/bin/python benchmarks/pipeline.py
     .venv/bin/python benchmarks/pipeline.py --torch=OTHER_VENV/bin/python
 
-A transformer of 10.8 M parameters, 64 sequences of 64 bytes a step, 1F1B. Beside it plain Keras in
-one process on one core and, if a Python with PyTorch is named, `torch.distributed.pipelining` with
-gloo on the same network, cut and cores. Contenders take turns, a round each, now forwards, now
-backwards; only the one whose turn it is runs.
+A transformer of 10.8 M parameters, 64 sequences of 64 bytes a step, 1F1B. The baselines are plain
+Keras in one process on one core and, if you pass a Python with PyTorch,
+`torch.distributed.pipelining` with gloo on the same network, cut and cores. Contenders take turns,
+one round each, in alternating order; the others idle meanwhile.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def parse(arguments):
 
 
 def start(kind, num_micro_batches, stack, cores, torch):
-    """Starts the processes of a contender; process 1 of ours serves the first and says nothing."""
+    """Starts the processes of a contender; our process 1 serves process 0 and does not answer."""
     is_pipeline, is_torch = kind in ("ours", "torch_pipeline"), "torch" in kind
     return contest.Group(
         stack,
@@ -111,7 +111,7 @@ def measure(options, cores):
 
 
 def figures_of(found, date):
-    """Returns what `summary.py` reads: by M, our step over PyTorch's, if that was measured."""
+    """Returns the figures for `summary.py`: by M, our step over PyTorch's, if that was measured."""
     return {"date": date} | {
         f"m_{row['num_micro_batches']}": {"ours_over_torch": row["ours_over_torch"]}
         for row in found["rows"]

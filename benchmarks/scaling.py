@@ -3,11 +3,11 @@
     .venv/bin/python benchmarks/scaling.py
     .venv/bin/python benchmarks/scaling.py --torch=OTHER_VENV/bin/python
 
-Weak scaling: a worker has as many examples as the one process. What the machine allows is shown by
-two plain processes at once, one on each core: they share its memory and caches, and the slower at
-each step counts. Beside it, if a Python with PyTorch is named, DistributedDataParallel with gloo on
-the same convolutional network, batch and cores. Contenders take turns, a round each, now forwards,
-now backwards; only the one whose turn it is runs.
+Weak scaling: a worker has as many examples as the one process. Two plain processes that run at
+once, one on each core, show the machine's limit: they share its memory and caches, and the slower
+at each step counts. If you pass a Python with PyTorch, DistributedDataParallel with gloo trains the
+same convolutional network on the same batch and cores. Contenders take turns, one round each, in
+alternating order; the others idle meanwhile.
 """
 
 import contextlib
@@ -112,7 +112,7 @@ def measure(workload, options, cores):
 
 
 def figures_of(found, date):
-    """Returns what `summary.py` reads: ours against two processes that are not joined."""
+    """Returns the figures for `summary.py`: ours against two unconnected processes."""
     return {"date": date} | {
         workload: {
             "step_over_unjoined": result["ours_over_apart"],

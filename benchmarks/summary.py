@@ -1,4 +1,4 @@
-"""Writes the figures to reach, each beside what was measured, at the top of RESULTS.md.
+"""Writes the targets, each beside the measured figure, at the top of RESULTS.md.
 
     .venv/bin/python benchmarks/summary.py
 
@@ -24,7 +24,7 @@ UNJOINED = "two plain processes at once that are not joined"
 
 
 class Row(NamedTuple):
-    """A figure to reach.
+    """A figure and its target.
 
     Attributes:
         what: The figure, for people.
@@ -115,7 +115,7 @@ def count_lines(folder):
 
 
 def page(figures, num_lines, today):
-    """The lines of RESULTS.md that show what was to be reached.
+    """The lines of RESULTS.md that show the targets.
 
     Args:
         figures: What `blocks.read_figures` returns.
@@ -142,7 +142,7 @@ def page(figures, num_lines, today):
 
 
 def row_of(row, figures):
-    """Returns a row of the table; one whose benchmark has not run says so."""
+    """Returns a row of the table; the row of a benchmark that has not run says so."""
     value = figures
     for key in row.path:
         value = value.get(key) if value is not None else None

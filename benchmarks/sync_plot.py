@@ -1,4 +1,4 @@
-"""The picture of `sync.py`: the validation loss over steps, and over what was sent until then."""
+"""The picture of `sync.py`: the validation loss over steps, and over the bytes sent so far."""
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -1,4 +1,4 @@
-"""What the runs of `sync.py` amount to: figures of each policy, verdicts, and the page."""
+"""Reduces the runs of `sync.py` to figures of each policy, verdicts, and the page."""
 
 import numpy as np
 from sync_contender import EVALUATED_EVERY
@@ -99,7 +99,7 @@ def _last_accuracy(of_seeds):
 
 
 def verdicts(figures):
-    """Returns every promise as (what, measured, promised, reached).
+    """Returns every target as (what, measured, target, reached).
 
     Args:
         figures: What `summarize` returns of `JUDGED`; policies that did not run are left out.
@@ -121,7 +121,7 @@ def verdicts(figures):
 
 
 def lines_of(figures, num_steps):
-    """The page's lines of all tasks: promises, and a table each.
+    """The page's lines for all tasks: targets, and a table each.
 
     Args:
         figures: Task -> what `summarize` returns.
@@ -182,7 +182,7 @@ def _until(reached_by_seed, num_steps):
 
 
 def figures_of(figures, date):
-    """Returns what a page keeps for other programs: shares of bytes, points of accuracy."""
+    """Returns the figures for other programs: shares of bytes, points of accuracy."""
     keys = ("accuracy", "last_accuracy", "bytes_over_every_step", "points_lost", "step_ms")
     return {"date": date} | {
         task: {
