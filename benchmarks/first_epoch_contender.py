@@ -12,7 +12,7 @@ NUM_STEPS, NUM_IMAGES, NUM_PIXELS, NUM_CLASSES = 8, 32, 64, 10
 
 
 def image_task():
-    """Returns MobileNetV2 for 64 pixels, and an endless data set of images."""
+    """Returns MobileNetV2 for 64 pixels, and as many images as it reads in an epoch."""
     import keras
     import numpy as np
 
