@@ -17,7 +17,7 @@ import time
 import contest
 
 FOLDER = pathlib.Path(__file__).parent
-# In the order in which they run; whatever needs root says so, and goes on without it.
+# In the order in which they run; a part that needs root says so, and is skipped without it.
 BENCHMARKS = {
     "data_parallel": ["data_parallel.py"],
     "all_reduce": ["all_reduce.py"],
@@ -91,7 +91,7 @@ def call(command):
     process = subprocess.Popen([sys.executable, FOLDER / program, *flags])
     try:
         return process.wait()
-    except KeyboardInterrupt:  # It received the Ctrl-C as well, and ends what it started.
+    except KeyboardInterrupt:  # It also received the Ctrl-C, and ends its own processes.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(SECONDS_TO_END)
         raise

@@ -27,7 +27,7 @@ TITLES = {
     "ours_mpi_library": "`mpi_library`",
     "gloo": "PyTorch's gloo",
 }
-# Size -> how much faster than TensorFlow's ring, and than gloo, `mpi` is to be.
+# Size -> target speed-up of `mpi` over TensorFlow's ring, and over gloo.
 MPI_TARGETS = {4 * KIB: (4, 1), 64 * KIB: (4, 1), MIB: (6, 1.5), 4 * MIB: (6, 1.5)}
 MPI_TARGETS |= {16 * MIB: (5, 1.5), 64 * MIB: (5, 1.2)}
 RING_TARGETS = {16 * MIB: 1.2, 64 * MIB: 1.5}
@@ -56,7 +56,7 @@ def parse(arguments):
 def start(kind, stack, cores, torch):
     """Starts the workers of a contender."""
     variables = contest.job_environments(NUM_WORKERS)
-    if kind == "stock":  # What a user starts by hand has none of the launcher's settings.
+    if kind == "stock":  # A job started by hand has none of the launcher's settings.
         variables = [
             {name: value for name, value in each.items() if not name.startswith("MALLOC_")}
             for each in variables

@@ -25,7 +25,7 @@ def build(kind):
         return build_gloo()
     import tensorflow as tf
 
-    weight = None  # What is summed is the gradient of; a compression keeps what it left out by it.
+    weight = None  # Compression keeps its error per weight: the vectors are this one's gradients.
     if kind == "stock":
         communication = tf.distribute.experimental.CommunicationImplementation.RING
         strategy = tf.distribute.MultiWorkerMirroredStrategy(
@@ -36,7 +36,7 @@ def build(kind):
 
         def all_reduce(x):
             def replica(x):
-                # A tensor of the replica's own device.
+                # A tensor on the replica's own device.
                 return tf.distribute.get_replica_context().all_reduce("SUM", tf.identity(x))
 
             return strategy.run(replica, args=(x,))
@@ -73,7 +73,7 @@ def build_gloo():
     distributed.init_process_group("gloo")
 
     def prepare(values):
-        # In place, as DistributedDataParallel calls it; each sum adds to what is there.
+        # In place, as DistributedDataParallel calls it; each sum adds to the last one.
         tensor = torch.from_numpy(values.copy())
 
         def call():
@@ -115,7 +115,7 @@ class Meeting:
 
 
 def whole_numbers(count, rank):
-    # Up to 127, so that the sum of two is exact in bfloat16, too.
+    # Up to 127, so that the sum of two is exact in bfloat16 too.
     return ((31 * np.arange(count, dtype=np.int64) + 7 * rank) % 128).astype(np.float32)
 
 

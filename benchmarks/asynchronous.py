@@ -81,7 +81,7 @@ def asynchronous(*, kills=False):
             if job.wait(DEADLINE_SECONDS):
                 raise RuntimeError(f"The job ended with {job.returncode}.")
         finally:
-            job.terminate()  # Takes its processes with it; without effect on one that has ended.
+            job.terminate()  # Ends its processes too; no effect on a job that has ended.
         return json.loads(path.read_text())
 
 
@@ -133,7 +133,7 @@ def contender(kind, path):
         started, used = time.perf_counter(), time.process_time()
         history = model.fit(batches(NUM_UPDATES), verbose=0).history
         found["step_ms"] = 1e3 * NUM_WORKERS * (time.perf_counter() - started) / NUM_UPDATES
-        # Of the chief, which deals out batches; in a worker's step the cores give it so much time.
+        # The chief, which assigns batches, uses this much processor time per worker's step.
         found["chief_ms"] = 1e3 * NUM_WORKERS * (time.process_time() - used) / NUM_UPDATES
         found |= {"loss": history["loss"][-1], **model.staleness, **wires(model)}
     pathlib.Path(path).write_text(json.dumps(found))
@@ -174,7 +174,7 @@ def wires(model, number=100):
 
     found = {}
     for name, function, arguments in (("pull", pull, ()), ("push", push, (tf.constant(0.0),))):
-        function = function.get_concrete_function(*arguments)  # Outside of the servers' scope.
+        function = function.get_concrete_function(*arguments)  # Outside the servers' scope.
         for repeats in (10, number):
             started = time.perf_counter()
             for _ in range(repeats):

@@ -6,7 +6,7 @@ A block may end in a comment that is not shown: its figures, in JSON, for `summa
 import json
 import re
 
-FIRST = "summary"  # The block that stands before the others.
+FIRST = "summary"  # The first block of the page.
 HEAD = """\
 # Results
 
@@ -20,7 +20,7 @@ def write(path, name, lines, figures=None):
     """Writes the lines between the marks of `name`, or at the end of the page.
 
     Args:
-        path: The page; made if there is none.
+        path: The page; created if there is none.
         name: The block's name.
         lines: What the page shows.
         figures: What `read_figures` returns of this block: dictionaries, numbers and text.

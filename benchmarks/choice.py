@@ -83,7 +83,7 @@ def sweep(flag, num_ranks, options):
 
 def choices(sweeps, default):
     """Returns the choice of `auto` at each size by the first sweep, and its time in the second."""
-    # Loads TensorFlow, which the sweeps do in processes of their own.
+    # Loads TensorFlow; the sweeps load it in their own processes.
     from tfparallel.collectives import cross_device
     from tfparallel.collectives.algorithm_selection import fastest
 

@@ -135,7 +135,7 @@ def fit(model, dataset, clock, steps, skip):
     cpu_seconds = time.process_time() - cpu_before
     return {
         "step_seconds": dialog.step_seconds(clock.readings, skip),
-        # Of all threads, and of all steps.
+        # Of all threads and all steps.
         "cpu_seconds_a_step": cpu_seconds / steps,
         "sent_bytes_a_step": (sent_bytes() - sent_before) / steps,
         "loss": history["loss"][-1],

@@ -12,7 +12,7 @@ import time
 PROGRAM = pathlib.Path(__file__).with_name("contender.py")
 TOP = PROGRAM.parents[1]
 START_DEADLINE_SECONDS = 300.0
-# Far more than a slow machine needs; it is there for what hangs.
+# Far more than a slow machine needs; it catches processes that hang.
 STEP_DEADLINE_SECONDS = 10.0
 NUM_LOG_LINES = 20
 
@@ -22,12 +22,12 @@ class ContenderProcess:
 
     Args:
         workload: Key of `workloads.WORKLOADS`.
-        kind: `"plain"`, `"stock"` or `"ours"`, or what `program` knows.
-        num_replicas: Logical CPU devices, one replica each; of all workers.
+        kind: `"plain"`, `"stock"` or `"ours"`, or a kind of `program`.
+        num_replicas: Logical CPU devices, one replica each, over all workers.
         cores: Cores to pin the process to; empty for no pinning.
         num_threads: Size of TensorFlow's intra-op and of its inter-op thread pool.
         environment: Further variables, such as a worker's TF_CONFIG.
-        program: Another Python and program than this one and `contender.py`.
+        program: Another Python and program in place of this one and `contender.py`.
 
     Raises:
         RuntimeError: From every method, if the process has failed or hangs; with its log's end.
@@ -55,9 +55,9 @@ class ContenderProcess:
             "TF_NUM_INTEROP_THREADS": str(num_threads),
             "TF_CPP_MIN_LOG_LEVEL": "2",
             "KERAS_BACKEND": "tensorflow",
-            # All contenders train on the CPU, on a machine with a GPU too.
+            # All contenders train on the CPU, even if the machine has a GPU.
             "CUDA_VISIBLE_DEVICES": "-1",
-            # This checkout is what is measured, not another that may be installed.
+            # Measures this checkout, not an installed package.
             "PYTHONPATH": os.pathsep.join(filter(None, [str(TOP), os.environ.get("PYTHONPATH")])),
             **(environment or {}),
         }

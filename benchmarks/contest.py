@@ -25,7 +25,7 @@ def job_environments(num_processes, hosts=None):
 
     Args:
         num_processes: How many processes.
-        hosts: An address for each, if each is on a host of its own; all on this host if left out.
+        hosts: An address for each, if each has its own host; by default all are on this host.
     """
     first, *ports = free_ports(num_processes + 1)
     names = hosts or ["127.0.0.1"] * num_processes
@@ -48,16 +48,16 @@ class Group:
 
     Args:
         stack: An `ExitStack`, which ends the processes.
-        workload: What they are told to run, in the words of their program.
-        kind: The contender's kind, in the words of their program.
-        environments: The variables of each process, beside this one's own.
+        workload: The workload, by the name that their program knows.
+        kind: The contender's kind, by the name that their program knows.
+        environments: The variables of each process, added to this one's own.
         cores: A core for each process; empty for no pinning.
-        program: A Python and a program that speaks as `dialog.py` does.
-        num_speaking: How many of the processes answer, the first ones; all if left out.
+        program: A Python and a program that uses `dialog.py`.
+        num_speaking: The number of processes that answer, the first ones; by default all.
 
     Attributes:
-        peak_mib: The most memory that one of them has held, where they tell it.
-        sent_bytes: The most that one of them handed to the others in a step, where they tell it.
+        peak_mib: The highest peak memory of one of them, if they report it.
+        sent_bytes: The most bytes that one of them sent in a step, if they report it.
     """
 
     peak_mib = 0.0
@@ -108,12 +108,12 @@ def rounds_in_turn(contenders, options, num_warm_up, num_steps, skip, name=""):
     """Trains each contender in each round; returns the median step of every round.
 
     Args:
-        contenders: Groups, by what they are called in the result.
-        options: Of the command line.
+        contenders: Groups, by their name in the result.
+        options: The command line's options.
         num_warm_up: Rounds that do not count.
-        num_steps: Of each round.
-        skip: Steps of these that are not timed.
-        name: What is told of a round on stderr, before it.
+        num_steps: Steps of each round.
+        skip: First steps of a round, which are not timed.
+        name: Printed on stderr before each round.
     """
     rounds = []
     for index in range(-num_warm_up, options.num_rounds):
@@ -176,7 +176,7 @@ def publish(name, lines, found, options, figures=None):
         lines: What the page shows.
         found: Every figure, for `--json`.
         options: What `parse` returned.
-        figures: Those that `summary.py` reads, with the date.
+        figures: The figures for `summary.py`, with the date.
     """
     print("\n".join(lines))
     if options.json:

@@ -33,7 +33,7 @@ DEADLINE_SECONDS = 300.0
 _PORT = 29_788
 
 CASES = [
-    # What is done, what is expected, the task, its flags, variables.
+    # The disturbance, the expected verdict, the task, its flags, environment variables.
     ("worker 0 waits 30 ms a step", "worker 0 is slow", DIGITS, [f"{SLOW}0,ms=30"], {}),
     ("worker 1 waits 30 ms a step", "worker 1 is slow", DIGITS, [f"{SLOW}1,ms=30"], {}),
     ("worker 1 waits 9 ms a step", "worker 1 is slow", DIGITS, [f"{SLOW}1,ms=9"], {}),

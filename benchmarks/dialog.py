@@ -22,7 +22,7 @@ def begin():
     Call it before TensorFlow or PyTorch creates its threads.
     """
     end_with_parent(int(sys.argv[1]))
-    # Replies have standard output to themselves; what anybody prints goes to the log.
+    # Standard output is reserved for replies; all other output goes to the log.
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -32,11 +32,11 @@ sys.path.insert(0, str(contest.TOP))
 from tfparallel.cluster.ports import free_ports  # noqa: E402
 
 WORKER = pathlib.Path(__file__).with_name("elastic_worker.py")
-SLOW = {False: 0.05, True: 0.35}  # Seconds that each step waits: there is a middle to disturb.
+SLOW = {False: 0.05, True: 0.35}  # Seconds that each step waits, so that it can be disturbed.
 KILLED_AT, JOINED_AT = 60, 120
 TOLERANCE, TARGET_SECONDS = 1e-9, 10.0
 DEADLINE_SECONDS = 300.0
-ENDING_SECONDS = 1.0  # In which the step that is running at the kill may still end.
+ENDING_SECONDS = 1.0  # A step that runs at the kill may still end within this time.
 
 
 def main(arguments):

@@ -100,19 +100,19 @@ def parse(arguments):
 
 
 class Run:
-    """A training in a folder of its own.
+    """A training run in its own folder.
 
     Args:
-        folder: Where it keeps its checkpoints and its output; it is made.
-        dtype: Of its weights.
-        slow: Whether a step waits a little, so that a moment can be met.
+        folder: The folder of its checkpoints and output; it is created.
+        dtype: The type of its weights.
+        slow: Whether a step waits a little, so that a fault can hit a given moment.
     """
 
     def __init__(self, folder, dtype, slow=False):
         folder.mkdir()
         self._folder, self._dtype, self._slow = folder, dtype, slow
         self.checkpoints = folder / "checkpoints"
-        self.seen = []  # All processes of it that were ever seen.
+        self.seen = []  # All of its processes that were ever seen.
 
     def _start(self, *launch, here=()):
         tfparallel = [sys.executable, "-m", "tfparallel"]

@@ -85,7 +85,7 @@ def main():
         ended, cpu_seconds = time.perf_counter(), time.process_time() - began_cpu
         first, *later = dialog.step_seconds([began, *clock.readings], 0)
         reply(
-            # What the first step takes beyond the others: tracing, and preparing the graph.
+            # The extra time of the first step: tracing, and preparing the graph.
             tracing_seconds=first - statistics.median(later),
             epoch_seconds=ended - began,
             cpu_seconds=cpu_seconds,

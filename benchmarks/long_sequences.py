@@ -88,7 +88,7 @@ def run(number, length, num_steps):
         begun = time.perf_counter()
         value = model.train_on_batch(words[:, :-1], words[:, 1:])
         seconds.append(time.perf_counter() - begun)
-        if len(seconds) == 1:  # What is held while a step is prepared is not a step's.
+        if len(seconds) == 1:  # Memory held while a step is prepared does not count.
             tf.config.experimental.reset_memory_stats("CPU:0")
     peak = tf.config.experimental.get_memory_info("CPU:0")["peak"]
     return {"peak": peak, "step": statistics.median(seconds[2:]), "loss": float(value)}

@@ -45,7 +45,7 @@ def main(limit, num_layers, num_steps, output, mode):
             lambda: build(num_layers), devices=devices, batch_size=BATCH
         )
     model.compile(
-        # A gradient near zero, whose sign is rounding, is not to move its weight by a full step.
+        # A gradient near zero, whose sign is rounding, must not move its weight by a full step.
         keras.optimizers.Adam(1e-4, epsilon=1e-2),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
@@ -88,7 +88,7 @@ def reserve_little():
     if all(os.environ.get(name) == value for name, value in ENVIRONMENT.items()):
         return
     for name in [name for name in os.environ if name.startswith("MALLOC_")]:
-        del os.environ[name]  # `launch` has malloc keep what it once had, for speed.
+        del os.environ[name]  # `launch` makes malloc keep freed memory, for speed.
     os.environ.update(ENVIRONMENT)
     _, hard = resource.getrlimit(resource.RLIMIT_STACK)
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, hard))

@@ -27,7 +27,7 @@ TASKS = {
     "too large for a device": ("benchmarks/meshes_large.py", "--device_memory=64MiB"),
 }
 DEADLINE_SECONDS = 900.0
-LEAST_MIB = 64  # TensorFlow counts large tensors alone: of a small model it misses most.
+LEAST_MIB = 64  # TensorFlow counts only large tensors: it misses most of a small model.
 
 
 def main(arguments):
@@ -63,7 +63,7 @@ def measure(path, *flags, options):
     for row in rows:
         row["round_seconds"] = statistics.median(row["rounds"])
         mesh = row["mesh"]
-        # The plan tells the first part of each stage; replicas and parts are alike.
+        # The plan has the first part of each stage; replicas and parts are alike.
         row["predicted_bytes"] = mesh["data"] * mesh["tensor"] * sum(row["held_bytes"])
         # Weights that are joined for all replicas at once are counted once, in one process.
         if row["held"] and row.get("shard") == "optimizer":

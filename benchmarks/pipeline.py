@@ -23,7 +23,7 @@ PROGRAMS = [
 NUM_STAGES = 2
 NUM_SKIPPED, NUM_WARM_UP_ROUNDS = 2, 1
 OF_IDEAL, OVER_ONE_PROCESS = 0.9, 1.6
-OVER_TORCH = 1.00  # Our step, at most so much of PyTorch's.
+OVER_TORCH = 1.00  # Our step over PyTorch's, at most.
 
 
 def main(arguments):
@@ -84,7 +84,7 @@ def measure(options, cores):
     rows = []
     for number in options.num_micro_batches:
         ours = [r["ours", number] for r in rounds]
-        # What belongs to the step and not to the passes: the update, Keras's loop, the metrics.
+        # The part of a step outside the passes: the update, Keras's loop, the metrics.
         own = stages[number]
         rest = max(float(np.median(ours)) - 1e3 * own["passes_seconds"], 0.0)
         row = {

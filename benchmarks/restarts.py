@@ -97,7 +97,7 @@ def run(folder, standby, kill=None):
             seconds = None if kill is None else killed(job, checkpoints, *kill)
             job.wait(DEADLINE_SECONDS)
         finally:
-            job.terminate()  # Takes its workers with it; without effect on one that has ended.
+            job.terminate()  # Ends its workers too; no effect on a job that has ended.
     text = (folder / "output").read_text()
     if job.returncode or (kill is not None and "restarting all workers (1 of 2)" not in text):
         raise RuntimeError(f"A run ended with {job.returncode}, kill={kill}:\n{text[-3000:]}")

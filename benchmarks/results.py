@@ -17,7 +17,7 @@ CONTENDER_TITLES = {
     "ours_xla_2": "`tfparallel.data_parallel`, 2 replicas, `jit_compile=True`",
 }
 
-# (numerator, denominator) -> at most; None where nothing is promised.
+# (numerator, denominator) -> at most; None without a target.
 TARGETS = {
     "dispatch_bound": {
         ("ours_1", "plain_1"): 1.02,

@@ -26,8 +26,8 @@ WORKLOADS = {
     "wide_cnn_32": "9.5 M parameters, 32 examples a worker",
     "language_model": "A language model of 32,768 words, 16 rows of 64 words a worker",
 }
-# Of `fit` as it comes, against two processes that know nothing of each other. Of the language
-# model: its step and memory over theirs, at most; what is sent beyond its gradients, at most.
+# Of plain `fit`, against two unconnected processes. For the language model: its step and memory
+# over theirs, and the bytes sent beyond its gradients, each at most.
 LANGUAGE_MODEL = "language_model"
 STEP_TARGET, MEMORY_TARGET, SENT_TARGET_KIB = 1.08, 1.10, 64
 TARGETS = {"cnn_32": 0.95, "cnn_128": 0.98, "wide_cnn_32": 0.93}
@@ -65,7 +65,7 @@ def parse(arguments):
 
 def start(kind, workload, stack, cores, torch):
     """Starts the processes of a contender."""
-    # What a user starts by hand has none of the launcher's settings.
+    # A job started by hand has none of the launcher's settings.
     variables = [{}] * (NUM_WORKERS if kind == "apart" else 1)
     if kind in ("ours", "ring", "ddp"):
         variables = contest.job_environments(NUM_WORKERS)

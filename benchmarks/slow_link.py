@@ -22,7 +22,7 @@ from scaling import NUM_WORKERS, PROGRAMS, WORKLOADS
 WORKLOAD = "wide_cnn_32"
 APART = "apart"
 RATE = "1gbit"
-# Whole rounds of `local_sgd:8`, of whose steps each eighth is slow; so it is means that count.
+# Whole rounds of `local_sgd:8`: every eighth step is slow, so means are compared.
 NUM_SKIPPED, NUM_STEPS = 8, 24
 TITLES = {
     APART: "plain Keras, 2 processes at once that know nothing of each other",

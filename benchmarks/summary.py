@@ -18,7 +18,7 @@ import results
 import scaling
 
 PACKAGE = contest.TOP / "tfparallel"
-# What the package had before its forms became one step.
+# The package's lines before all parallelisms shared one step.
 LINES_BEFORE = 28_700
 UNJOINED = "two plain processes at once that are not joined"
 
@@ -28,11 +28,11 @@ class Row(NamedTuple):
 
     Attributes:
         what: The figure, for people.
-        path: Where it stands among the figures of RESULTS.md: block, and keys within it.
-        target: What to reach.
+        path: Its place among the figures of RESULTS.md: block, and keys within it.
+        target: The value to reach.
         is_least: Whether the target is a lower bound.
-        forms: How the figure and its target are written; the figure with a digit more, so that
-            what is next to the target can be told from it.
+        forms: The formats of the figure and its target; the figure has a digit more, so that a
+            value close to the target can be told from it.
     """
 
     what: str

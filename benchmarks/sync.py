@@ -71,7 +71,7 @@ def measure(options, cores):
     """Returns a contender's description of itself, and the runs: task -> policy -> by seed."""
     told, runs = {}, {}
     for task in options.task or TASKS:
-        # Processes of their own for each task: models that were trained stay in memory.
+        # New processes for each task: trained models stay in memory.
         with contextlib.ExitStack() as stack:
             groups = {name: start(name, stack, cores) for name in options.policy or POLICIES}
             told = [group.wait_until_ready()[0] for group in groups.values()][0]

@@ -78,7 +78,7 @@ def make_record(traffic):
             if len(self.seconds) % EVALUATED_EVERY == 0:
                 self.sent_bytes.append(sum(traffic.read().values()) - self.before)
                 self.weights.append(self.model.get_weights())
-            self.last = time.perf_counter()  # What a copy takes is no part of a step.
+            self.last = time.perf_counter()  # The time of a copy is not part of a step.
 
     return Record()
 

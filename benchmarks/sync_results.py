@@ -3,17 +3,17 @@
 import numpy as np
 from sync_contender import EVALUATED_EVERY
 
-# Validation losses, to which steps and seconds are counted.
+# Validation losses up to which steps and seconds are counted.
 TARGET_LOSSES = {"digits_cnn": 0.10, "transformer": 2.80}
 TITLES = {
     "digits_cnn": "Digits: the CNN of `models/digits_cnn.py`, 64 examples a step",
     "transformer": "Text: the transformer of `models/transformer.py`, 32 sequences of 64 a step",
 }
 PLAIN = "every_step"
-JUDGED = "digits_cnn"  # The task that the figures to reach are of.
+JUDGED = "digits_cnn"  # The task whose figures have targets.
 # Policy -> at most this share of the bytes of `every_step`.
 BYTES_TARGETS = {
-    "bf16": 0.505,  # Half, and what travels beside the gradients.
+    "bf16": 0.505,  # Half, plus the data sent beside the gradients.
     "topk:0.01": 0.03,
     "powersgd:2": 0.05,
     "local_sgd:8": 1 / 7,

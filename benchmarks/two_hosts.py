@@ -15,10 +15,10 @@ import sys
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 LINK = "wire"
 HOST_VARIABLE = "BENCH_NETWORK_NAMESPACE"
-NUM_BYTES = 2**26  # Of the link's own measurement.
+NUM_BYTES = 2**26  # Sent to measure the link itself.
 _TOOLS = ("ip", "tc", "unshare")
-# What precedes a command that is to run on the host that HOST_VARIABLE names. Each part gives its
-# process on to the next, so that the command's parent is who started all of this.
+# The prefix of a command that runs on the host that HOST_VARIABLE names. Each part replaces itself
+# by the next, so that the command's parent is the process that started all of this.
 ON_HOST = (
     *("sh", "-c"),
     f'exec ip netns exec "${HOST_VARIABLE}" unshare --mount sh -c '

@@ -110,7 +110,7 @@ WORKLOADS = {
     "compute_bound": Workload(
         "CNN of 2 convolutions", build_cnn, input_shape=(28, 28, 1), global_batch_size=256
     ),
-    # For `scaling.py`: so many examples a worker.
+    # For `scaling.py`: this many examples per worker.
     **{
         f"cnn_{number}": Workload(
             "CNN of 2 convolutions", build_cnn, input_shape=(28, 28, 1), global_batch_size=number

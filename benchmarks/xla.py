@@ -135,7 +135,7 @@ class Run:
     def __init__(self, stack, network, way, options):
         self._told = {"network": network, "way": way, "precision": options.precision}
         self._output, self._log = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
-        # This checkout is what is measured, not another that may be installed.
+        # Measures this checkout, not an installed package.
         folders = filter(None, [str(contest.TOP), os.environ.get("PYTHONPATH")])
         variables = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
         if options.kind == "CPU":

@@ -151,7 +151,7 @@ def programs_of(train):
     """
     context.enable_graph_collection()
     try:
-        context.export_run_metadata()  # Forgets what was collected.
+        context.export_run_metadata()  # Discards what was collected.
         train()
         functions = context.export_run_metadata().function_graphs
     finally:
