@@ -1,10 +1,10 @@
-"""Runs the benchmarks one after another: all of them, or those that are named.
+"""Runs all benchmarks, or those that you name, one after another.
 
     .venv/bin/python benchmarks/all.py --torch=PYTHON_WITH_TORCH
     .venv/bin/python benchmarks/all.py faults sync
 
-Each writes its block of RESULTS.md; the summary at the top is written last. One that fails does
-not hold up the others. Ends with code 1 if any failed.
+Each writes its block of RESULTS.md; the summary at the top is written last. A failure does not stop
+the others. Exits with code 1 if any failed.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import time
 import contest
 
 FOLDER = pathlib.Path(__file__).parent
-# In the order in which they run; whatever needs root says so, and goes on without it.
+# In the order in which they run; a part that needs root says so, and is skipped without it.
 BENCHMARKS = {
     "data_parallel": ["data_parallel.py"],
     "all_reduce": ["all_reduce.py"],
@@ -85,13 +85,13 @@ def parse(arguments):
 
 
 def call(command):
-    """Runs a program of this folder, which does not outlive this one; returns its exit code."""
+    """Runs a program of this folder, stops it if this one ends, and returns its exit code."""
     print("benchmarks/" + " ".join(command), flush=True)
     program, *flags = command
     process = subprocess.Popen([sys.executable, FOLDER / program, *flags])
     try:
         return process.wait()
-    except KeyboardInterrupt:  # It received the Ctrl-C as well, and ends what it started.
+    except KeyboardInterrupt:  # It also received the Ctrl-C, and ends its own processes.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(SECONDS_TO_END)
         raise

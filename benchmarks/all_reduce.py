@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/all_reduce.py
     .venv/bin/python benchmarks/all_reduce.py --torch=OTHER_VENV/bin/python
 
-Contenders take turns, a round each, now forwards, now backwards; only the one whose turn it is
-runs. An iteration is the slower worker's, after a barrier; every element is checked once a round.
+Contenders take turns, one round each, in alternating order; the others idle meanwhile. An
+iteration's time is the slower worker's, after a barrier. Every element is checked once per round.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ TITLES = {
     "ours_mpi_library": "`mpi_library`",
     "gloo": "PyTorch's gloo",
 }
-# Size -> how much faster than TensorFlow's ring, and than gloo, `mpi` is to be.
+# Size -> target speed-up of `mpi` over TensorFlow's ring, and over gloo.
 MPI_TARGETS = {4 * KIB: (4, 1), 64 * KIB: (4, 1), MIB: (6, 1.5), 4 * MIB: (6, 1.5)}
 MPI_TARGETS |= {16 * MIB: (5, 1.5), 64 * MIB: (5, 1.2)}
 RING_TARGETS = {16 * MIB: 1.2, 64 * MIB: 1.5}
@@ -56,7 +56,7 @@ def parse(arguments):
 def start(kind, stack, cores, torch):
     """Starts the workers of a contender."""
     variables = contest.job_environments(NUM_WORKERS)
-    if kind == "stock":  # What a user starts by hand has none of the launcher's settings.
+    if kind == "stock":  # A job started by hand has none of the launcher's settings.
         variables = [
             {name: value for name, value in each.items() if not name.startswith("MALLOC_")}
             for each in variables
@@ -74,7 +74,7 @@ def start(kind, stack, cores, torch):
 
 
 def iterations(group, size):
-    """Returns each iteration's milliseconds, of the slower worker."""
+    """Returns the milliseconds of each iteration, those of the slower worker."""
     replies = group.ask(bytes=size, iterations=ITERATIONS[size])
     if any(reply["num_wrong"] for reply in replies):
         raise RuntimeError(f"Wrong elements at {size} bytes: {replies}")

@@ -1,8 +1,9 @@
-"""One worker of a contender of `all_reduce.py`: sums vectors with the others, and times it.
+"""One worker of a contender of `all_reduce.py`: sums vectors with the others and times each sum.
 
-Workers meet before each sum in the way that leaves their contender the best times. TensorFlow's
-meet through memory: they leave a collective of its own up to 2 ms apart, which would count as the
-sum's. PyTorch's meet by a sum of gloo: who has spun on a core waits up to 4 ms for gloo's thread.
+Before each sum the workers synchronize in the way that gives their contender the best times.
+TensorFlow's use shared memory: after one of its own collectives they are up to 2 ms apart, which
+would count as part of the sum. PyTorch's use a sum of gloo: a worker that has spun on a core waits
+up to 4 ms for gloo's thread.
 
 {"kind": "ours_mpi", "cores": [0], …}   ->  {"implementation": "MPI shared memory, …", …}
 {"bytes": 4096, "iterations": 30}       ->  {"seconds": [0.0003, …], "num_wrong": 0}
@@ -19,12 +20,12 @@ MEETING_DEADLINE_SECONDS = 60.0
 
 
 def build(kind):
-    """Returns `prepare(x)`, which gives a call that sums x, and what there is to tell."""
+    """Returns `prepare(x)`, which returns a function that sums x, and the contender's details."""
     if kind == "gloo":
         return build_gloo()
     import tensorflow as tf
 
-    weight = None  # What is summed is the gradient of; a compression keeps what it left out by it.
+    weight = None  # Compression keeps its error per weight: the vectors are this one's gradients.
     if kind == "stock":
         communication = tf.distribute.experimental.CommunicationImplementation.RING
         strategy = tf.distribute.MultiWorkerMirroredStrategy(
@@ -35,7 +36,7 @@ def build(kind):
 
         def all_reduce(x):
             def replica(x):
-                # A tensor of the replica's own device.
+                # A tensor on the replica's own device.
                 return tf.distribute.get_replica_context().all_reduce("SUM", tf.identity(x))
 
             return strategy.run(replica, args=(x,))
@@ -72,7 +73,7 @@ def build_gloo():
     distributed.init_process_group("gloo")
 
     def prepare(values):
-        # In place, as DistributedDataParallel calls it; each sum adds to what is there.
+        # In place, as DistributedDataParallel calls it; each sum adds to the last one.
         tensor = torch.from_numpy(values.copy())
 
         def call():
@@ -90,7 +91,7 @@ def build_gloo():
 
 
 class Meeting:
-    """A barrier of the workers, who leave it within a microsecond of each other.
+    """A barrier, which the workers leave within a microsecond of each other.
 
     Args:
         path: A file of zeros, 64 bytes a worker.
@@ -103,7 +104,7 @@ class Meeting:
         self._own, self._turn = self._turns[rank], 0
 
     def __call__(self):
-        """Returns when all have come."""
+        """Returns once all workers have arrived."""
         self._turn += 1
         self._own[0] = self._turn
         deadline = time.monotonic() + MEETING_DEADLINE_SECONDS
@@ -114,7 +115,7 @@ class Meeting:
 
 
 def whole_numbers(count, rank):
-    # Up to 127, so that the sum of two is exact in bfloat16, too.
+    # Up to 127, so that the sum of two is exact in bfloat16 too.
     return ((31 * np.arange(count, dtype=np.int64) + 7 * rank) % 128).astype(np.float32)
 
 

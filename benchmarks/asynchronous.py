@@ -1,12 +1,12 @@
-"""Times asynchronous steps against two processes that know nothing of each other; kills a worker.
+"""Times asynchronous steps against two unconnected processes, and kills a worker.
 
     .venv/bin/python benchmarks/asynchronous.py
 
 `models/digits_cnn.py`, 2 workers and 1 server of `tfparallel launch --num_ps=1`, 1,000 updates of
-32 examples. A worker's step is twice the time of the whole, over the updates. Of two plain
-processes at once it is the median step of the slower. What a step costs to read the weights from
-the server, and to hand over their gradients and have them applied, is measured in the same job,
-by both workers at once, without a network's passes. The contenders take turns, a round each.
+32 examples. A worker's step is twice the total time divided by the number of updates. For two plain
+processes that run at once it is the median step of the slower one. The same job measures what a
+step needs to read the weights from the server and to send and apply the gradients: both workers do
+so at once, without the network's passes. The contenders take turns, one round each.
 """
 
 import json
@@ -55,7 +55,7 @@ def start(command, **variables):
 
 
 def unjoined():
-    """The median step, in ms, of the slower of two plain processes at once."""
+    """The median step, in ms, of the slower of two plain processes that run at once."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [f"{folder}/{index}.json" for index in range(NUM_WORKERS)]
         processes = [start([sys.executable, __file__, ROLE, "plain", path]) for path in paths]
@@ -66,7 +66,7 @@ def unjoined():
 
 
 def asynchronous(*, kills=False):
-    """What the chief of a job has found.
+    """Runs a job, and returns the chief's results.
 
     Args:
         kills: Whether worker 1 gets SIGKILL once training has begun.
@@ -81,7 +81,7 @@ def asynchronous(*, kills=False):
             if job.wait(DEADLINE_SECONDS):
                 raise RuntimeError(f"The job ended with {job.returncode}.")
         finally:
-            job.terminate()  # Takes its processes with it; without effect on one that has ended.
+            job.terminate()  # Ends its processes too; no effect on a job that has ended.
         return json.loads(path.read_text())
 
 
@@ -100,7 +100,7 @@ def kill_worker(job, begun):
 
 
 def contender(kind, path):
-    """Trains, as one plain process or as a process of the job, and writes what it found."""
+    """Trains as a plain process or as a process of the job, and writes the results."""
     import tfparallel
 
     tfparallel.devices.hide_gpus()
@@ -133,7 +133,7 @@ def contender(kind, path):
         started, used = time.perf_counter(), time.process_time()
         history = model.fit(batches(NUM_UPDATES), verbose=0).history
         found["step_ms"] = 1e3 * NUM_WORKERS * (time.perf_counter() - started) / NUM_UPDATES
-        # Of the chief, which deals out batches; in a worker's step the cores give it so much time.
+        # The chief, which assigns batches, uses this much processor time per worker's step.
         found["chief_ms"] = 1e3 * NUM_WORKERS * (time.process_time() - used) / NUM_UPDATES
         found |= {"loss": history["loss"][-1], **model.staleness, **wires(model)}
     pathlib.Path(path).write_text(json.dumps(found))
@@ -141,7 +141,7 @@ def contender(kind, path):
 
 
 class Times:
-    """Notes when each step has ended."""
+    """Records when each step ends."""
 
     def __new__(cls):
         import keras
@@ -156,7 +156,7 @@ class Times:
 
 
 def wires(model, number=100):
-    """Milliseconds in which a worker reads the weights, and in which its gradients are applied."""
+    """Milliseconds that a worker needs to read the weights, and to have its gradients applied."""
     import tensorflow as tf
 
     servers, weights = model._servers, model.trainable_variables
@@ -174,7 +174,7 @@ def wires(model, number=100):
 
     found = {}
     for name, function, arguments in (("pull", pull, ()), ("push", push, (tf.constant(0.0),))):
-        function = function.get_concrete_function(*arguments)  # Outside of the servers' scope.
+        function = function.get_concrete_function(*arguments)  # Outside the servers' scope.
         for repeats in (10, number):
             started = time.perf_counter()
             for _ in range(repeats):

@@ -1,12 +1,12 @@
-"""RESULTS.md is written by several programs, each of them between marks of its own.
+"""Blocks of RESULTS.md, which several programs write, each between its own marks.
 
-A block may end in a comment that a page does not show: figures of it, in JSON, for `summary.py`.
+A block may end in a comment that is not shown: its figures, in JSON, for `summary.py`.
 """
 
 import json
 import re
 
-FIRST = "summary"  # The block that stands before the others.
+FIRST = "summary"  # The first block of the page.
 HEAD = """\
 # Results
 
@@ -17,10 +17,10 @@ _FIGURES = re.compile(r"^<!-- figures: (.*) -->$", re.MULTILINE)
 
 
 def write(path, name, lines, figures=None):
-    """Puts the lines between the marks of `name`, or at the end of the page if it has none yet.
+    """Writes the lines between the marks of `name`, or at the end of the page.
 
     Args:
-        path: The page; made if there is none.
+        path: The page; created if there is none.
         name: The block's name.
         lines: What the page shows.
         figures: What `read_figures` returns of this block: dictionaries, numbers and text.
@@ -41,7 +41,7 @@ def write(path, name, lines, figures=None):
 
 
 def read_figures(path):
-    """Returns the figures of each block that has any, by its name."""
+    """Returns the figures by block, of those blocks that have any."""
     text = path.read_text() if path.exists() else ""
     blocks = re.finditer(r"<!-- (\w+): begin -->.*?<!-- \1: end -->\n", text, re.DOTALL)
     figures = {block[1]: _FIGURES.search(block[0]) for block in blocks}
@@ -49,6 +49,6 @@ def read_figures(path):
 
 
 def _as_json(figures):
-    """Four digits behind the point are more than any of the figures is good for."""
+    """Returns JSON with four decimals, more than any of the figures is accurate to."""
     rounded = json.loads(json.dumps(figures), parse_float=lambda digits: round(float(digits), 4))
     return json.dumps(rounded)

@@ -1,13 +1,13 @@
-"""How well `all_reduce="auto"` chooses, and how well the cost model predicts.
+"""Measures how well `all_reduce="auto"` chooses, and how well the cost model predicts.
 
     .venv/bin/python benchmarks/choice.py
 
-2, 4 and 8 ranks, devices of one process and then processes, are swept twice each, by `tfparallel
-bench all_reduce` in processes of their own. The first sweep is the profile: what `auto` takes by it
-at each size is timed by the second, beside the best there and the default.
+2, 4 and 8 ranks, first as devices of one process and then as processes, are swept twice each, by
+`tfparallel bench all_reduce` in new processes. The first sweep is the profile: the algorithm that
+`auto` chooses by it at each size is timed by the second, beside the best one there and the default.
 
-The cost model is fitted to the first sweeps of all numbers of ranks but one, at every other size.
-It predicts the second sweep of that one at the sizes between: ranks and sizes that were not fitted.
+The cost model is fitted to the first sweeps of all numbers of ranks except one, at every other
+size. It predicts the second sweep of that one at the sizes between: neither were used in the fit.
 """
 
 import json
@@ -82,8 +82,8 @@ def sweep(flag, num_ranks, options):
 
 
 def choices(sweeps, default):
-    """What `auto` takes at each size by the first sweep, and what that took in the second."""
-    # Loads TensorFlow, which the sweeps do in processes of their own.
+    """Returns the choice of `auto` at each size by the first sweep, and its time in the second."""
+    # Loads TensorFlow; the sweeps load it in their own processes.
     from tfparallel.collectives import cross_device
     from tfparallel.collectives.algorithm_selection import fastest
 

@@ -2,10 +2,10 @@
 
     .venv/bin/python benchmarks/compressed_sums.py
 
-What a user's step does is timed: with the casts, and the error feedback, which keeps what the cast
-left out. Contenders take turns, a round each, now forwards, now backwards; only the one whose turn
-it is runs. An iteration is the slower worker's, after a barrier; every element is checked once a
-round.
+The timed sum includes the casts and the error feedback, which keeps the cast's error, as in a
+training step. Contenders take turns, one round each, in alternating order; the others idle
+meanwhile. An iteration's time is the slower worker's, after a barrier. Every element is checked
+once per round.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
-"""One contender of a benchmark of `fit`: a process that trains some steps whenever it is told to.
+"""One contender of a benchmark of `fit`: a process that trains some steps on request.
 
-`contender_process.py` starts it and speaks to it in lines of JSON, one reply to each request; it
-ends when its standard input does. A contender has a process of its own because thread pools and
-logical devices are a process's, and because stock Keras breaks with two strategies in one.
+`contender_process.py` starts it and talks to it in lines of JSON, one reply per request; it ends
+when its standard input closes. Each contender has its own process because thread pools and logical
+devices belong to a process, and because stock Keras breaks with two strategies in one.
 
     {"workload": "dispatch_bound", "kind": "ours", …}  ->  {"num_parameters": 7722, …}
     {"steps": 20, "skip": 5}                            ->  {"step_seconds": [0.002, …], …}
@@ -90,7 +90,7 @@ def compile_model(model, for_xla=False):
 
 
 def make_clock():
-    """Returns a Keras callback that reads the clock at the end of each step, and no more."""
+    """Returns a Keras callback that only reads the clock at the end of each step."""
     import keras
 
     class Clock(keras.callbacks.Callback):
@@ -104,7 +104,7 @@ def make_clock():
 
 
 def num_traces(train_function):
-    """Returns how often the programs behind Keras's `train_function` were traced, summed.
+    """Returns the total number of traces of the programs behind Keras's `train_function`.
 
     Keras keeps them in closures: the step, within a function of the iterator.
     """
@@ -128,14 +128,14 @@ def num_traces(train_function):
 
 
 def fit(model, dataset, clock, steps, skip):
-    """Trains so many steps, and returns what was measured; the first `skip` are not timed."""
+    """Trains `steps` steps, and returns the measurements; the first `skip` are not timed."""
     sent_before = sent_bytes()
     cpu_before = time.process_time()
     history = model.fit(dataset, steps_per_epoch=steps, verbose=0, callbacks=[clock]).history
     cpu_seconds = time.process_time() - cpu_before
     return {
         "step_seconds": dialog.step_seconds(clock.readings, skip),
-        # Of all threads, and of all steps.
+        # Of all threads and all steps.
         "cpu_seconds_a_step": cpu_seconds / steps,
         "sent_bytes_a_step": (sent_bytes() - sent_before) / steps,
         "loss": history["loss"][-1],
@@ -143,14 +143,14 @@ def fit(model, dataset, clock, steps, skip):
 
 
 def sent_bytes():
-    """Returns what this process has handed to other workers so far; 0 of one that has none."""
+    """Returns the bytes sent to other workers so far; 0 if there are none."""
     joined = sys.modules.get("tfparallel.collectives.process_group")
     workers = joined.ProcessGroup.of_process if joined is not None else None
     return 0 if workers is None else sum(workers.traffic.read().values())
 
 
 def serve(reply, model, dataset):
-    """Answers each request by a `fit` of so many steps."""
+    """Answers each request by a `fit` of the requested steps."""
     import psutil
 
     process = psutil.Process()

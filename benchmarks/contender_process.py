@@ -1,4 +1,4 @@
-"""Starts contenders, speaks to them, and sees to it that none outlives the benchmark."""
+"""Starts contenders, talks to them, and ends them with the benchmark."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import time
 PROGRAM = pathlib.Path(__file__).with_name("contender.py")
 TOP = PROGRAM.parents[1]
 START_DEADLINE_SECONDS = 300.0
-# Far more than a slow machine needs; it is there for what hangs.
+# Far more than a slow machine needs; it catches processes that hang.
 STEP_DEADLINE_SECONDS = 10.0
 NUM_LOG_LINES = 20
 
@@ -22,12 +22,12 @@ class ContenderProcess:
 
     Args:
         workload: Key of `workloads.WORKLOADS`.
-        kind: `"plain"`, `"stock"` or `"ours"`, or what `program` knows.
-        num_replicas: Logical CPU devices, one replica each; of all workers.
+        kind: `"plain"`, `"stock"` or `"ours"`, or a kind of `program`.
+        num_replicas: Logical CPU devices, one replica each, over all workers.
         cores: Cores to pin the process to; empty for no pinning.
         num_threads: Size of TensorFlow's intra-op and of its inter-op thread pool.
         environment: Further variables, such as a worker's TF_CONFIG.
-        program: Another Python and program than this one and `contender.py`.
+        program: Another Python and program in place of this one and `contender.py`.
 
     Raises:
         RuntimeError: From every method, if the process has failed or hangs; with its log's end.
@@ -55,9 +55,9 @@ class ContenderProcess:
             "TF_NUM_INTEROP_THREADS": str(num_threads),
             "TF_CPP_MIN_LOG_LEVEL": "2",
             "KERAS_BACKEND": "tensorflow",
-            # All contenders train on the CPU, on a machine with a GPU too.
+            # All contenders train on the CPU, even if the machine has a GPU.
             "CUDA_VISIBLE_DEVICES": "-1",
-            # This checkout is what is measured, not another that may be installed.
+            # Measures this checkout, not an installed package.
             "PYTHONPATH": os.pathsep.join(filter(None, [str(TOP), os.environ.get("PYTHONPATH")])),
             **(environment or {}),
         }
@@ -78,24 +78,24 @@ class ContenderProcess:
         return f"{self.kind}_{self.num_replicas}"
 
     def wait_until_ready(self):
-        """Returns what the contender tells of itself once its model is built."""
+        """Returns the contender's description of itself once its model is built."""
         return self._receive(START_DEADLINE_SECONDS)
 
     def train(self, num_steps, skip=0):
-        """Trains, and returns what was measured; the first `skip` steps are not timed."""
+        """Trains, and returns the measurements; the first `skip` steps are not timed."""
         self.start_training(num_steps, skip)
         return self.finish_training(num_steps)
 
     def start_training(self, num_steps, skip=0):
-        """Tells the contender to train; others that train with it can be told meanwhile."""
+        """Starts the training without waiting, so that others that train with it can start."""
         self._send({"steps": num_steps, "skip": skip})
 
     def finish_training(self, num_steps):
-        """Returns what was measured."""
+        """Returns the measurements."""
         return self._receive(START_DEADLINE_SECONDS + num_steps * STEP_DEADLINE_SECONDS)
 
     def ask(self, **request):
-        """Sends a request of the contender's own program."""
+        """Sends a request that the contender's own program defines."""
         self._send(request)
 
     def answer(self):

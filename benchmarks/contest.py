@@ -1,4 +1,4 @@
-"""What the benchmarks share: their options, their groups of processes, and their pages."""
+"""The parts that the benchmarks share: options, groups of processes, and pages."""
 
 import argparse
 import json
@@ -25,7 +25,7 @@ def job_environments(num_processes, hosts=None):
 
     Args:
         num_processes: How many processes.
-        hosts: An address for each, if each is on a host of its own; all on this host if left out.
+        hosts: An address for each, if each has its own host; by default all are on this host.
     """
     first, *ports = free_ports(num_processes + 1)
     names = hosts or ["127.0.0.1"] * num_processes
@@ -48,16 +48,16 @@ class Group:
 
     Args:
         stack: An `ExitStack`, which ends the processes.
-        workload: What they are told to run, in the words of their program.
-        kind: The contender's kind, in the words of their program.
-        environments: The variables of each process, beside this one's own.
+        workload: The workload, by the name that their program knows.
+        kind: The contender's kind, by the name that their program knows.
+        environments: The variables of each process, added to this one's own.
         cores: A core for each process; empty for no pinning.
-        program: A Python and a program that speaks as `dialog.py` does.
-        num_speaking: How many of the processes answer, the first ones; all if left out.
+        program: A Python and a program that uses `dialog.py`.
+        num_speaking: The number of processes that answer, the first ones; by default all.
 
     Attributes:
-        peak_mib: The most memory that one of them has held, where they tell it.
-        sent_bytes: The most that one of them handed to the others in a step, where they tell it.
+        peak_mib: The highest peak memory of one of them, if they report it.
+        sent_bytes: The most bytes that one of them sent in a step, if they report it.
     """
 
     peak_mib = 0.0
@@ -80,11 +80,11 @@ class Group:
         self.speaking = self.processes[:num_speaking]
 
     def wait_until_ready(self):
-        """Returns what each process tells of itself."""
+        """Returns each process's description of itself."""
         return [process.wait_until_ready() for process in self.speaking]
 
     def ask(self, **request):
-        """Sends all the same request, and returns each one's answer."""
+        """Sends the same request to all, and returns their answers."""
         for process in self.speaking:
             process.ask(**request)
         return [process.answer() for process in self.speaking]
@@ -100,20 +100,20 @@ class Group:
 
 
 def in_turn(names, index):
-    """Round `index`: now forwards, now backwards, so that none always follows the same one."""
+    """The order of round `index`, which alternates so that none always follows the same one."""
     return names if index % 2 else names[::-1]
 
 
 def rounds_in_turn(contenders, options, num_warm_up, num_steps, skip, name=""):
-    """Has each contender train in each round; returns the medians of a step, round by round.
+    """Trains each contender in each round; returns the median step of every round.
 
     Args:
-        contenders: Groups, by what they are called in the result.
-        options: Of the command line.
+        contenders: Groups, by their name in the result.
+        options: The command line's options.
         num_warm_up: Rounds that do not count.
-        num_steps: Of each round.
-        skip: Steps of these that are not timed.
-        name: What is told of a round on stderr, before it.
+        num_steps: Steps of each round.
+        skip: First steps of a round, which are not timed.
+        name: Printed on stderr before each round.
     """
     rounds = []
     for index in range(-num_warm_up, options.num_rounds):
@@ -135,7 +135,7 @@ def spread(value, digits):
 
 
 def make_parser(doc, num_rounds=None, *, torch=False):
-    """Returns a parser of what all have: `--write`, and if asked for `--num_rounds`, `--torch`."""
+    """Returns a parser of `--write`, and on request of `--num_rounds` and `--torch`."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -153,7 +153,7 @@ def make_parser(doc, num_rounds=None, *, torch=False):
 
 
 def parse(parser, arguments):
-    """Parses; a file that cannot be written is an error now, not when all has been measured."""
+    """Parses; a file that cannot be written is an error now, not after the measurement."""
     options = parser.parse_args(arguments)
     for path in filter(None, [options.json, options.write]):
         if not pathlib.Path(path).resolve().parent.is_dir():
@@ -176,7 +176,7 @@ def publish(name, lines, found, options, figures=None):
         lines: What the page shows.
         found: Every figure, for `--json`.
         options: What `parse` returned.
-        figures: Those that `summary.py` reads, with the date.
+        figures: The figures for `summary.py`, with the date.
     """
     print("\n".join(lines))
     if options.json:
@@ -186,7 +186,7 @@ def publish(name, lines, found, options, figures=None):
 
 
 def footer(program, described, options, *names):
-    """The last lines of a block: what was measured on, and how to measure it again."""
+    """The last lines of a block: the environment, and the command that repeats the measurement."""
     values = {name: getattr(options, name) for name in names}
     words = [f"--{name}{f'={value}' * (value is not True)}" for name, value in values.items()]
     words += ["--torch=PYTHON_WITH_TORCH"] if getattr(options, "torch", None) else []
@@ -200,9 +200,9 @@ def footer(program, described, options, *names):
 
 
 def run(main):
-    """Runs a benchmark's `main`; what it could not do is a line, not a trace.
+    """Runs a benchmark's `main`; an expected failure prints one line instead of a traceback.
 
-    SIGTERM ends it as Ctrl-C does: with all that it has started.
+    SIGTERM ends it like Ctrl-C, with every process that it has started.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:

@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/data_parallel.py
     .venv/bin/python benchmarks/data_parallel.py --workload=dispatch_bound --num_rounds=5 --write=
 
-The first measures all and writes RESULTS.md beside this file, in three minutes of two idle cores;
-the second takes a look at one workload.
+The first command measures all workloads and writes RESULTS.md beside this file, in three minutes on
+two idle cores; the second tries one workload.
 """
 
 import contextlib
@@ -75,7 +75,7 @@ def command(options):
 
 
 def measure(workload, options, cores, num_threads):
-    """Returns a workload's results, and the versions that the contenders run."""
+    """Returns a workload's results, and the contenders' versions."""
     plan = PLANS[workload]
     num_steps = plan.num_steps if not options.num_steps else options.num_steps + plan.num_skipped
     with contextlib.ExitStack() as stack:

@@ -1,10 +1,11 @@
-"""Holds a job up in ten ways, and looks whether `bench train` names each.
+"""Slows a job down in ten ways, and checks whether `bench train` names each cause.
 
     .venv/bin/python benchmarks/diagnosis.py
 
-`models/digits_cnn.py` on 2 workers, a thread each: one that waits in each step, data that is slow
-to read, batches that are too small, a core that others use too, and a link that is slow (two
-network namespaces, as root; left out elsewhere). The verdict is that of `bench train`.
+`models/digits_cnn.py` on 2 workers, one thread each: a worker that waits in each step, data that is
+slow to read, batches that are too small, a core that other programs use too, and a slow link (two
+network namespaces, which need root, and are skipped otherwise). The verdict is that of
+`bench train`.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ DEADLINE_SECONDS = 300.0
 _PORT = 29_788
 
 CASES = [
-    # What is done, what is expected, the task, its flags, variables.
+    # The disturbance, the expected verdict, the task, its flags, environment variables.
     ("worker 0 waits 30 ms a step", "worker 0 is slow", DIGITS, [f"{SLOW}0,ms=30"], {}),
     ("worker 1 waits 30 ms a step", "worker 1 is slow", DIGITS, [f"{SLOW}1,ms=30"], {}),
     ("worker 1 waits 9 ms a step", "worker 1 is slow", DIGITS, [f"{SLOW}1,ms=9"], {}),

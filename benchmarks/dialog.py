@@ -1,8 +1,8 @@
-"""How a contender speaks with its benchmark: a JSON object a line, on stdin and stdout.
+"""How a contender talks to its benchmark: one JSON object per line, on stdin and stdout.
 
-The first line that comes is the order: workload, kind, number of processes, cores. The contender
-answers once it is ready, and then each request. Needs no more than Python, whatever a contender is
-made of.
+The first line is the order: workload, kind, number of processes, cores. The contender answers once
+it is ready, and then answers each request. This module needs only Python, whatever the contender is
+built on.
 """
 
 import ctypes
@@ -19,10 +19,10 @@ PR_SET_PDEATHSIG = 1  # Of <linux/prctl.h>.
 def begin():
     """Returns the order, and `reply(**fields)`; pins this process to its cores.
 
-    To be called before TensorFlow or PyTorch makes its threads.
+    Call it before TensorFlow or PyTorch creates its threads.
     """
     end_with_parent(int(sys.argv[1]))
-    # Replies have standard output to themselves; what anybody prints goes to the log.
+    # Standard output is reserved for replies; all other output goes to the log.
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -41,17 +41,17 @@ def requests():
 
 
 def step_seconds(ends, skip):
-    """From the end of a step to the end of the next, the first `skip` steps left out.
+    """Returns the seconds from the end of each step to the next, without the first `skip`.
 
-    That is all that a step costs its user, the loop and the batch included; what a `fit` costs once
-    falls to the steps that are skipped.
+    That is the whole cost of a step, with the loop and the batch; the one-time costs of a `fit`
+    fall into the skipped steps.
     """
     ends = ends[max(skip - 1, 0) :]
     return [after - before for before, after in zip(ends, ends[1:], strict=False)]
 
 
 def serve_steps(reply, step):
-    """Answers each request by so many calls of `step(index)`, which returns the loss."""
+    """Answers each request by that many calls of `step(index)`, which returns the loss."""
     for request in requests():
         ends, total = [], 0.0
         for index in range(request["steps"]):
@@ -65,7 +65,7 @@ def serve_steps(reply, step):
 
 
 def peak_mib():
-    """The most memory that this process has held."""
+    """The peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 

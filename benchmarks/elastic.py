@@ -1,14 +1,15 @@
-"""Loses a host of a job for good, its chief's, and gives it two others: the same weights.
+"""Checks that a job that loses its chief's host and gains two others ends at the same weights.
 
     .venv/bin/python benchmarks/elastic.py
     .venv/bin/python benchmarks/elastic.py --standby
 
-A small network on scikit-learn's digits, 200 steps in float64, a checkpoint each 5. It starts on
-three hosts (`tfparallel launch --nnodes=2:4`, a launcher each on this machine), the launcher of
-worker 0 gets SIGKILL at step 60 and does not come back, two hosts go on, and at step 120 two more
-come. Beside it the same training in one process that nobody disturbs. Of each batch it is kept
-which examples it had. With `--standby` launchers keep processes ready that have loaded TensorFlow;
-the steps are slower there, as these come ten seconds after a start.
+A small network on scikit-learn's digits trains 200 steps in float64, with a checkpoint every 5
+steps. It starts on three hosts (`tfparallel launch --nnodes=2:4`, one launcher each on this
+machine). At step 60 the launcher of worker 0 gets SIGKILL and does not come back; two hosts
+continue, and at step 120 two more join. The reference is the same training, undisturbed in one
+process. The examples of each batch are recorded. With `--standby` launchers keep processes ready
+that have loaded TensorFlow; the steps are slower there, because these processes start only after
+ten seconds.
 """
 
 import contextlib
@@ -31,11 +32,11 @@ sys.path.insert(0, str(contest.TOP))
 from tfparallel.cluster.ports import free_ports  # noqa: E402
 
 WORKER = pathlib.Path(__file__).with_name("elastic_worker.py")
-SLOW = {False: 0.05, True: 0.35}  # Seconds that each step waits: there is a middle to disturb.
+SLOW = {False: 0.05, True: 0.35}  # Seconds that each step waits, so that it can be disturbed.
 KILLED_AT, JOINED_AT = 60, 120
 TOLERANCE, TARGET_SECONDS = 1e-9, 10.0
 DEADLINE_SECONDS = 300.0
-ENDING_SECONDS = 1.0  # In which the step that is running at the kill may still end.
+ENDING_SECONDS = 1.0  # A step that runs at the kill may still end within this time.
 
 
 def main(arguments):
@@ -71,7 +72,7 @@ def main(arguments):
 
 
 def disturbed(folder, standby):
-    """Trains on 3 hosts, on 2, on 4; returns what was said, and when a host was lost."""
+    """Trains on 3 hosts, on 2, on 4; returns the output, and when a host was lost."""
     (port,) = free_ports(1)
     os.environ.setdefault("TFPARALLEL_JOB_TOKEN", secrets.token_hex(16))
     launch = [sys.executable, "-m", "tfparallel", "launch", "--nnodes=2:4", "--grace_seconds=20"]
@@ -109,7 +110,7 @@ def disturbed(folder, standby):
 
 
 def pauses(folder):
-    """For each new step: its number, when the step before it ended, and when it ended."""
+    """For each new step: its number, when the previous step ended, and when it ended."""
     lines = (json.loads(line) for line in (folder / "steps").read_text().splitlines())
     found, newest, ended = [], -1, None
     for step, when, *_ in lines:
@@ -121,7 +122,7 @@ def pauses(folder):
 
 
 def steps(folder):
-    """By step what the chief saw last: when it ended, the loss, which examples it had."""
+    """The chief's last record of each step: when it ended, the loss, and the batch's examples."""
     lines = (json.loads(line) for line in (folder / "steps").read_text().splitlines())
     by_step = {step: seen for step, *seen in lines}
     return np.array([by_step[step] for step in sorted(by_step)])

@@ -1,7 +1,7 @@
-"""What each worker of `elastic.py` runs: 200 steps, checkpoints, and a line a step by the chief.
+"""The program of each worker of `elastic.py`: 200 steps with checkpoints, which the chief logs.
 
-Behind the label of each example stands a number that is its own, and of each batch their mean is
-kept: it says which examples the batch had.
+A unique number follows the label of each example. Their mean over a batch is recorded: it shows
+which examples the batch had.
 """
 
 import json
@@ -44,7 +44,7 @@ def examples(y, logits):
 
 
 class Keeps(keras.callbacks.Callback):
-    """Writes down each step: when it ended, its loss, and which examples it had."""
+    """Records each step: when it ended, its loss, and the examples that it had."""
 
     def __init__(self, path, checkpoint, seconds):
         super().__init__()

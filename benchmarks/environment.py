@@ -1,4 +1,4 @@
-"""What a figure was measured on: machine, system, versions; nothing that names the host."""
+"""The environment of a measurement: machine, system, versions; nothing that identifies the host."""
 
 import datetime
 import os
@@ -21,7 +21,7 @@ def describe():
 
 
 def cores_to_pin(num_cores):
-    """Returns the first cores that this process may use; none where a system cannot pin."""
+    """Returns the first cores that this process may use; none if the system cannot pin."""
     if not hasattr(os, "sched_setaffinity"):
         return []
     return sorted(os.sched_getaffinity(0))[:num_cores]

@@ -1,9 +1,9 @@
-"""Has 40 random faults strike runs of 200 steps, and looks at where each run ends.
+"""Injects 40 random faults into runs of 200 steps, and checks where each run ends.
 
     .venv/bin/python benchmarks/faults.py
 
-Each run trains `models/digits_cnn.py` with a checkpoint each 5 steps, one thread a worker. At a
-random step one fault strikes, from outside:
+Each run trains `models/digits_cnn.py` with a checkpoint every 5 steps and one thread per worker. At
+a random step one fault strikes, from outside:
 
     kill         a worker, the chief or the other, gets SIGKILL; `launch --max_restarts`
     stop         it gets SIGSTOP: it neither works nor ends; `--stall_timeout`
@@ -13,10 +13,10 @@ random step one fault strikes, from outside:
     lost host    of three launchers (`--nnodes=2:3`) one gets SIGKILL and does not come back
     partition    two hosts (network namespaces; `--nnodes=1:2`) whose link is cut
 
-The weights are compared with those of a run that nobody disturbed: to the last bit, and after the
-last two, which go on with fewer workers, to 1e-9 in float64. (In float32 a batch divided
+The weights are compared with those of an undisturbed run: to the last bit, and for the last two
+faults, which continue with fewer workers, to 1e-9 in float64. (In float32 a batch divided
 differently rounds differently, by 1e-5 or 1e-4, depending on the processor.) `full disk` and
-`partition` need root, and are left out elsewhere.
+`partition` need root, and are skipped otherwise.
 """
 
 import contextlib
@@ -100,19 +100,19 @@ def parse(arguments):
 
 
 class Run:
-    """A training in a folder of its own.
+    """A training run in its own folder.
 
     Args:
-        folder: Where it keeps its checkpoints and its output; it is made.
-        dtype: Of its weights.
-        slow: Whether a step waits a little, so that a moment can be met.
+        folder: The folder of its checkpoints and output; it is created.
+        dtype: The type of its weights.
+        slow: Whether a step waits a little, so that a fault can hit a given moment.
     """
 
     def __init__(self, folder, dtype, slow=False):
         folder.mkdir()
         self._folder, self._dtype, self._slow = folder, dtype, slow
         self.checkpoints = folder / "checkpoints"
-        self.seen = []  # All processes of it that were ever seen.
+        self.seen = []  # All of its processes that were ever seen.
 
     def _start(self, *launch, here=()):
         tfparallel = [sys.executable, "-m", "tfparallel"]
@@ -137,7 +137,7 @@ class Run:
 
     @contextlib.contextmanager
     def _running(self, *launches, here=((),)):
-        """Launchers, which have ended when it is left."""
+        """Yields launchers, and waits for them to end on exit."""
         jobs = []
         try:
             for launch, there in zip(launches, here * len(launches), strict=False):
@@ -151,7 +151,7 @@ class Run:
                 job.wait(60)
 
     def _until(self, step, jobs):
-        """Waits for a checkpoint of a step, and notes the processes."""
+        """Waits for the checkpoint of a step, and records the processes."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         while newest(self.checkpoints) < step:
             if all(job.poll() is not None for job in jobs) or time.monotonic() > deadline:
@@ -267,7 +267,7 @@ class Run:
 
 
 def worker_of(job, rank):
-    """The process of a worker under a launcher; None if it has none of the rank."""
+    """The process of a worker under a launcher; None if it has no such worker."""
     for process in psutil.Process(job.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
             is_training = process.cmdline()[1:4] == ["-m", "tfparallel", "train"]

@@ -1,9 +1,9 @@
-"""Times the first epoch of a model, which traces its step: on two devices, and plain Keras.
+"""Times the first epoch, which traces the step, on two devices and with plain Keras.
 
     .venv/bin/python benchmarks/first_epoch.py
 
-Each is a new process, since a process traces a step once; they take turns, a round each. Five
-minutes of two idle cores.
+Each contender is a new process every time, since a process traces a step only once; they take
+turns, one round each. Takes five minutes on two idle cores.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ def measure(workload, num_rounds, cores):
 
 
 def first_epoch(workload, kind, cores):
-    """Returns what a new process measured, and what it tells of itself."""
+    """Returns a new process's measurements, and its description of itself."""
     program = (sys.executable, str(PROGRAM))
     contender = ContenderProcess(
         workload,
@@ -82,7 +82,7 @@ def first_epoch(workload, kind, cores):
 
 
 def figures_of(found, date):
-    """Returns what `summary.py` reads: what tracing takes us, and our epoch over plain Keras's."""
+    """Returns the figures for `summary.py`: our tracing time and first epoch over plain Keras's."""
     return {"date": date} | {
         workload: {
             "tracing_seconds": result["figures"][CONTENDERS[workload][1]]["tracing_seconds"],

@@ -12,7 +12,7 @@ NUM_STEPS, NUM_IMAGES, NUM_PIXELS, NUM_CLASSES = 8, 32, 64, 10
 
 
 def image_task():
-    """Returns MobileNetV2 of 64 pixels, and images without end to an epoch."""
+    """Returns MobileNetV2 for 64 pixels, and as many images as it reads in an epoch."""
     import keras
     import numpy as np
 
@@ -85,7 +85,7 @@ def main():
         ended, cpu_seconds = time.perf_counter(), time.process_time() - began_cpu
         first, *later = dialog.step_seconds([began, *clock.readings], 0)
         reply(
-            # What the first step takes beyond the others: tracing, and preparing the graph.
+            # The extra time of the first step: tracing, and preparing the graph.
             tracing_seconds=first - statistics.median(later),
             epoch_seconds=ended - began,
             cpu_seconds=cpu_seconds,

@@ -1,10 +1,10 @@
-"""What a sequence that is S times as long takes of S devices: memory a device, and time.
+"""Measures the memory per device, and the time, of sequences S times as long on S devices.
 
     .venv/bin/python benchmarks/long_sequences.py
 
-A language model of two blocks is trained by plain Keras on sequences of T positions and of S·T, and
-on a mesh of `sequence=S` on those of S·T: each in a process of its own, whose S logical devices
-share two cores. TensorFlow counts the memory of all devices of a process together.
+Plain Keras trains a language model of two blocks on sequences of T positions and of S·T, and a mesh
+of `sequence=S` trains it on those of S·T. Each run is a new process, whose S logical devices share
+two cores. TensorFlow counts the memory of all devices of a process together.
 """
 
 import json
@@ -63,7 +63,7 @@ def in_a_process(number, length, num_steps):
 
 
 def run(number, length, num_steps):
-    """Trains, and returns the most bytes that tensors took, the seconds of a step, and the loss."""
+    """Trains, and returns the peak bytes of tensors, the seconds of a step, and the loss."""
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
     import time
 
@@ -88,7 +88,7 @@ def run(number, length, num_steps):
         begun = time.perf_counter()
         value = model.train_on_batch(words[:, :-1], words[:, 1:])
         seconds.append(time.perf_counter() - begun)
-        if len(seconds) == 1:  # What is held while a step is prepared is not a step's.
+        if len(seconds) == 1:  # Memory held while a step is prepared does not count.
             tf.config.experimental.reset_memory_stats("CPU:0")
     peak = tf.config.experimental.get_memory_info("CPU:0")["peak"]
     return {"peak": peak, "step": statistics.median(seconds[2:]), "loss": float(value)}

@@ -1,10 +1,10 @@
-"""A model that no process may hold, trained by many, each under a limit of the operating system.
+"""Trains a model that exceeds any one process, in several, each under a limit of the system.
 
     .venv/bin/python benchmarks/memory.py
 
-Takes Linux, 22 GiB of memory, 25 GiB of disk and half an hour. Under RLIMIT_DATA a process may hold
-the limit less what it takes to train next to nothing. The model's parameters alone are twice what
-is left, its training state (parameters and Adam's two slots) six times. It is trained
+Needs Linux, 22 GiB of memory, 25 GiB of disk and half an hour. Under RLIMIT_DATA a process may hold
+the limit minus what training next to nothing takes. The model's parameters alone are twice the
+remainder, its training state (parameters and Adam's two slots) six times. It is trained
 
 1. by plain Keras in one process under the limit, which fails;
 2. by `tfparallel.model_parallel` in processes that each are under the limit, and saved;
@@ -99,7 +99,7 @@ def run(limit, num_layers, output, mode, launched=(), check=True):
 
 
 class Member(io.RawIOBase):
-    """A file in an archive that is stored as it is; `zipfile` goes back only from the start."""
+    """A file in an uncompressed archive; `zipfile` can seek backwards only from the start."""
 
     def __init__(self, path, name):
         with zipfile.ZipFile(path) as archive:
@@ -138,7 +138,7 @@ class Member(io.RawIOBase):
 
 
 def difference(weights_path, keras_path):
-    """The largest difference of a weight or slot, relative to the largest in its variable."""
+    """The largest difference of a weight or slot, relative to the largest value in its variable."""
     largest = 0.0
     with (
         h5py.File(weights_path) as single,
@@ -192,7 +192,7 @@ def page(rows, described, options):
 
 
 def last_words(text):
-    """The line of a failed run that tells why."""
+    """The line of a failed run that gives the reason."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     told = [
         line for line in lines if any(word in line for word in ("OOM", "bad_alloc", "MemoryError"))

@@ -3,8 +3,7 @@
     memory_run.py LIMIT NUM_LAYERS NUM_STEPS OUTPUT {plain|single|placed|start}
 
 `plain` is Keras in one process, `placed` is `model_parallel` on all processes of the job, `single`
-the same on one device, `start` tells what training next to nothing takes. LIMIT is in bytes, 0 for
-none.
+the same on one device, `start` measures training next to nothing. LIMIT is in bytes, 0 for none.
 """
 
 import json
@@ -46,7 +45,7 @@ def main(limit, num_layers, num_steps, output, mode):
             lambda: build(num_layers), devices=devices, batch_size=BATCH
         )
     model.compile(
-        # A gradient near zero, whose sign is rounding, is not to move its weight by a full step.
+        # A gradient near zero, whose sign is rounding, must not move its weight by a full step.
         keras.optimizers.Adam(1e-4, epsilon=1e-2),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
@@ -66,10 +65,10 @@ def main(limit, num_layers, num_steps, output, mode):
 
 
 def build(num_layers):
-    """Dense layers with a way past each, so that the depth does not matter to the training.
+    """Returns dense layers with skip connections, so that depth does not affect training.
 
-    The activation has a smooth slope: that of ReLU jumps where rounding moves a unit past zero, of
-    which there are millions here, and such a jump is no rounding error in the optimizer's state.
+    The activation has a smooth slope. The slope of ReLU jumps where rounding moves one of the
+    millions of units here past zero, and such a jump is no rounding error in the optimizer's state.
     """
     import keras
     from keras import layers
@@ -85,11 +84,11 @@ def build(num_layers):
 
 
 def reserve_little():
-    """Starts this program again, once, with small stacks and a malloc that gives back."""
+    """Restarts this program once, with small stacks and a malloc that returns memory."""
     if all(os.environ.get(name) == value for name, value in ENVIRONMENT.items()):
         return
     for name in [name for name in os.environ if name.startswith("MALLOC_")]:
-        del os.environ[name]  # `launch` has malloc keep what it once had, for speed.
+        del os.environ[name]  # `launch` makes malloc keep freed memory, for speed.
     os.environ.update(ENVIRONMENT)
     _, hard = resource.getrlimit(resource.RLIMIT_STACK)
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, hard))
@@ -97,7 +96,7 @@ def reserve_little():
 
 
 def data_bytes():
-    """What RLIMIT_DATA counts of this process."""
+    """The bytes of this process that RLIMIT_DATA counts."""
     status = pathlib.Path("/proc/self/status").read_text()
     return int(status.split("VmData:")[1].split()[0]) * 1024
 

@@ -1,10 +1,10 @@
-"""Whether `tfparallel plan` puts the fastest mesh first, and how well it predicts.
+"""Checks whether `tfparallel plan` ranks the fastest mesh first, and how well it predicts.
 
     .venv/bin/python benchmarks/meshes.py
 
-Each task is planned in a process of its own, with trials of the first meshes. Each mesh whose step
-the plan predicts is then trained, in turns, in another one. On logical devices of a CPU. What the
-plan calls too large is trained too, as the machine has the memory, and does not count as a choice.
+Each task is planned in a new process, with trials of the first meshes. Another process then trains
+every mesh whose step the plan predicts, in turns, on logical devices of a CPU. Meshes that the plan
+calls too large are trained too, as the machine has the memory, but do not count as a choice.
 """
 
 import json
@@ -27,7 +27,7 @@ TASKS = {
     "too large for a device": ("benchmarks/meshes_large.py", "--device_memory=64MiB"),
 }
 DEADLINE_SECONDS = 900.0
-LEAST_MIB = 64  # TensorFlow counts large tensors alone: of a small model it misses most.
+LEAST_MIB = 64  # TensorFlow counts only large tensors: it misses most of a small model.
 
 
 def main(arguments):
@@ -63,7 +63,7 @@ def measure(path, *flags, options):
     for row in rows:
         row["round_seconds"] = statistics.median(row["rounds"])
         mesh = row["mesh"]
-        # The plan tells the first part of each stage; replicas and parts are alike.
+        # The plan has the first part of each stage; replicas and parts are alike.
         row["predicted_bytes"] = mesh["data"] * mesh["tensor"] * sum(row["held_bytes"])
         # Weights that are joined for all replicas at once are counted once, in one process.
         if row["held"] and row.get("shard") == "optimizer":

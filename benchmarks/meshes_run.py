@@ -3,13 +3,13 @@
     meshes_run.py TASK PLAN.json OUTPUT.json NUM_ROUNDS
 
 A mesh is built with the stages of the plan. A step is the median of a round. Memory is what
-TensorFlow's allocator counts on the CPU, which its logical devices have together: what the model
-leaves behind it after a step, and what a step takes beyond that.
+TensorFlow's allocator counts on the CPU, for all its logical devices together: what remains after a
+step, and what a step needs beyond that.
 
     meshes_run.py plan FLAGS...
 
-is `tfparallel plan`. With BUSY=1 in the environment, both take the time that the process's threads
-are at work, instead of the wall's: what they would take alone on a core.
+is `tfparallel plan`. With BUSY=1 in the environment, both use the time that the process's threads
+are busy, instead of wall time: what they would take alone on a core.
 """
 
 import json
@@ -99,7 +99,7 @@ def counted(which):
 
 
 def counts():
-    """Whether TensorFlow counts this CPU's memory; it does where oneDNN is."""
+    """Whether TensorFlow counts this CPU's memory, as it does with oneDNN."""
     return tfparallel.devices.peak_tensor_bytes() is not None
 
 

@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/model_parallel.py
 
-The stages work one after the other, so nothing can be gained; this is what the placement costs. In
-a process of its own `planning.planner` predicts the plain model's step from layers that it
-runs one by one. Two minutes of two idle cores.
+The stages work one after the other, so no gain is possible; this measures the cost of the
+placement. In another process `planning.planner` predicts the plain model's step from layers that it
+runs one by one. Takes two minutes on two idle cores.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ def main(arguments):
 
 
 def measure(workload, num_rounds, cores):
-    """Returns the median step of each round by kind, and what a contender tells of itself."""
+    """Returns the median step of each round by kind, and a contender's description of itself."""
     num_steps, skip = STEPS[workload]
     with contextlib.ExitStack() as stack:
         contenders = [

@@ -3,10 +3,10 @@
     .venv/bin/python benchmarks/pipeline.py
     .venv/bin/python benchmarks/pipeline.py --torch=OTHER_VENV/bin/python
 
-A transformer of 10.8 M parameters, 64 sequences of 64 bytes a step, 1F1B. Beside it plain Keras in
-one process on one core and, if a Python with PyTorch is named, `torch.distributed.pipelining` with
-gloo on the same network, cut and cores. Contenders take turns, a round each, now forwards, now
-backwards; only the one whose turn it is runs.
+A transformer of 10.8 M parameters, 64 sequences of 64 bytes a step, 1F1B. The baselines are plain
+Keras in one process on one core and, if you pass a Python with PyTorch,
+`torch.distributed.pipelining` with gloo on the same network, cut and cores. Contenders take turns,
+one round each, in alternating order; the others idle meanwhile.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ PROGRAMS = [
 NUM_STAGES = 2
 NUM_SKIPPED, NUM_WARM_UP_ROUNDS = 2, 1
 OF_IDEAL, OVER_ONE_PROCESS = 0.9, 1.6
-OVER_TORCH = 1.00  # Our step, at most so much of PyTorch's.
+OVER_TORCH = 1.00  # Our step over PyTorch's, at most.
 
 
 def main(arguments):
@@ -49,7 +49,7 @@ def parse(arguments):
 
 
 def start(kind, num_micro_batches, stack, cores, torch):
-    """Starts the processes of a contender; process 1 of ours serves the first and says nothing."""
+    """Starts the processes of a contender; our process 1 serves process 0 and does not answer."""
     is_pipeline, is_torch = kind in ("ours", "torch_pipeline"), "torch" in kind
     return contest.Group(
         stack,
@@ -84,7 +84,7 @@ def measure(options, cores):
     rows = []
     for number in options.num_micro_batches:
         ours = [r["ours", number] for r in rounds]
-        # What belongs to the step and not to the passes: the update, Keras's loop, the metrics.
+        # The part of a step outside the passes: the update, Keras's loop, the metrics.
         own = stages[number]
         rest = max(float(np.median(ours)) - 1e3 * own["passes_seconds"], 0.0)
         row = {
@@ -111,7 +111,7 @@ def measure(options, cores):
 
 
 def figures_of(found, date):
-    """Returns what `summary.py` reads: by M, our step over PyTorch's, if that was measured."""
+    """Returns the figures for `summary.py`: by M, our step over PyTorch's, if that was measured."""
     return {"date": date} | {
         f"m_{row['num_micro_batches']}": {"ours_over_torch": row["ours_over_torch"]}
         for row in found["rows"]

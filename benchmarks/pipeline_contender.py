@@ -1,7 +1,7 @@
 """TensorFlow's contenders of `pipeline.py` and `sharded.py`, on a transformer.
 
-Plain Keras, one process of two of a pipeline, or one of two workers, by `SHARDS`. Process 1 of a
-pipeline serves process 0, and answers nothing.
+Plain Keras, one of the two processes of a pipeline, or one of two workers, by `SHARDS`. Process 1
+of a pipeline serves process 0, and does not answer.
 """
 
 import dialog
@@ -64,13 +64,13 @@ def build_transformer():
 
 
 def layers_per_stage():
-    """Half of the blocks each: the cut that PyTorch's stages have, too."""
+    """Half of the blocks each, the same cut as in PyTorch's stages."""
     half = NUM_BLOCKS // 2 * len(BLOCK)
     return [1 + half, half + 2]
 
 
 def stage_times(model, batch):
-    """The stages' seconds at this size of a micro-batch, and what their schedule should take."""
+    """The stages' seconds at this micro-batch size, and the predicted time of their schedule."""
     from tfparallel.layout.simulator import simulate
     from tfparallel.pipeline.measure import measured_timelines, median_timeline, stage_seconds
 

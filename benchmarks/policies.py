@@ -1,4 +1,4 @@
-"""The policies that `sync.py` and `slow_link.py` compare: when workers agree, and what they send.
+"""The policies of `sync.py` and `slow_link.py`: when workers synchronize, and what they send.
 
 Names are those of a table; values are arguments of `tfparallel.data_parallel`.
 """
@@ -19,5 +19,5 @@ POLICIES = {
 
 
 def steps_that_trace(policy):
-    """Returns the steps, from 0, that trace a program and so are no measure of a policy."""
+    """Returns the steps, from 0, that trace a program and so say nothing about a policy."""
     return (0, START) if policy == POST_LOCAL else (0,)

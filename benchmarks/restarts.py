@@ -1,14 +1,14 @@
-"""Kills a worker at a random moment of a run, ten times, and looks at where the run ends.
+"""Kills a worker at a random moment of a run, ten times, and checks where the run ends.
 
     .venv/bin/python benchmarks/restarts.py
     .venv/bin/python benchmarks/restarts.py --standby
 
-Each run trains `models/digits_cnn.py` on 2 workers for 200 steps under `tfparallel launch
---max_restarts`. From outside, one worker, the chief or the other, gets SIGKILL, wherever it is
-just then: in a step, in a collective, in the writing of a checkpoint. The run's weights are
-compared with those of one that nobody disturbed, and the time from the kill to the first new step
-is taken. With `--standby`, `launch` keeps processes ready, which takes it half a minute: there the
-runs are longer, and the kills late.
+Each run trains `models/digits_cnn.py` on 2 workers for 200 steps under
+`tfparallel launch --max_restarts`. One worker, chief or not, gets SIGKILL from outside, wherever it
+is: in a step, in a collective, while it writes a checkpoint. The run's weights are compared with
+those of an undisturbed run, and the time from the kill to the first new step is measured. With
+`--standby`, `launch` keeps processes ready, which takes half a minute, so the runs are longer, and
+the kills late.
 """
 
 import contextlib
@@ -97,7 +97,7 @@ def run(folder, standby, kill=None):
             seconds = None if kill is None else killed(job, checkpoints, *kill)
             job.wait(DEADLINE_SECONDS)
         finally:
-            job.terminate()  # Takes its workers with it; without effect on one that has ended.
+            job.terminate()  # Ends its workers too; no effect on a job that has ended.
     text = (folder / "output").read_text()
     if job.returncode or (kill is not None and "restarting all workers (1 of 2)" not in text):
         raise RuntimeError(f"A run ended with {job.returncode}, kill={kill}:\n{text[-3000:]}")

@@ -1,4 +1,4 @@
-"""What the rounds amount to: step times, ratios, verdicts; as JSON and as a page."""
+"""Reduces the rounds to step times, ratios and verdicts; as JSON and as a page."""
 
 import contest
 import numpy as np
@@ -17,7 +17,7 @@ CONTENDER_TITLES = {
     "ours_xla_2": "`tfparallel.data_parallel`, 2 replicas, `jit_compile=True`",
 }
 
-# (numerator, denominator) -> at most; None where nothing is promised.
+# (numerator, denominator) -> at most; None without a target.
 TARGETS = {
     "dispatch_bound": {
         ("ours_1", "plain_1"): 1.02,
@@ -92,7 +92,7 @@ def _median(values):
 
 
 def verdicts(results):
-    """Returns every promise as (what, measured, promised, reached); `reached` None if unmeasured.
+    """Returns every target as (what, measured, target, reached); `reached` is None if unmeasured.
 
     Args:
         results: What `data_parallel.py` writes as JSON.
@@ -253,7 +253,7 @@ def page(results):
 
 
 def figures(results):
-    """Returns what `summary.py` reads: of each workload, each ratio of step times."""
+    """Returns the figures for `summary.py`: each ratio of step times, by workload."""
     return {"date": results["environment"]["Date"]} | {
         workload: {
             f"{ratio['of']}/{ratio['to']}": {k: ratio[k] for k in ("median", "p10", "p90")}

@@ -3,11 +3,11 @@
     .venv/bin/python benchmarks/scaling.py
     .venv/bin/python benchmarks/scaling.py --torch=OTHER_VENV/bin/python
 
-Weak scaling: a worker has as many examples as the one process. What the machine allows is shown by
-two plain processes at once, one on each core: they share its memory and caches, and the slower at
-each step counts. Beside it, if a Python with PyTorch is named, DistributedDataParallel with gloo on
-the same convolutional network, batch and cores. Contenders take turns, a round each, now forwards,
-now backwards; only the one whose turn it is runs.
+Weak scaling: a worker has as many examples as the one process. Two plain processes that run at
+once, one on each core, show the machine's limit: they share its memory and caches, and the slower
+at each step counts. If you pass a Python with PyTorch, DistributedDataParallel with gloo trains the
+same convolutional network on the same batch and cores. Contenders take turns, one round each, in
+alternating order; the others idle meanwhile.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ WORKLOADS = {
     "wide_cnn_32": "9.5 M parameters, 32 examples a worker",
     "language_model": "A language model of 32,768 words, 16 rows of 64 words a worker",
 }
-# Of `fit` as it comes, against two processes that know nothing of each other. Of the language
-# model: its step and memory over theirs, at most; what is sent beyond its gradients, at most.
+# Of plain `fit`, against two unconnected processes. For the language model: its step and memory
+# over theirs, and the bytes sent beyond its gradients, each at most.
 LANGUAGE_MODEL = "language_model"
 STEP_TARGET, MEMORY_TARGET, SENT_TARGET_KIB = 1.08, 1.10, 64
 TARGETS = {"cnn_32": 0.95, "cnn_128": 0.98, "wide_cnn_32": 0.93}
@@ -65,7 +65,7 @@ def parse(arguments):
 
 def start(kind, workload, stack, cores, torch):
     """Starts the processes of a contender."""
-    # What a user starts by hand has none of the launcher's settings.
+    # A job started by hand has none of the launcher's settings.
     variables = [{}] * (NUM_WORKERS if kind == "apart" else 1)
     if kind in ("ours", "ring", "ddp"):
         variables = contest.job_environments(NUM_WORKERS)
@@ -112,7 +112,7 @@ def measure(workload, options, cores):
 
 
 def figures_of(found, date):
-    """Returns what `summary.py` reads: ours against two processes that are not joined."""
+    """Returns the figures for `summary.py`: ours against two unconnected processes."""
     return {"date": date} | {
         workload: {
             "step_over_unjoined": result["ours_over_apart"],

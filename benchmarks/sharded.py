@@ -1,12 +1,12 @@
-"""Times a step of 2 workers, a core each, that hold the model in shares, and what they hold.
+"""Times a step of 2 workers, a core each, that hold the model in shares, and their memory.
 
     .venv/bin/python benchmarks/sharded.py
     .venv/bin/python benchmarks/sharded.py --torch=OTHER_VENV/bin/python
 
-The transformer of `pipeline.py`, 10.8 M parameters, 32 sequences of 64 bytes a worker and step.
-Beside it, if a Python with PyTorch is named, DistributedDataParallel and FSDP2 with gloo on the
-same network, batch and cores. Contenders take turns, a round each, now forwards, now backwards;
-only the one whose turn it is runs.
+The transformer of `pipeline.py`, 10.8 M parameters, 32 sequences of 64 bytes per worker and step.
+If you pass a Python with PyTorch, DistributedDataParallel and FSDP2 with gloo train the same
+network on the same batch and cores. Contenders take turns, one round each, in alternating order;
+the others idle meanwhile.
 """
 
 import contextlib

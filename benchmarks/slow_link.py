@@ -3,11 +3,11 @@
     .venv/bin/python benchmarks/slow_link.py
     .venv/bin/python benchmarks/slow_link.py --torch=OTHER_VENV/bin/python
 
-The hosts are network namespaces of this machine, a core each, joined by a link of 1 Gbit/s. Beside
-them stand two plain Keras processes at once that know nothing of each other, and, if a Python with
-PyTorch is named, DistributedDataParallel with gloo on the same link. Contenders take turns, a round
-each, now forwards, now backwards. It needs to be root, on Linux; anybody else is told so, and
-nothing is measured.
+The hosts are network namespaces of this machine, one core each, joined by a link of 1 Gbit/s. The
+baselines are two unconnected plain Keras processes that run at once and, if you pass a Python with
+PyTorch, DistributedDataParallel with gloo on the same link. Contenders take turns, one round each,
+in alternating order; the others idle meanwhile. Needs root, on Linux; otherwise it says so and
+measures nothing.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from scaling import NUM_WORKERS, PROGRAMS, WORKLOADS
 WORKLOAD = "wide_cnn_32"
 APART = "apart"
 RATE = "1gbit"
-# Whole rounds of `local_sgd:8`, of whose steps each eighth is slow; so it is means that count.
+# Whole rounds of `local_sgd:8`: every eighth step is slow, so means are compared.
 NUM_SKIPPED, NUM_STEPS = 8, 24
 TITLES = {
     APART: "plain Keras, 2 processes at once that know nothing of each other",
@@ -64,7 +64,7 @@ def main(arguments):
 
 
 def start(kind, stack, cores, names, torch):
-    """Starts the processes of a contender: a worker on each host, or two that are not joined."""
+    """Starts the processes of a contender: a worker on each host, or two unconnected ones."""
     is_torch = kind == "ddp"
     python, program = torch if is_torch else sys.executable, PROGRAMS[is_torch]
     if kind == APART:

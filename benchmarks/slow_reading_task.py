@@ -1,4 +1,4 @@
-"""`models/digits_cnn.py`, whose examples take READING_MS each to read; on READING_WORKER alone."""
+"""`models/digits_cnn.py`, reading each example in READING_MS, only on READING_WORKER if set."""
 
 import os
 import pathlib

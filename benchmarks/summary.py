@@ -1,4 +1,4 @@
-"""Writes the figures to reach, each beside what was measured, at the top of RESULTS.md.
+"""Writes the targets, each beside the measured figure, at the top of RESULTS.md.
 
     .venv/bin/python benchmarks/summary.py
 
@@ -18,21 +18,21 @@ import results
 import scaling
 
 PACKAGE = contest.TOP / "tfparallel"
-# What the package had before its forms became one step.
+# The package's lines before all parallelisms shared one step.
 LINES_BEFORE = 28_700
 UNJOINED = "two plain processes at once that are not joined"
 
 
 class Row(NamedTuple):
-    """A figure to reach.
+    """A figure and its target.
 
     Attributes:
         what: The figure, for people.
-        path: Where it stands among the figures of RESULTS.md: block, and keys within it.
-        target: What to reach.
+        path: Its place among the figures of RESULTS.md: block, and keys within it.
+        target: The value to reach.
         is_least: Whether the target is a lower bound.
-        forms: How the figure and its target are written; the figure with a digit more, so that
-            what is next to the target can be told from it.
+        forms: The formats of the figure and its target; the figure has a digit more, so that a
+            value close to the target can be told from it.
     """
 
     what: str
@@ -115,7 +115,7 @@ def count_lines(folder):
 
 
 def page(figures, num_lines, today):
-    """The lines of RESULTS.md that show what was to be reached.
+    """The lines of RESULTS.md that show the targets.
 
     Args:
         figures: What `blocks.read_figures` returns.
@@ -142,7 +142,7 @@ def page(figures, num_lines, today):
 
 
 def row_of(row, figures):
-    """Returns a row of the table; one whose benchmark has not run says so."""
+    """Returns a row of the table; the row of a benchmark that has not run says so."""
     value = figures
     for key in row.path:
         value = value.get(key) if value is not None else None

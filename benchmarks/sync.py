@@ -3,11 +3,11 @@
     .venv/bin/python benchmarks/sync.py
     .venv/bin/python benchmarks/sync.py --task=digits_cnn --policy=every_step --policy=bf16
 
-For each policy and seed: the accuracy in the end, the steps and seconds to a fixed validation loss,
-and what was sent. Tasks are those of `models/`: scikit-learn's digits, and the text of Python's own
-documentation. From a seed all policies start with the same weights, and see the same batches.
-Learning rates are those of the task files; none is tuned for a policy. Policies take turns, a run
-each, now forwards, now backwards; only the one whose turn it is runs.
+For each policy and seed: the final accuracy, the steps and seconds to a fixed validation loss, and
+the bytes sent. The tasks are from `models/`: scikit-learn's digits, and the text of Python's own
+documentation. With one seed all policies start with the same weights, and see the same batches.
+Learning rates are those of the task files; none is tuned for a policy. Policies take turns, one run
+each, in alternating order; the others idle meanwhile.
 """
 
 import contextlib
@@ -68,10 +68,10 @@ def parse(arguments):
 
 
 def measure(options, cores):
-    """Returns what a contender tells of itself, and the runs: task -> policy -> by seed."""
+    """Returns a contender's description of itself, and the runs: task -> policy -> by seed."""
     told, runs = {}, {}
     for task in options.task or TASKS:
-        # Processes of their own for each task: models that were trained stay in memory.
+        # New processes for each task: trained models stay in memory.
         with contextlib.ExitStack() as stack:
             groups = {name: start(name, stack, cores) for name in options.policy or POLICIES}
             told = [group.wait_until_ready()[0] for group in groups.values()][0]
@@ -99,7 +99,7 @@ def measure_task(task, groups, options):
 
 
 def start(policy, stack, cores):
-    """Starts the workers of a policy, joined as those of several hosts are."""
+    """Starts the workers of a policy, connected like those of several hosts."""
     variables = [
         each | {ALL_REDUCE: "tensorflow"} for each in contest.job_environments(NUM_WORKERS)
     ]

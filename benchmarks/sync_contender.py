@@ -3,9 +3,9 @@
 {"kind": "powersgd:2", "cores": [0], …}                   ->  {"tensorflow": "2.21.0", …}
 {"task": "digits_cnn", "seed": 0, "num_steps": 320, …}    ->  {"losses": [2.1, …], …}
 
-At every eighth step, where all policies have equal weights on all workers, a copy of the weights is
-kept. The copies are evaluated after the training, by plain Keras: `evaluate` in the middle of it
-would average the weights of workers that step by themselves, and would change what is measured.
+At every eighth step, where under all policies all workers have equal weights, a copy of the weights
+is kept. Plain Keras evaluates the copies after the training: `evaluate` in the middle of it would
+average the weights of workers that take local steps, and change the result.
 """
 
 import functools
@@ -49,7 +49,7 @@ TASKS = {
 
 @functools.cache
 def evaluated(name):
-    """Returns a function that gives the loss and the accuracy of a task's weights."""
+    """Returns a function that computes the loss and the accuracy of a task with some weights."""
     task = TASKS[name]
     _, (x, y) = task.load().load_data()
     x, y = x[: task.num_validation], y[: task.num_validation]
@@ -64,7 +64,7 @@ def evaluated(name):
 
 
 def make_record(traffic):
-    """Returns a callback that notes the clock at each step, and copies at every eighth."""
+    """Returns a callback that times each step, and copies the weights at every eighth."""
     import keras
 
     class Record(keras.callbacks.Callback):
@@ -78,7 +78,7 @@ def make_record(traffic):
             if len(self.seconds) % EVALUATED_EVERY == 0:
                 self.sent_bytes.append(sum(traffic.read().values()) - self.before)
                 self.weights.append(self.model.get_weights())
-            self.last = time.perf_counter()  # What a copy takes is no part of a step.
+            self.last = time.perf_counter()  # The time of a copy is not part of a step.
 
     return Record()
 

@@ -1,4 +1,4 @@
-"""The picture of `sync.py`: the validation loss over steps, and over what was sent until then."""
+"""The picture of `sync.py`: the validation loss over steps, and over the bytes sent so far."""
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from sync_contender import EVALUATED_EVERY
 from sync_results import TARGET_LOSSES, TITLES
 
-# Colours that differ in the dark, too (Okabe and Ito, 2008).
+# Colours that color-blind readers can tell apart (Okabe and Ito, 2008).
 _COLOURS = (
     *("#000000", "#0072B2", "#56B4E9", "#D55E00", "#009E73"),
     *("#CC79A7", "#882255", "#E69F00", "#999933"),

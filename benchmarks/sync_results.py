@@ -1,19 +1,19 @@
-"""What the runs of `sync.py` amount to: figures of each policy, verdicts, and the page."""
+"""Reduces the runs of `sync.py` to figures of each policy, verdicts, and the page."""
 
 import numpy as np
 from sync_contender import EVALUATED_EVERY
 
-# Validation losses, to which steps and seconds are counted.
+# Validation losses up to which steps and seconds are counted.
 TARGET_LOSSES = {"digits_cnn": 0.10, "transformer": 2.80}
 TITLES = {
     "digits_cnn": "Digits: the CNN of `models/digits_cnn.py`, 64 examples a step",
     "transformer": "Text: the transformer of `models/transformer.py`, 32 sequences of 64 a step",
 }
 PLAIN = "every_step"
-JUDGED = "digits_cnn"  # The task that the figures to reach are of.
+JUDGED = "digits_cnn"  # The task whose figures have targets.
 # Policy -> at most this share of the bytes of `every_step`.
 BYTES_TARGETS = {
-    "bf16": 0.505,  # Half, and what travels beside the gradients.
+    "bf16": 0.505,  # Half, plus the data sent beside the gradients.
     "topk:0.01": 0.03,
     "powersgd:2": 0.05,
     "local_sgd:8": 1 / 7,
@@ -99,7 +99,7 @@ def _last_accuracy(of_seeds):
 
 
 def verdicts(figures):
-    """Returns every promise as (what, measured, promised, reached).
+    """Returns every target as (what, measured, target, reached).
 
     Args:
         figures: What `summarize` returns of `JUDGED`; policies that did not run are left out.
@@ -121,7 +121,7 @@ def verdicts(figures):
 
 
 def lines_of(figures, num_steps):
-    """The page's lines of all tasks: promises, and a table each.
+    """The page's lines for all tasks: targets, and a table each.
 
     Args:
         figures: Task -> what `summarize` returns.
@@ -182,7 +182,7 @@ def _until(reached_by_seed, num_steps):
 
 
 def figures_of(figures, date):
-    """Returns what a page keeps for other programs: shares of bytes, points of accuracy."""
+    """Returns the figures for other programs: shares of bytes, points of accuracy."""
     keys = ("accuracy", "last_accuracy", "bytes_over_every_step", "points_lost", "step_ms")
     return {"date": date} | {
         task: {

@@ -1,8 +1,8 @@
 """PyTorch's contenders of `pipeline.py` and `sharded.py`: the same transformer.
 
-Alone, in the two stages of `torch.distributed.pipelining`, or on two workers: under
-DistributedDataParallel (`ddp`) or FSDP2 (`fsdp`), a unit for each block. Processes are joined by
-gloo. Runs in a Python that has PyTorch and NumPy.
+It runs alone, in the two stages of `torch.distributed.pipelining`, or on two workers: under
+DistributedDataParallel (`ddp`) or FSDP2 (`fsdp`), with one unit per block. Processes are connected
+by gloo. Runs in a Python that has PyTorch and NumPy.
 """
 
 import dialog
@@ -18,7 +18,7 @@ NUM_BATCHES = 8
 
 
 class Block(nn.Module):
-    """Causal self-attention and a perceptron, each behind a layer normalization."""
+    """Causal self-attention and a perceptron, each after a layer normalization."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ def parts():
 
 
 def on_workers(kind):
-    """The model, on all processes that were started together."""
+    """The model, on all processes of the job."""
     torch.distributed.init_process_group("gloo")
     model = nn.Sequential(*parts())
     if kind == "ddp":

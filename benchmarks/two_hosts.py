@@ -2,7 +2,7 @@
 
     host 0, 10.77.0.1  ── wire, tbf RATE ──────── wire, tbf RATE ──  host 1, 10.77.0.2
 
-Each process gets a /dev/shm of its own, so that programs do not take the two for one host.
+Each process gets its own /dev/shm, so that programs do not take the two for one host.
 """
 
 import contextlib
@@ -15,10 +15,10 @@ import sys
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 LINK = "wire"
 HOST_VARIABLE = "BENCH_NETWORK_NAMESPACE"
-NUM_BYTES = 2**26  # Of the link's own measurement.
+NUM_BYTES = 2**26  # Sent to measure the link itself.
 _TOOLS = ("ip", "tc", "unshare")
-# What precedes a command that is to run on the host that HOST_VARIABLE names. Each part gives its
-# process on to the next, so that the command's parent is who started all of this.
+# The prefix of a command that runs on the host that HOST_VARIABLE names. Each part replaces itself
+# by the next, so that the command's parent is the process that started all of this.
 ON_HOST = (
     *("sh", "-c"),
     f'exec ip netns exec "${HOST_VARIABLE}" unshare --mount sh -c '
@@ -47,7 +47,7 @@ with socket.create_connection(("10.77.0.1", 7700)) as connection:
 
 @contextlib.contextmanager
 def linked(rate="1gbit"):
-    """Yields the names of two namespaces that are joined by a link, and takes them down after.
+    """Yields the names of two namespaces that are joined by a link, and removes them on exit.
 
     Args:
         rate: What the link carries in each direction, as `tc` reads it.
@@ -74,7 +74,7 @@ def linked(rate="1gbit"):
 
 
 def on_host(name):
-    """What precedes a command that is to run on a host."""
+    """The prefix of a command that runs on the host."""
     return ["env", f"{HOST_VARIABLE}={name}", *ON_HOST]
 
 

@@ -1,7 +1,7 @@
 """The models that `data_parallel.py` and `scaling.py` train, and their data.
 
-The data are prototypes of the classes under noise, so that there is something to learn and
-nothing to download. How long a step takes does not depend on them.
+The data are class prototypes with noise, so there is something to learn and nothing to download.
+The time of a step does not depend on them.
 """
 
 import functools
@@ -50,7 +50,7 @@ class Workload(NamedTuple):
     def gradient_bytes(self, model):
         """Returns the size of the gradients of a process's rows, in float32.
 
-        That of an embedding is a slice for each word of the batch, with its index in int32.
+        The gradient of an embedding is a slice for each word of the batch, with its index in int32.
         """
         size = 4 * model.count_params()
         for layer in model.layers:
@@ -110,7 +110,7 @@ WORKLOADS = {
     "compute_bound": Workload(
         "CNN of 2 convolutions", build_cnn, input_shape=(28, 28, 1), global_batch_size=256
     ),
-    # For `scaling.py`: so many examples a worker.
+    # For `scaling.py`: this many examples per worker.
     **{
         f"cnn_{number}": Workload(
             "CNN of 2 convolutions", build_cnn, input_shape=(28, 28, 1), global_batch_size=number

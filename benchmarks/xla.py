@@ -4,10 +4,10 @@
     .venv/bin/python benchmarks/xla.py resnet50 --ways=plain,one --precision=mixed_bfloat16
     .venv/bin/python benchmarks/xla.py --kind=GPU --together --memory_mib=5000
 
-Two devices are the halves of one, so that two replicas do twice the work of one on it. Each way is
-a process of its own with a deadline, one after the other; or `--together`, which saves time: all
-compile side by side, and then train one after the other with nothing beside them. On CPUs the
-networks are small: it is the programs that are counted there.
+Two devices are the halves of one, so two replicas do twice the work of one on it. Each way runs in
+its own process with a deadline, one after the other. With `--together`, which saves time, all
+compile side by side, and then train one after the other while nothing else runs. On CPUs the
+networks are small, since only the programs are counted there.
 """
 
 import argparse
@@ -111,7 +111,7 @@ def parse(arguments):
 
 
 def measured(network, ways, options, end):
-    """Yields what each way told: all, or what it knew when it failed or its time was over."""
+    """Yields the results of each way: all, or those known when it failed or ran out of time."""
     with contextlib.ExitStack() as stack:
         running = [Run(stack, network, way, options) for way in ways]
         compiled_by = min(end, time.monotonic() + options.seconds)
@@ -135,7 +135,7 @@ class Run:
     def __init__(self, stack, network, way, options):
         self._told = {"network": network, "way": way, "precision": options.precision}
         self._output, self._log = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
-        # This checkout is what is measured, not another that may be installed.
+        # Measures this checkout, not an installed package.
         folders = filter(None, [str(contest.TOP), os.environ.get("PYTHONPATH")])
         variables = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
         if options.kind == "CPU":
@@ -152,7 +152,7 @@ class Run:
         self._error = None
 
     def wait_until_compiled(self, end):
-        """Waits for the line that the process prints after its first step; or stops it."""
+        """Waits for the process's line after its first step; stops it at the deadline."""
         while not self._printed() and self._process.poll() is None:
             if time.monotonic() > end:
                 self._error = "not compiled when its time was over"
@@ -160,7 +160,7 @@ class Run:
             time.sleep(0.05)
 
     def train(self, end):
-        """Lets the process train, and waits for its end."""
+        """Lets the process train, and waits for it to end."""
         try:
             self._process.communicate(b"go\n", max(0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -171,7 +171,7 @@ class Run:
             self._error = f"exit code {self._process.returncode}: " + "\n".join(lines[-5:])[-600:]
 
     def told(self):
-        """Returns the last that it printed, and what went wrong."""
+        """Returns the last line that it printed, and the reason of a failure."""
         told = json.loads(self._printed()[-1]) if self._printed() else self._told
         return told | ({"error": self._error} if self._error else {})
 
@@ -184,7 +184,7 @@ class Run:
 
 
 def read(file):
-    """Returns the text that another process has written so far, its whole lines."""
+    """Returns the whole lines that another process has written so far."""
     size = os.fstat(file.fileno()).st_size
     text = os.pread(file.fileno(), size, 0).decode(errors="replace")
     return text[: text.rfind("\n") + 1]

@@ -2,8 +2,8 @@
 
     xla_run.py NETWORK WAY GPU|CPU PRECISION MEMORY_MIB WARM_STEPS STEPS
 
-compiles and prints what the first step took, as JSON; waits for a line; trains on, and prints all.
-MEMORY_MIB is that of a GPU's part, or 0 for as much as there is.
+compiles and prints the cost of the first step, as JSON; waits for a line; continues to train, and
+prints all results. MEMORY_MIB is that of a part of the GPU, or 0 for all of it.
 """
 
 import collections
@@ -31,7 +31,7 @@ SIZES = {
 
 
 def resnet50(rows, pixels, num_classes):
-    """ResNet-50 (He et al., 2016): what builds it, and a batch."""
+    """ResNet-50 (He et al., 2016): the function that builds it, and a batch."""
     draw = np.random.default_rng(0)
     x = draw.normal(size=(rows, pixels, pixels, 3)).astype("float32")
     return lambda: keras.applications.ResNet50(
@@ -145,13 +145,13 @@ def devices_of(kind, number, memory_mib):
 def programs_of(train):
     """Trains, and returns how many XLA programs a step has on each device.
 
-    A program is a cluster of marked operations or a call that must be compiled. Both are seen in
-    the graphs that TensorFlow runs, which it tells by a private way alone: as it does for
-    `tf.summary.trace_on`.
+    A program is a cluster of marked operations or a call that must be compiled. Both appear in the
+    graphs that TensorFlow runs, which only a private interface shows: the one that
+    `tf.summary.trace_on` uses.
     """
     context.enable_graph_collection()
     try:
-        context.export_run_metadata()  # Forgets what was collected.
+        context.export_run_metadata()  # Discards what was collected.
         train()
         functions = context.export_run_metadata().function_graphs
     finally:
@@ -170,7 +170,7 @@ def programs_of(train):
 
 
 def cpu_seconds():
-    """Of this process, and of the compilers that it has started and that have ended."""
+    """The processor time of this process and of its compilers that have ended."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
 
