@@ -40,7 +40,7 @@ def build(kind):
 
             return strategy.run(replica, args=(x,))
 
-        told = "tf.distribute.MultiWorkerMirroredStrategy (RING)"
+        implementation = "tf.distribute.MultiWorkerMirroredStrategy (RING)"
     else:
         import tfparallel
 
@@ -53,7 +53,7 @@ def build(kind):
             # As the gradient of a weight: casts and error feedback are part of the sum.
             return group.all_reduce_gradients([x], [weight])[0]
 
-        told = group.transport
+        implementation = group.transport
 
     def prepare(values):
         nonlocal weight
@@ -61,7 +61,7 @@ def build(kind):
         step = tf.function(lambda: all_reduce(variable.read_value())).get_concrete_function()
         return step, lambda result: result.numpy()
 
-    return prepare, {"implementation": told, "version": f"TensorFlow {tf.__version__}"}
+    return prepare, {"implementation": implementation, "version": f"TensorFlow {tf.__version__}"}
 
 
 def build_gloo():
@@ -121,12 +121,12 @@ def whole_numbers(count, rank):
 def main():
     order, reply = dialog.begin()
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    prepare, told = build(order["kind"])
+    prepare, info = build(order["kind"])
     if order["kind"] == "gloo":
         meet, _ = prepare(np.zeros(1, np.float32))
     else:
         meet = Meeting(os.environ["MEETING"], rank)
-    reply(**told)
+    reply(**info)
     prepared = {}
     for request in dialog.requests():
         count = request["bytes"] // 4

@@ -72,10 +72,10 @@ def main(arguments):
             except RuntimeError as error:
                 print(error, file=sys.stderr)
                 largest, seconds = float("inf"), float("nan")
-            left = [p for p in run.seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-            rows.append((kind, victim, step, largest, seconds, len(left)))
+            survivors = [p for p in run.seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+            rows.append((kind, victim, step, largest, seconds, len(survivors)))
             print(f"{index + 1}: {kind}, worker {victim}, step {step}: {largest:.1e}, "
-                  f"{seconds:.1f} s, {len(left)} left", file=sys.stderr, flush=True)  # fmt: skip
+                  f"{seconds:.1f} s, {len(survivors)} left", file=sys.stderr, flush=True)  # fmt: skip
     names = ("kind", "worker", "step", "difference", "seconds", "left")
     found = [dict(zip(names, row, strict=True)) for row in rows]
     contest.publish("faults", page(rows, described, options), found, options)
@@ -114,7 +114,7 @@ class Run:
         self.checkpoints = folder / "checkpoints"
         self.seen = []  # All processes of it that were ever seen.
 
-    def _start(self, *launch, here=()):
+    def _start(self, *launch, prefix=()):
         tfparallel = [sys.executable, "-m", "tfparallel"]
         train = [
             *(*tfparallel, "train", str(contest.TOP / "models/digits_cnn.py"), "--parallel=data"),
@@ -128,7 +128,7 @@ class Run:
         threads = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
         with open(self._folder / "output", "ab") as output:
             return subprocess.Popen(
-                [*here, *tfparallel, "launch", *launch, "--", *train],
+                [*prefix, *tfparallel, "launch", *launch, "--", *train],
                 cwd=contest.TOP,
                 env=os.environ | dict.fromkeys(threads, "1"),
                 stdout=output,
@@ -136,11 +136,11 @@ class Run:
             )
 
     @contextlib.contextmanager
-    def _running(self, *launches, here=((),)):
+    def _running(self, *launches, prefixes=((),)):
         """Launchers, which have ended when it is left."""
         jobs = []
         try:
-            for launch, there in zip(launches, here * len(launches), strict=False):
+            for launch, there in zip(launches, prefixes * len(launches), strict=False):
                 jobs.append(self._start(*launch, here=there))
             yield jobs
             for job in jobs:
@@ -243,17 +243,17 @@ class Run:
             self._until(step, jobs)
             lost = next(job for job in jobs if worker_of(job, victim))
             lost.kill()
-            left = [job for job in jobs if job is not lost]
-            seconds = self._seconds_to_a_new_step(left)
-            return self._ended_well(left), seconds
+            survivors = [job for job in jobs if job is not lost]
+            seconds = self._seconds_to_a_new_step(survivors)
+            return self._ended_well(survivors), seconds
 
     def partition(self, victim, step):
         places = ",".join(f"{address}:{_PORT}" for address in two_hosts.ADDRESSES)
         os.environ.setdefault("TFPARALLEL_JOB_TOKEN", secrets.token_hex(16))
         launch = ["--nnodes=1:2", f"--rdzv_endpoint={places}", "--start_timeout=15"]
         with two_hosts.linked() as names:
-            here = [[*two_hosts.on_host(name)] for name in names]
-            with self._running(launch, launch, here=here) as jobs:
+            prefixes = [[*two_hosts.on_host(name)] for name in names]
+            with self._running(launch, launch, here=prefixes) as jobs:
                 self._until(step, jobs)
                 two_hosts.cut(names)
                 seconds = self._seconds_to_a_new_step(jobs)
@@ -295,10 +295,10 @@ def page(rows, described, options):
         "| --- | --- | --- | --- | --- |",
     ]
     for kind in dict.fromkeys(row[0] for row in rows):
-        own = [row for row in rows if row[0] == kind]
-        seconds = [row[4] for row in own]
+        of_kind = [row for row in rows if row[0] == kind]
+        seconds = [row[4] for row in of_kind]
         lines.append(
-            f"| {kind} | {len(own)} | {sum(map(is_right, own))} | {max(row[3] for row in own):.1e} "
+            f"| {kind} | {len(of_kind)} | {sum(map(is_right, of_kind))} | {max(row[3] for row in of_kind):.1e} "
             f"| {np.median(seconds):.1f}, {np.max(seconds):.1f} |"
         )
     return lines + contest.footer("faults", described, options, "num_faults", "seed")

@@ -185,7 +185,7 @@ def one_case(name):
 
 def a_run(folder):
     """Interrupted, resumed, saved in the middle and at the end; and that of a built model."""
-    found = {}
+    results = {}
     model, one = made(dense), alone(dense)
 
     class Interrupts(keras.callbacks.Callback):
@@ -201,25 +201,25 @@ def a_run(folder):
     resumed = made(dense)
     trained(resumed, dense, adam(), callbacks=[tfparallel.callbacks.Checkpoint(folder)])
     trained(one, dense, adam())
-    found["resumed"] = apart(resumed, one)
+    results["resumed"] = apart(resumed, one)
     every_third = keras.callbacks.ModelCheckpoint(f"{folder}/at_{{batch}}.keras", save_freq=3)
     saved = [made(dense), alone(dense)]
     for each in saved:
         trained(each, dense, adam(), epochs=1, callbacks=[every_third])
         each.at_third = keras.models.load_model(f"{folder}/at_3.keras")
-    found["in the middle"] = apart(*(each.at_third for each in saved))
+    results["in the middle"] = apart(*(each.at_third for each in saved))
     resumed.save(f"{folder}/saved.keras")
     loaded = keras.models.load_model(f"{folder}/saved.keras")
     x, _ = data(dense)
-    found["saved"] = {
+    results["saved"] = {
         "class": type(loaded).__module__,
         "apart": float(np.abs(loaded.predict(x, verbose=0) - resumed.predict(x, verbose=0)).max()),
     }
     keras.utils.set_random_seed(5)
     built = tfparallel.data_parallel(alone(dense), sync="async")
     trained(built, dense, adam())
-    found["built"] = apart(built, one)
-    return found | {"layout": str(built.layout), "bytes": built.bytes_of_a_step}
+    results["built"] = apart(built, one)
+    return results | {"layout": str(built.layout), "bytes": built.bytes_of_a_step}
 
 
 def refusals():
@@ -252,14 +252,14 @@ def main(folder, *parts):
     """Writes what is asked for: the names of cases, "a run", "refused"."""
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
-    found = {}
+    results = {}
     for part in parts:
         if part == "a run":
-            found |= a_run(folder)
+            results |= a_run(folder)
         else:
-            found[part] = refusals() if part == "refused" else one_case(part)
+            results[part] = refusals() if part == "refused" else one_case(part)
     with open(f"{folder}/found.json", "w") as file:
-        json.dump(found, file)
+        json.dump(results, file)
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ def fit(data, epochs=2, build=None, num_passed=None, **options):
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_line_an_epoch(capsys, devices):
     def build(layers):
-        made = keras.Sequential(layers)
-        return tfparallel.data_parallel(made, devices=["CPU:0", "CPU:1"]) if devices > 1 else made
+        model = keras.Sequential(layers)
+        return tfparallel.data_parallel(model, devices=["CPU:0", "CPU:1"]) if devices > 1 else model
 
     seen = fit((X, X[:, :1]), build=build)
     shown = capsys.readouterr().out.splitlines()

@@ -65,8 +65,8 @@ def test_it_ends_with_code_75_and_goes_on_from_there(tmp_path, capsys, number):
     assert told[1] == signal.Signals(number).name and done in (4, 5)
     model, checkpoint = trained(tmp_path / "told")
     assert checkpoint.resumed == {"step": done, "epoch": 0, "step_in_epoch": done}
-    for expected, found in zip(whole.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+    for expected, weight in zip(whole.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(weight, expected, rtol=0, atol=1e-6)
 
 
 def test_other_signals_are_left_alone(tmp_path):
@@ -101,13 +101,13 @@ def test_once_the_state_is_saved_no_signal_changes_the_exit_code():
 
 
 def test_on_another_thread_nothing_is_watched():
-    found = []
+    handlers = []
 
     def enter():
-        with SignalWatch([signal.SIGUSR1], found.append):
-            found.append(signal.getsignal(signal.SIGUSR1))
+        with SignalWatch([signal.SIGUSR1], handlers.append):
+            handlers.append(signal.getsignal(signal.SIGUSR1))
 
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()
-    assert found == [signal.getsignal(signal.SIGUSR1)] and STEPS == 7
+    assert handlers == [signal.getsignal(signal.SIGUSR1)] and STEPS == 7

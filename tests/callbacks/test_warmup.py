@@ -88,8 +88,8 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path):
     trained(1, tfparallel.callbacks.Checkpoint(tmp_path))
     later, resumed = trained(2, tfparallel.callbacks.Checkpoint(tmp_path))
     assert later == rates[10:]
-    for value, wanted in zip(resumed, whole, strict=True):
-        np.testing.assert_array_equal(value, wanted)
+    for value, expected in zip(resumed, whole, strict=True):
+        np.testing.assert_array_equal(value, expected)
 
 
 @pytest.mark.parametrize(

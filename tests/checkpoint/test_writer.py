@@ -156,8 +156,8 @@ def test_who_has_lost_the_folder_writes_nothing_more(tmp_path):
     with pytest.raises(CheckpointError, match="Another run has become the writer"):
         folder.write(2, [], arrays(), {})
     folder.release()
-    found = sorted(path.name for path in tmp_path.iterdir())
-    assert found == [".writer", "old", "step_00000001", "unfinished_of_another"]
+    file_names = sorted(path.name for path in tmp_path.iterdir())
+    assert file_names == [".writer", "old", "step_00000001", "unfinished_of_another"]
 
 
 @pytest.mark.slow

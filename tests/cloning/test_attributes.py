@@ -116,9 +116,9 @@ def test_a_tree_stays_its_own():
     source, target = Holder(tree=Node()), Holder(tree=Node())
     for layer in (source, target):
         layer.tree.children.append(Node(layer.tree))
-    own = target.tree
+    tree = target.tree
     carry_attributes(source, target)
-    assert target.tree is own
+    assert target.tree is tree
 
 
 def test_a_method_of_what_holds_a_layer_stays_its_own():
@@ -126,18 +126,18 @@ def test_a_method_of_what_holds_a_layer_stays_its_own():
     source, target = Holder(), Holder()
     for layer in (source, target):
         layer.act = Scaler(keras.layers.Dense(2)).apply
-    own = target.act
+    method = target.act
     carry_attributes(source, target)
-    assert target.act is own
+    assert target.act is method
 
 
 def test_a_record_that_refers_to_itself_stays_its_own():
     source, target = Holder(held=Noise(1.0)), Holder(held=Noise(2.0))
     for layer in (source, target):
         layer.held.deviation = layer.held
-    own = target.held
+    record = target.held
     carry_attributes(source, target)
-    assert target.held is own
+    assert target.held is record
 
 
 def test_tensors_are_shared_and_variables_assigned():

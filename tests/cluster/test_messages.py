@@ -113,14 +113,14 @@ def test_why_a_connection_fails():
 
 
 def test_the_callers_event_loop_is_left_alone():
-    own = asyncio.new_event_loop()
-    asyncio.set_event_loop(own)
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
     try:
         assert messages.run(asyncio.sleep(0, "done")) == "done"
-        assert asyncio.get_event_loop() is own and not own.is_closed()
+        assert asyncio.get_event_loop() is loop and not loop.is_closed()
     finally:
         asyncio.set_event_loop(None)
-        own.close()
+        loop.close()
 
 
 INTERRUPTED = """

@@ -58,8 +58,8 @@ def test_what_one_puts_all_get_behind_the_barrier(server):
         clients[0].settimeout(5)
         assert ask(clients[2], "cmd=barrier_in") == "cmd=barrier_out rc=0"
         assert clients[0].recv(100) == b"cmd=barrier_out rc=0\n"
-        found = ask(clients[2], "cmd=get kvsname=x key=address-0")
-        assert found == "cmd=get_result rc=0 msg=found value=tcp://1#2=3"
+        answer = ask(clients[2], "cmd=get kvsname=x key=address-0")
+        assert answer == "cmd=get_result rc=0 msg=found value=tcp://1#2=3"
         assert "rc=-1" in ask(clients[2], "cmd=get kvsname=x key=other")
         assert "rc=-1" in ask(clients[2], "cmd=spawn")
 

@@ -362,11 +362,11 @@ def test_more_than_64_launchers_may_wait_where_the_job_can_have_more(endpoint):
         for number in range(1, 71):
             launcher = stack.enter_context(socket.create_connection(split_address(endpoint), 5))
             call = Call(launcher, Secret("right"), "blobs")
-            asked = pool.submit(call.ask, hello, time.monotonic() + 10)
+            answer = pool.submit(call.ask, hello, time.monotonic() + 10)
             deadline = time.monotonic() + 10
             while not meetings._let_in(0.1):
                 assert time.monotonic() < deadline, f"launcher {number} was not let in"
-            asked.result(10)
+            answer.result(10)
         assert len(meetings._waiting) == 70
 
 
@@ -421,12 +421,12 @@ def test_many_strangers_are_dropped_and_a_launcher_still_comes_in(endpoint):
         launcher = stack.enter_context(socket.create_connection(place, timeout=5))
         call = Call(launcher, Secret("right"), "blobs")
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            asked = pool.submit(call.ask, HELLO, time.monotonic() + 10)
+            answer = pool.submit(call.ask, HELLO, time.monotonic() + 10)
             come, deadline = [], time.monotonic() + 10
             while not come:
                 assert time.monotonic() < deadline
                 come = acceptor.wait(0.1)
-            asked.result(10)
+            answer.result(10)
         assert come[0].hello["node_rank"] == 1
         come[0].close()
         assert len(acceptor._selector.get_map()) <= 65
@@ -438,8 +438,8 @@ def test_an_endpoint_that_cannot_be_listened_at(pool):
         with pytest.raises(RuntimeError, match=f"{address} .*in use.*Choose another port"):
             start(pool, address, 0).result(30)
     # An address for documentation (RFC 5737): no host has it.
-    told = r"Received: 192\.0\.2\.1:8000.*--local_addr=192\.0\.2\.1\.$"
-    with pytest.raises(RuntimeError, match=told):
+    message = r"Received: 192\.0\.2\.1:8000.*--local_addr=192\.0\.2\.1\.$"
+    with pytest.raises(RuntimeError, match=message):
         start(pool, "192.0.2.1:8000", 0).result(30)
 
 
@@ -519,9 +519,9 @@ def test_whom_a_worker_had_lost_is_told_to_the_others():
         far.sendall(said({}, bad)[1])
         while len(other.failures) < 2:
             assert other.lines[0].listen()
-        (told, _), (bad, _) = other.failures
-        assert told.lost == 1
-        assert "code 75 after 2.0 s (it had lost worker 1, or the network" in told.explain()
+        (failure, _), (bad, _) = other.failures
+        assert failure.lost == 1
+        assert "code 75 after 2.0 s (it had lost worker 1, or the network" in failure.explain()
         assert bad.lost is None and "lost" not in bad.explain()
         news.close()
         other.close()
@@ -537,8 +537,8 @@ def test_a_launcher_that_does_not_read_its_answer_is_missed_by_all():
         assert not visitor.send({"text": "1" * (1 << 24)}, 0.2)
         news = ControlChannel(0, 3, {1: visitor, 2: channel(second)})
         assert not news.lines[0].listen() and news.departure.node == 1
-        told = unproved(second_there.recv(4096))
-        assert told == {"stopped": 1, "signum": None, "silent": True}
+        message = unproved(second_there.recv(4096))
+        assert message == {"stopped": 1, "signum": None, "silent": True}
         news.tell_newcomer()  # Goes to the other one alone.
         end = b""
         while chunk := there.recv(1 << 20):

@@ -78,8 +78,8 @@ def test_a_scripts_own_function_and_class_without_a_guard():
     )
     shown, errors = process.communicate(timeout=TIMEOUT_SECONDS)
     assert errors == ""
-    *asked, answer, loaded = shown.splitlines()
-    assert sorted(asked) == ["[0] asked", "[1] asked"]
+    *lines, answer, loaded = shown.splitlines()
+    assert sorted(lines) == ["[0] asked", "[1] asked"]
     assert (answer, loaded) == ("True hello world", "[]")
 
 

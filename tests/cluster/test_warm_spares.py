@@ -55,15 +55,15 @@ def at_once():
 
 @pytest.mark.slow
 def test_the_next_worker_is_the_process_that_waits():
-    told = []
-    with WarmSpares(delay_seconds=0, tell=told.append) as standbys:
+    messages = []
+    with WarmSpares(delay_seconds=0, tell=messages.append) as standbys:
         words, first, had_tensorflow, _ = ran(program(1, GONE="there"), standbys)
-        assert (words, had_tensorflow) == (["1", "there", "kept"], False) and not told
+        assert (words, had_tensorflow) == (["1", "there", "kept"], False) and not messages
         standbys.prepare_now([program(1, GONE="there")])
         waits = started(standbys)
         # A variable that is gone is taken away; one that the program has set itself stays.
         assert ran(program(2), standbys) == (["2", "-", "kept"], waits.pid, True, "word")
-        assert waits.pid != first and told == ["1 of 1 workers here had a process ready"]
+        assert waits.pid != first and messages == ["1 of 1 workers here had a process ready"]
 
 
 @pytest.mark.slow

@@ -48,8 +48,8 @@ def test_what_is_absent_contradicts_nothing(command):
 def test_a_number_outside_of_its_row_is_told():
     values = defined("train")
     values(["train", "--seed=-1", "--epochs=0", "--start_timeout=nan", "--bucket_bytes=many"])
-    told = "\n".join(flag_problems("train", values))
-    assert "--seed must be from 0 to 4294967295. Received: --seed=-1." in told
-    assert "--epochs must be at least 1. Received: --epochs=0." in told
-    assert "--start_timeout must be above 0. Received: --start_timeout=nan." in told
-    assert "--bucket_bytes: A number of bytes such as 16GiB" in told
+    problems = "\n".join(flag_problems("train", values))
+    assert "--seed must be from 0 to 4294967295. Received: --seed=-1." in problems
+    assert "--epochs must be at least 1. Received: --epochs=0." in problems
+    assert "--start_timeout must be above 0. Received: --start_timeout=nan." in problems
+    assert "--bucket_bytes: A number of bytes such as 16GiB" in problems

@@ -282,9 +282,9 @@ def peak_bytes(folder, begin, num_mib):
             [sys.executable, "-c", WEIGHED, *map(str, arguments)],
             cwd=ROOT, stderr=screen, timeout=DEADLINE_SECONDS,
         ).returncode  # fmt: skip
-    told = f"[0] {begin}".encode()
-    assert code == 0 and (folder / "screen").read_bytes()[: len(told)] == told
-    written = len(told) + (num_mib << 20)
+    first_line = f"[0] {begin}".encode()
+    assert code == 0 and (folder / "screen").read_bytes()[: len(first_line)] == first_line
+    written = len(first_line) + (num_mib << 20)
     assert 0 <= os.path.getsize(folder / "screen") - written <= 1  # It may end the last line.
     return 1024 * int((folder / "peak").read_text())
 
@@ -401,8 +401,8 @@ def test_a_launcher_killed_while_it_starts_leaves_nothing(tmp_path, after_second
     process.communicate(timeout=DEADLINE_SECONDS)
 
     def marked():
-        return [found for found in psutil.process_iter(["cmdline"])
-                if mark in (found.info["cmdline"] or ())]  # fmt: skip
+        return [candidate for candidate in psutil.process_iter(["cmdline"])
+                if mark in (candidate.info["cmdline"] or ())]  # fmt: skip
 
     wait_for(lambda: left(marked()) == [], "all processes to end")
 
@@ -420,14 +420,14 @@ def test_nobody_reads_on():
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_full_disk_is_an_error(unbuffered):
     code = "print('x', flush=True); import time; time.sleep(600)"
-    told = told_of_a_full_disk(command(["--grace_seconds=0.1"], code), unbuffered)
-    assert told == "tfparallel launch: [Errno 28] No space left on device\n"
+    message = told_of_a_full_disk(command(["--grace_seconds=0.1"], code), unbuffered)
+    assert message == "tfparallel launch: [Errno 28] No space left on device\n"
 
 
 def test_help_on_a_full_disk_is_an_error():
-    told = told_of_a_full_disk([sys.executable, "-m", "tfparallel", "launch", "--help"], "")
-    assert told.startswith("tfparallel launch: the output is not whole: [Errno 28]")
-    assert told.count("\n") == 1
+    message = told_of_a_full_disk([sys.executable, "-m", "tfparallel", "launch", "--help"], "")
+    assert message.startswith("tfparallel launch: the output is not whole: [Errno 28]")
+    assert message.count("\n") == 1
 
 
 def told_of_a_full_disk(arguments, unbuffered):

@@ -39,40 +39,40 @@ def dense_of(tensor):
 @pytest.mark.parametrize("make", [known, unknown])
 @pytest.mark.parametrize("kind", [tf.constant, sparse, ragged])
 def test_a_replica_computes_its_own_rows(make, kind):
-    own = make(1, 3, 2, 3, 6).rows_used(kind(ROWS))
+    local_rows = make(1, 3, 2, 3, 6).rows_used(kind(ROWS))
     expected = [[4], [6, 7], [8]] if kind is ragged else ROWS[2:5].tolist()
-    assert dense_of(own) == expected
+    assert dense_of(local_rows) == expected
 
 
 @pytest.mark.parametrize("make", [known, unknown])
 @pytest.mark.parametrize("kind", [tf.constant, sparse, ragged])
 def test_an_idle_replica_computes_the_last_row(make, kind):
-    own = make(3, 4, 6, 0, 6).rows_used(kind(ROWS))
-    assert dense_of(own) == ROWS[5:].tolist()
+    local_rows = make(3, 4, 6, 0, 6).rows_used(kind(ROWS))
+    assert dense_of(local_rows) == ROWS[5:].tolist()
 
 
 @pytest.mark.parametrize("make", [known, unknown])
 @pytest.mark.parametrize("kind", [tf.constant, sparse, ragged])
 def test_rows_are_counted_from_the_first_of_the_inputs(make, kind):
     """Row 10 of a global batch of 40 is row 2 of inputs that hold rows 8 to 13 of it."""
-    own = make(5, 20, 10, 1, 40)._replace(inputs=(8, 14)).rows_used(kind(ROWS))
-    assert dense_of(own) == ([[4]] if kind is ragged else ROWS[2:3].tolist())
+    local_rows = make(5, 20, 10, 1, 40)._replace(inputs=(8, 14)).rows_used(kind(ROWS))
+    assert dense_of(local_rows) == ([[4]] if kind is ragged else ROWS[2:3].tolist())
     # An idle one takes the last row of its inputs, not of the global batch.
-    own = make(5, 20, 14, 0, 40)._replace(inputs=(8, 14)).rows_used(kind(ROWS))
-    assert dense_of(own) == ROWS[5:].tolist()
+    local_rows = make(5, 20, 14, 0, 40)._replace(inputs=(8, 14)).rows_used(kind(ROWS))
+    assert dense_of(local_rows) == ROWS[5:].tolist()
 
 
 @pytest.mark.parametrize("make", [known, unknown])
 def test_a_single_row_stands_for_inputs_without_rows(make):
-    own = make(1, 2, 0, 0, 0)._replace(inputs=(0, 1)).rows_used(tf.constant(ROWS[:1]))
-    assert dense_of(own) == ROWS[:1].tolist()
+    local_rows = make(1, 2, 0, 0, 0)._replace(inputs=(0, 1)).rows_used(tf.constant(ROWS[:1]))
+    assert dense_of(local_rows) == ROWS[:1].tolist()
 
 
 def test_a_mask_goes_with_its_rows():
     tensor = tf.constant(ROWS)
     tensor._keras_mask = tf.constant(ROWS > 5)
-    own = Shard(1, 2, 2, 2, 6).rows_used(tensor)
-    assert own._keras_mask.numpy().tolist() == [[False, False], [True, True]]
+    local_rows = Shard(1, 2, 2, 2, 6).rows_used(tensor)
+    assert local_rows._keras_mask.numpy().tolist() == [[False, False], [True, True]]
     assert not hasattr(Shard(1, 2, 2, 2, 6).rows_used(tf.constant(ROWS)), "_keras_mask")
 
 
@@ -109,9 +109,9 @@ def test_a_trace_does_not_know_the_number_of_rows():
         seen.append(rows.shape.as_list())
         return rows
 
-    own = step(tf.constant(ROWS))
+    local_rows = step(tf.constant(ROWS))
     assert seen == [[None, 2]]
-    assert dense_of(own) == ROWS[2:5].tolist()
+    assert dense_of(local_rows) == ROWS[2:5].tolist()
     assert of_any_number(None) is None
 
 

@@ -63,8 +63,8 @@ def test_who_is_on_another_host_has_the_record_there():
 
 
 def test_that_all_were_told_to_end_is_said():
-    told = [record(worker, ended="Preempted: 75", ended_at=1.0) for worker in (0, 1)]
-    assert behind(told) == ((), "All workers were told to end, and have saved their state.")
+    records = [record(worker, ended="Preempted: 75", ended_at=1.0) for worker in (0, 1)]
+    assert behind(records) == ((), "All workers were told to end, and have saved their state.")
 
 
 def test_clocks_that_differ_make_nobody_silent():

@@ -127,9 +127,9 @@ class Session:
         if family := known.family_of(program, outcome):
             self.known[family] += 1
             return
-        for found in self.found:
-            if found.has(program, outcome):
-                found.count += 1
+        for finding in self.found:
+            if finding.has(program, outcome):
+                finding.count += 1
                 return
         print(f"\n{outcome.form}: {outcome.verdict}. {outcome.detail}\nMaking it smaller …")
         if choices is not None:

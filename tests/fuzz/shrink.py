@@ -19,7 +19,7 @@ class Shown(Exception):
 
 
 def shrink(
-    choices: list[int], outcome: Outcome, known: frozenset[str] = frozenset(), seconds: float = 120
+    choices: list[int], outcome: Outcome, known_families: frozenset[str] = frozenset(), seconds: float = 120
 ) -> tuple[Program, Outcome]:
     """The smallest program that was found in `seconds`.
 
@@ -42,7 +42,7 @@ def shrink(
             return None
 
     def body(draw):
-        program = draw_program(lambda count: draw(st.integers(0, count - 1)), known)
+        program = draw_program(lambda count: draw(st.integers(0, count - 1)), known_families)
         if program not in tried:
             if tried and time.monotonic() > until:
                 reject()

@@ -34,8 +34,8 @@ def test_a_network_trains_in_parts_as_on_one_device(name):
     network = NETWORKS[name]
     expected = training.trained(network, lambda model: model)
     for make in (data_parallel, tensor_parallel):
-        found = training.trained(network, lambda model, make=make: make(model, devices=PAIR))
-        assert training.compared(expected, found)
+        actual = training.trained(network, lambda model, make=make: make(model, devices=PAIR))
+        assert training.compared(expected, actual)
     for change in (0.1, np.nan):
         other = expected._replace(weights=[weights + change for weights in expected.weights])
         with pytest.raises(AssertionError, match="weights differ by"):

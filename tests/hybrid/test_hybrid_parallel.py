@@ -76,8 +76,8 @@ def train(model, build=residual, epochs=3, **options):
     return history | {"evaluated": seen, "predicted": model.predict(x, verbose=0)}, state_of(model)
 
 
-def assert_equal(found, expected):
-    comparison.assert_equal(found, expected, rtol=1e-10, atol=1e-12)
+def assert_equal(actual, expected):
+    comparison.assert_equal(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 def assert_copies_are_equal(model):
@@ -148,8 +148,8 @@ def test_swapped_averages_and_rates_of_a_callback_reach_all_copies():
 
     make = OPTIMIZERS["moving averages of weights"]
     model = compile_model(hybrid(), make())
-    found = train(model, callbacks=callbacks())
-    assert_equal(found, train(compile_model(seeded(residual), make()), callbacks=callbacks()))
+    actual = train(model, callbacks=callbacks())
+    assert_equal(actual, train(compile_model(seeded(residual), make()), callbacks=callbacks()))
     assert_copies_are_equal(model)
 
 
@@ -456,8 +456,8 @@ def test_factors_that_come_later_have_copies_too():
         return train(compile_model(model, keras.optimizers.Adam(0.01)))
 
     model = hybrid()
-    found, expected = adapted(model), adapted(seeded(residual))
-    comparison.assert_equal(found, expected, rtol=1e-5, atol=1e-6)  # Keras's factors are float32.
+    actual, expected = adapted(model), adapted(seeded(residual))
+    comparison.assert_equal(actual, expected, rtol=1e-5, atol=1e-6)  # Keras's factors are float32.
     assert_copies_are_equal(model)
 
 

@@ -19,9 +19,9 @@ INTS = {"dtype": "int32"}
 SMALL = {"dtype": "float32"}
 
 
-def axes(kind, *found, **attributes):
+def axes(kind, *axes_reduced, **attributes):
     """An operation along axes that are constants."""
-    return lambda x: raw(kind, **attributes)(x, tf.constant(found[0] if len(found) == 1 else found))
+    return lambda x: raw(kind, **attributes)(x, tf.constant(axes_reduced[0] if len(axes_reduced) == 1 else axes_reduced))
 
 
 # --- reductions

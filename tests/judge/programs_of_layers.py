@@ -463,8 +463,8 @@ for name, made in AUGMENTING.items():
 
 # Inputs that are not dense numbers.
 def words(num_rows=7, length=3):
-    known = np.array(["a", "b", "c", "d", "e"])
-    return known[np.random.default_rng(2).integers(0, 5, (num_rows, length))]
+    vocabulary = np.array(["a", "b", "c", "d", "e"])
+    return vocabulary[np.random.default_rng(2).integers(0, 5, (num_rows, length))]
 
 
 WORDS = ["a", "b", "c", "d"]
@@ -702,8 +702,8 @@ class Writes(layers.Layer):
         return x + 0.1 * self.kept if self.reads else x
 
 
-def moving(kept, x):
-    kept.assign(0.9 * kept + 0.1 * ops.mean(x, axis=0))
+def moving(average, x):
+    average.assign(0.9 * average + 0.1 * ops.mean(x, axis=0))
 
 
 WRITING = {
@@ -840,8 +840,8 @@ program("vae: draws, and a mean", REFUSED, net(Make(Encodes, ops.mean, True), ce
 
 
 # A draw whose numbers count for nothing, so that all others can be held against one device's.
-def nothing(own, size):
-    return 0.0 * keras.random.normal(size, seed=own.seed_generator)
+def nothing(layer, size):
+    return 0.0 * keras.random.normal(size, seed=layer.seed_generator)
 
 
 BESIDE_NOTHING = {
@@ -942,8 +942,8 @@ class LossOfKept(Keeps):
 
 class MetricsOfKept(Keeps):
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
-        found = super().compute_metrics(x, y, y_pred, sample_weight)
-        return {**found, "kept": ops.mean(self.kept)}
+        metrics = super().compute_metrics(x, y, y_pred, sample_weight)
+        return {**metrics, "kept": ops.mean(self.kept)}
 
 
 class PredictsKept(Keeps):
@@ -1012,11 +1012,11 @@ class Normed(keras.Model):
             each.build((None, 4))
 
     def call(self, x, training=False):
-        found = []
+        outputs = []
         for layer in self.hidden:
             x = self.norm(layer(x), training=training)
-            found.append(x)
-        return self.head(found[0] + found[1])
+            outputs.append(x)
+        return self.head(outputs[0] + outputs[1])
 
 
 program("kept: in a local list", EXACT, Normed)

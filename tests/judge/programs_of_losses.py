@@ -46,8 +46,8 @@ def contrastive_of_each(y, outputs):
 
 def ranking(y, outputs):
     """Each pair of the batch in its order."""
-    wanted = ops.sign(y - ops.transpose(y))
-    return ops.mean(ops.relu(1 - wanted * (outputs - ops.transpose(outputs))))
+    sign = ops.sign(y - ops.transpose(y))
+    return ops.mean(ops.relu(1 - sign * (outputs - ops.transpose(outputs))))
 
 
 def masked(y, outputs):

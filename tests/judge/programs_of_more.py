@@ -60,21 +60,21 @@ def by_rows(start, of_row, carries=False):
 
     def function(x):
         rows = tf.TensorArray(x.dtype, size=rows_of(x)).unstack(x)
-        found = tf.TensorArray(x.dtype, size=rows_of(x), element_shape=(4,))
-        _, scale, found = tf.while_loop(
-            lambda i, scale, found: i < rows_of(x),
-            lambda i, scale, found: (i + 1, scale * 1.1, found.write(i, of_row(rows.read(i), i))),
-            [start, tf.constant(1.0, x.dtype), found],
+        written = tf.TensorArray(x.dtype, size=rows_of(x), element_shape=(4,))
+        _, scale, written = tf.while_loop(
+            lambda i, scale, written: i < rows_of(x),
+            lambda i, scale, written: (i + 1, scale * 1.1, written.write(i, of_row(rows.read(i), i))),
+            [start, tf.constant(1.0, x.dtype), written],
         )
-        stacked = tf.ensure_shape(found.stack(), (None, 4))
+        stacked = tf.ensure_shape(written.stack(), (None, 4))
         return stacked * scale if carries else stacked
 
     return function
 
 
 def one_row_written(x):
-    found = tf.TensorArray(x.dtype, size=rows_of(x), element_shape=(4,))
-    return x + tf.ensure_shape(found.write(0, tf.ones((4,), x.dtype)).stack(), (None, 4))
+    written = tf.TensorArray(x.dtype, size=rows_of(x), element_shape=(4,))
+    return x + tf.ensure_shape(written.write(0, tf.ones((4,), x.dtype)).stack(), (None, 4))
 
 
 def axis_that_moves(x):
@@ -87,10 +87,10 @@ def axis_that_moves(x):
 
 
 def long_chain(x):
-    def body(i, *own):
-        return (i + 1, *own[1:], own[-1] - tf.reduce_mean(x, axis=0))
+    def body(i, *chain):
+        return (i + 1, *chain[1:], chain[-1] - tf.reduce_mean(x, axis=0))
 
-    return tf.while_loop(lambda i, *own: i < 14, body, [0, *[x] * 12])[1]
+    return tf.while_loop(lambda i, *chain: i < 14, body, [0, *[x] * 12])[1]
 
 
 MORE = {

@@ -121,17 +121,17 @@ def test_a_built_model_keeps_what_was_written(build, split):
 @pytest.mark.slow
 def test_it_is_plain_keras_by_itself(tmp_path):
     for build in (texts, pictures):
-        model, wanted = fresh(by_hand(build)), fresh(plain(build))
-        found = [(type(layer), layer.get_config()) for layer in model._flatten_layers()]
-        expected = [(type(layer), layer.get_config()) for layer in wanted._flatten_layers()]
-        assert str(found) == str(expected)
+        model, plain_model = fresh(by_hand(build)), fresh(plain(build))
+        configs = [(type(layer), layer.get_config()) for layer in model._flatten_layers()]
+        expected = [(type(layer), layer.get_config()) for layer in plain_model._flatten_layers()]
+        assert str(configs) == str(expected)
         parts = fresh(lambda build=build: tfparallel.tensor_parallel(by_hand(build), DEVICES))
         for each in (model, parts):
             each.save(tmp_path / "model.keras")
             with zipfile.ZipFile(tmp_path / "model.keras") as archive:
                 assert b"arallel" not in archive.read("config.json")
             loaded = keras.models.load_model(tmp_path / "model.keras")
-            for value, other in zip(loaded.get_weights(), wanted.get_weights(), strict=True):
+            for value, other in zip(loaded.get_weights(), plain_model.get_weights(), strict=True):
                 np.testing.assert_array_equal(value, other)
 
 
@@ -161,8 +161,8 @@ def test_the_call_outweighs_the_definition():
         "a": "row",
         "b": "column, gathered",
     }
-    asked = {"a": None, "b": "row"}
-    assert tfparallel.tensor_parallel(build, DEVICES, split=asked).split == {"b": "row"}
+    split = {"a": None, "b": "row"}
+    assert tfparallel.tensor_parallel(build, DEVICES, split=split).split == {"b": "row"}
 
 
 def test_a_single_layer_is_split_by_height_where_that_is_asked_for():

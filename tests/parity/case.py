@@ -422,10 +422,10 @@ def observe(model: keras.Model, history: dict | None = None, **outputs) -> Obser
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """The compiled optimizer, and those that the model holds as attributes."""
-    found = [getattr(model, "optimizer", None)]
-    found += [value for _, value in sorted(vars(model).items(), key=lambda item: item[0])]
+    candidates = [getattr(model, "optimizer", None)]
+    candidates += [value for _, value in sorted(vars(model).items(), key=lambda item: item[0])]
     unique = []
-    for value in found:
+    for value in candidates:
         if isinstance(value, keras.optimizers.Optimizer) and not any(value is u for u in unique):
             unique.append(value)
     return unique
@@ -466,22 +466,22 @@ def compare(expected: Observed, seen: Observed) -> list[Difference]:
             f"Missing: {sorted(missing)}; not on one device: {sorted(surplus)}"
         )
     differences = []
-    for name, wanted in expected.items():
+    for name, expected_value in expected.items():
         value = seen[name]
-        if wanted.shape != value.shape:
-            raise AssertionError(f"{name}: shape {value.shape}, on one device {wanted.shape}")
-        differences.append(Difference(name, relative_difference(name, wanted, value)))
+        if expected_value.shape != value.shape:
+            raise AssertionError(f"{name}: shape {value.shape}, on one device {expected_value.shape}")
+        differences.append(Difference(name, relative_difference(name, expected_value, value)))
     return sorted(differences, key=lambda difference: -difference.relative)
 
 
-def relative_difference(name: str, wanted: np.ndarray, value: np.ndarray) -> float:
+def relative_difference(name: str, expected: np.ndarray, value: np.ndarray) -> float:
     """max|a - b| / max|a|, with the floor of the name's kind; inf where NaN is new."""
-    if wanted.size == 0:
+    if expected.size == 0:
         return 0.0
-    same = (wanted == value) | (np.isnan(wanted) & np.isnan(value))
+    same = (expected == value) | (np.isnan(expected) & np.isnan(value))
     if same.all():
         return 0.0
-    apart = np.max(np.abs(np.where(same, 0.0, value - wanted)))
-    finite = np.abs(wanted[np.isfinite(wanted)])
+    apart = np.max(np.abs(np.where(same, 0.0, value - expected)))
+    finite = np.abs(expected[np.isfinite(expected)])
     scale = max(finite.max() if finite.size else 0.0, FLOOR[name.split(":")[0]])
     return float(apart / scale) if np.isfinite(apart) else float("inf")

@@ -65,8 +65,8 @@ def test_devices_of_their_own_divide_the_passes():
 def test_cores_that_one_device_keeps_busy_gain_nothing_from_more():
     shared = Machine(side_by_side=1.0)
     for mesh, number in ((Mesh(data=4), 1), (Mesh(pipeline=2), 4), (Mesh(2, 2), 4)):
-        found = passes(mesh, shared, num_micro_batches=number)
-        assert found == pytest.approx(WHOLE), mesh
+        seconds = passes(mesh, shared, num_micro_batches=number)
+        assert seconds == pytest.approx(WHOLE), mesh
 
 
 def test_two_cores_serve_two_of_four_devices():
@@ -93,11 +93,11 @@ def test_a_recompute_adds_the_forward_passes():
 def test_sums_and_updates():
     costs = model(update=Line(1.0, 0.1), overhead_seconds=7.0)
     adding = Machine(sum_seconds=lambda number, size: (number - 1) * size / 10)
-    found = predict(costs, pieces(Mesh(data=3)), adding)
-    assert found.sums_seconds == pytest.approx(2 * 4 * 30 / 10)
-    assert found.update_seconds == pytest.approx(4 * (1.0 + 3.0))
-    assert found.step_seconds == pytest.approx(sum(found.parts.values()))
-    assert found.overhead_seconds == 7.0
+    prediction = predict(costs, pieces(Mesh(data=3)), adding)
+    assert prediction.sums_seconds == pytest.approx(2 * 4 * 30 / 10)
+    assert prediction.update_seconds == pytest.approx(4 * (1.0 + 3.0))
+    assert prediction.step_seconds == pytest.approx(sum(prediction.parts.values()))
+    assert prediction.overhead_seconds == 7.0
     # Two stages of their own update half as much each; on shared cores all copies take turns.
     assert predict(costs, pieces(Mesh(pipeline=2), 4), ALONE).update_seconds == pytest.approx(8.0)
     shared = Machine(side_by_side=1.0)
@@ -106,24 +106,24 @@ def test_sums_and_updates():
     # Three micro-batches are added to the first, in each stage, and then two replicas.
     assert predict(costs, pieces(Mesh(2, 2), 4), adding).sums_seconds == pytest.approx(4 * 60 / 10)
     alone = dataclasses.replace(adding, side_by_side=1.0)
-    found = predict(costs, pieces(Mesh(2, 2), 4), alone).sums_seconds
-    assert found == pytest.approx(2 * (2 * 3 + 1) * 60 / 10)
+    prediction = predict(costs, pieces(Mesh(2, 2), 4), alone).sums_seconds
+    assert prediction == pytest.approx(2 * (2 * 3 + 1) * 60 / 10)
 
 
 def test_replicas_of_parts_add_up_their_parts():
     adding = Machine(sum_seconds=lambda number, size: (number - 1) * size / 10)
     split = {f"layer{i}": "row" for i in range(2)}
     whole = predict(model(), pieces(Mesh(2, 1, 2)), adding).sums_seconds
-    found = predict(model(), pieces(Mesh(2, 1, 2), splits=split), adding).sums_seconds
-    assert (whole, found) == pytest.approx((4 * 30 / 10, (2 * 15 + 2 * 30) / 10))
+    in_parts = predict(model(), pieces(Mesh(2, 1, 2), splits=split), adding).sums_seconds
+    assert (whole, in_parts) == pytest.approx((4 * 30 / 10, (2 * 15 + 2 * 30) / 10))
 
 
 def test_parts_add_up_what_they_exchange():
     adding = Machine(sum_seconds=lambda number, size: (number - 1) * size)
     for kind, tensors in (("row", 1), ("column", 1), ("heads", 2), ("features", 0)):
-        found = passes(Mesh(tensor=2), adding, splits={"layer1": kind})
+        seconds = passes(Mesh(tensor=2), adding, splits={"layer1": kind})
         expected = WHOLE - 3.0 * ROWS / 2 + tensors * 4 * ROWS
-        assert found == pytest.approx(expected), kind
+        assert seconds == pytest.approx(expected), kind
 
 
 def test_what_each_part_does_whole_is_not_divided():
@@ -163,31 +163,31 @@ def test_a_device_holds_its_layers_and_what_is_in_flight():
         ("1f1b", "always", 6 * 16),
     ],
 )
-def test_the_first_device_holds_what_is_in_flight(schedule, recompute, held):
+def test_the_first_device_holds_what_is_in_flight(schedule, recompute, in_flight_bytes):
     planned = pieces(Mesh(pipeline=2), 8, schedule, recompute=recompute)
     first, last = predict(model(), planned, ALONE).held_bytes
-    assert first == 2 * 100 + held
+    assert first == 2 * 100 + in_flight_bytes
     if recompute == "always":
         assert last == 2 * 100 + 6 * 16 + 6 * 4 * (8 if schedule == "gpipe" else 1)
 
 
 def test_a_device_of_two_stages_holds_both():
     planned = pieces(Mesh(pipeline=2), 8, "interleaved", [1, 1, 1, 1])
-    found = predict(model(), planned, ALONE)
-    assert [stage.device for stage in found.stages] == [0, 1, 0, 1]
-    assert found.held_bytes[0] > 2 * 100 + planned.schedule.most_in_flight()[0] * 6 * 8
+    prediction = predict(model(), planned, ALONE)
+    assert [stage.device for stage in prediction.stages] == [0, 1, 0, 1]
+    assert prediction.held_bytes[0] > 2 * 100 + planned.schedule.most_in_flight()[0] * 6 * 8
 
 
 def test_layers_on_devices_take_turns_in_one_step():
     slow = Machine(call_seconds=0.5)
     planned = dataclasses.replace(pieces(Mesh(pipeline=2)), is_placed=True)
-    found = predict(model(), planned, slow)
-    assert found.passes_seconds == pytest.approx(WHOLE)  # No calls of stages.
-    assert found.bubble == pytest.approx(0.5)
-    assert found.held_bytes[0] == 2 * 100 + 48 * 2 * 8
-    told = found.stages[1].as_json()
-    assert told["layers"] == ["layer2", "layer3"] and told["received_bytes"] == 48 * 4
-    assert told["forward_seconds"] == pytest.approx(told["backward_seconds"] / 2)
+    prediction = predict(model(), planned, slow)
+    assert prediction.passes_seconds == pytest.approx(WHOLE)  # No calls of stages.
+    assert prediction.bubble == pytest.approx(0.5)
+    assert prediction.held_bytes[0] == 2 * 100 + 48 * 2 * 8
+    stage = prediction.stages[1].as_json()
+    assert stage["layers"] == ["layer2", "layer3"] and stage["received_bytes"] == 48 * 4
+    assert stage["forward_seconds"] == pytest.approx(stage["backward_seconds"] / 2)
 
 
 def test_large_gradients_are_held_one_at_a_time_where_none_is_added_to_another():
@@ -218,8 +218,8 @@ def in_shares(**extra):
 
 def test_a_replica_holds_its_share():
     def held(shard, number=2):
-        found = predict(in_shares(), pieces(Mesh(data=number), shard=shard), ALONE)
-        return found.held_bytes[0] - 4 * 8 * ROWS // number  # Without activations.
+        prediction = predict(in_shares(), pieces(Mesh(data=number), shard=shard), ALONE)
+        return prediction.held_bytes[0] - 4 * 8 * ROWS // number  # Without activations.
 
     assert held(None) == 4 * (50 + 30 + 20)
     # Weights and gradients are whole; of slots there is a half, and of what is updated by them.
@@ -245,9 +245,9 @@ def test_shares_of_large_gradients_are_used_up_one_by_one():
 def test_frozen_weights_are_kept_whole_and_have_no_gradients():
     frozen = LayerCosts("frozen", Line(), 50, 0, 0, 0, shared_bytes=(50,))
     planned = pieces(Mesh(data=2), counts=[1], shard="parameters")
-    found = predict(ModelCosts([frozen]), planned, ALONE)
-    assert found.held_bytes == (25 + 50,)
-    assert found.sums_seconds == 0.0
+    prediction = predict(ModelCosts([frozen]), planned, ALONE)
+    assert prediction.held_bytes == (25 + 50,)
+    assert prediction.sums_seconds == 0.0
 
 
 def test_shares_are_updated_once_and_copied():
