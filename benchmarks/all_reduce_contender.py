@@ -100,12 +100,12 @@ class Meeting:
     def __init__(self, path, rank):
         turns = np.memmap(path, np.int64, "r+").reshape(-1, 8)[:, 0]
         self._turns = [turns[k : k + 1] for k in range(len(turns))]
-        self._own, self._turn = self._turns[rank], 0
+        self._local_turn, self._turn = self._turns[rank], 0
 
     def __call__(self):
         """Returns when all have come."""
         self._turn += 1
-        self._own[0] = self._turn
+        self._local_turn[0] = self._turn
         deadline = time.monotonic() + MEETING_DEADLINE_SECONDS
         for turn in self._turns:
             while turn[0] < self._turn:

@@ -66,8 +66,8 @@ def main(arguments):
             victim, step = draw.randrange(2), draw.randrange(5, NUM_STEPS - 40)
             run = Run(pathlib.Path(top) / f"run_{index}", dtype_of(kind), slow=True)
             try:
-                found, seconds = getattr(run, kind.replace(" ", "_"))(victim, step)
-                pairs = zip(expected[dtype_of(kind)], found, strict=True)
+                actual, seconds = getattr(run, kind.replace(" ", "_"))(victim, step)
+                pairs = zip(expected[dtype_of(kind)], actual, strict=True)
                 largest = max(float(np.abs(a - b).max()) for a, b in pairs)
             except RuntimeError as error:
                 print(error, file=sys.stderr)
@@ -77,8 +77,8 @@ def main(arguments):
             print(f"{index + 1}: {kind}, worker {victim}, step {step}: {largest:.1e}, "
                   f"{seconds:.1f} s, {len(survivors)} left", file=sys.stderr, flush=True)  # fmt: skip
     names = ("kind", "worker", "step", "difference", "seconds", "left")
-    found = [dict(zip(names, row, strict=True)) for row in rows]
-    contest.publish("faults", page(rows, described, options), found, options)
+    results = [dict(zip(names, row, strict=True)) for row in rows]
+    contest.publish("faults", page(rows, described, options), results, options)
     return 0 if all(is_right(row) and not row[5] for row in rows) else 1
 
 
@@ -140,8 +140,8 @@ class Run:
         """Launchers, which have ended when it is left."""
         jobs = []
         try:
-            for launch, there in zip(launches, prefixes * len(launches), strict=False):
-                jobs.append(self._start(*launch, here=there))
+            for launch, prefix in zip(launches, prefixes * len(launches), strict=False):
+                jobs.append(self._start(*launch, prefix=prefix))
             yield jobs
             for job in jobs:
                 job.wait(DEADLINE_SECONDS)
@@ -253,7 +253,7 @@ class Run:
         launch = ["--nnodes=1:2", f"--rdzv_endpoint={places}", "--start_timeout=15"]
         with two_hosts.linked() as names:
             prefixes = [[*two_hosts.on_host(name)] for name in names]
-            with self._running(launch, launch, here=prefixes) as jobs:
+            with self._running(launch, launch, prefixes=prefixes) as jobs:
                 self._until(step, jobs)
                 two_hosts.cut(names)
                 seconds = self._seconds_to_a_new_step(jobs)

@@ -119,7 +119,7 @@ def measured(network, ways, options, end):
             run.wait_until_compiled(compiled_by)
         for run in running:
             run.train(min(end, time.monotonic() + TRAINING_SECONDS))
-            yield run.told()
+            yield run.row()
 
 
 class Run:
@@ -133,7 +133,7 @@ class Run:
     """
 
     def __init__(self, stack, network, way, options):
-        self._told = {"network": network, "way": way, "precision": options.precision}
+        self._settings = {"network": network, "way": way, "precision": options.precision}
         self._output, self._log = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
         # This checkout is what is measured, not another that may be installed.
         folders = filter(None, [str(contest.TOP), os.environ.get("PYTHONPATH")])
@@ -170,9 +170,9 @@ class Run:
             lines = read(self._log).strip().splitlines()
             self._error = f"exit code {self._process.returncode}: " + "\n".join(lines[-5:])[-600:]
 
-    def told(self):
-        """Returns the last that it printed, and what went wrong."""
-        row = json.loads(self._printed()[-1]) if self._printed() else self._told
+    def row(self):
+        """Returns the last row that it printed, with its error if there is one."""
+        row = json.loads(self._printed()[-1]) if self._printed() else self._settings
         return row | ({"error": self._error} if self._error else {})
 
     def _printed(self):

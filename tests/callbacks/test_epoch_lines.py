@@ -93,14 +93,14 @@ def test_examples_are_counted(data, options, expected):
 
 
 def test_batches_of_their_makers_are_not_counted():
-    class Own(keras.utils.PyDataset):
+    class Batches(keras.utils.PyDataset):
         def __len__(self):
             return 2
 
         def __getitem__(self, index):
             return X, X[:, :1]
 
-    assert EpochBatches(Own(), global_batch_size=4).num_examples(0, 0, 2) is None
+    assert EpochBatches(Batches(), global_batch_size=4).num_examples(0, 0, 2) is None
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,7 @@ class Unknown(layers.Layer):
 
     def __init__(self, layer, **kwargs):
         super().__init__(**kwargs)
-        self.held = layer
+        self.layer = layer
 
     def call(self, x):
         return x

@@ -37,14 +37,14 @@ def wait_for(condition, what):
 def family(folder, num_processes=3):
     """The processes that wrote their ids into the folder, once all are there."""
 
-    def found():
+    def all_there():
         pids = [int(path.name) for path in pathlib.Path(folder).iterdir()]
         return len(pids) >= num_processes and [psutil.Process(pid) for pid in pids]
 
-    return wait_for(found, f"{num_processes} processes to start")
+    return wait_for(all_there, f"{num_processes} processes to start")
 
 
-def is_left(process):
+def is_running(process):
     # psutil compares the start time too: another process may have the id by now.
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -52,5 +52,5 @@ def is_left(process):
         return False
 
 
-def left(processes):
-    return [process for process in processes if is_left(process)]
+def survivors(processes):
+    return [process for process in processes if is_running(process)]

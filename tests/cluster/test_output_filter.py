@@ -34,10 +34,10 @@ MARK = b"\x1etfparallel error "
 
 class Seen:
     def __init__(self, **options):
-        self.shown, self.kept = [], []
+        self.shown, self.logged = [], []
         self.output_filter = OutputFilter(
             lambda worker, stream, text: self.shown.append((worker, stream, text)),
-            lambda worker, text: self.kept.append((worker, text)),
+            lambda worker, text: self.logged.append((worker, text)),
             **options,
         )
 
@@ -49,7 +49,7 @@ class Seen:
 def test_chatter_is_for_the_log_alone():
     seen = Seen().write(0, CHATTER + b"mine\n")
     assert seen.shown == [(0, "stderr", b"mine\n")]
-    assert seen.kept == [(0, CHATTER + b"mine\n")]
+    assert seen.logged == [(0, CHATTER + b"mine\n")]
 
 
 def test_who_asks_for_it_sees_it():
@@ -78,7 +78,7 @@ def test_a_warning_of_several_workers_is_shown_once():
     warning = b"/lib/trainer.py:74: UserWarning: shuffle is ignored\n  self.adapter = (\n"
     seen = Seen().write(1, warning).write(0, warning + b"mine\n").write(1, warning)
     assert [text for _, _, text in seen.shown] == [warning, b"mine\n", warning]
-    assert [text for _, text in seen.kept] == [warning, warning + b"mine\n", warning]
+    assert [text for _, text in seen.logged] == [warning, warning + b"mine\n", warning]
 
 
 def error(place="ValueError a.py, line 3"):
@@ -93,7 +93,7 @@ def test_the_error_of_several_workers_is_shown_once():
     seen.write(0, line).write(2, error("OSError").to_line())
     short = b"ValueError: wrong\n  a.py, line 3: fit()\n"
     assert seen.shown == [(1, "stderr", short), (2, "stderr", short)]
-    assert seen.kept == [(worker, "Traceback …\n".encode()) for worker in (1, 0, 2)]
+    assert seen.logged == [(worker, "Traceback …\n".encode()) for worker in (1, 0, 2)]
     assert sorted(seen.output_filter.errors) == [0, 1, 2]
 
 
@@ -111,7 +111,7 @@ def test_what_only_looks_like_an_error_passes_as_it_is(content):
     """Story: the launcher raised, and the job ended."""
     line = MARK + content.encode() + b"\n"
     seen = Seen().write(0, line)
-    assert seen.shown == [(0, "stderr", line)] and seen.kept == [(0, line)]
+    assert seen.shown == [(0, "stderr", line)] and seen.logged == [(0, line)]
     assert not seen.output_filter.errors
 
 
@@ -119,7 +119,7 @@ def test_the_error_of_a_text_that_no_stream_takes():
     """Story: a lone surrogate, as of a file's name, ended the launcher, and used no restart."""
     line = WorkerError(["a \udc80"], "\ud800", "b \udfff\n").to_line()
     seen = Seen().write(0, line)
-    assert (seen.shown, seen.kept) == ([(0, "stderr", b"a \\udc80\n")], [(0, b"b \\udfff\n")])
+    assert (seen.shown, seen.logged) == ([(0, "stderr", b"a \\udc80\n")], [(0, b"b \\udfff\n")])
 
 
 def test_an_error_behind_a_progress_bar_is_told():
@@ -144,7 +144,7 @@ def test_a_line_without_end_is_not_held(begin):
         assert num_buffered == sum(map(len, seen.output_filter._begun.values())) < LINE_BYTES
     assert num_buffered == 1  # It was given up, but for a new beginning.
     seen.output_filter.finish()
-    assert sum(len(text) for _, text in seen.kept) == written
+    assert sum(len(text) for _, text in seen.logged) == written
 
 
 def test_warnings_do_not_fill_the_memory():

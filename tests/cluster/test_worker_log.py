@@ -31,14 +31,14 @@ class Disk:
     """A file that takes `room` more bytes."""
 
     def __init__(self, room):
-        self.room, self.kept = room, b""
+        self.room, self.content = room, b""
 
     def write(self, text):
         if not self.room:
             raise OSError(28, "No space left on device")
         taken = text[: self.room]
         self.room -= len(taken)
-        self.kept += taken
+        self.content += taken
         return len(taken)
 
     def close(self):
@@ -53,7 +53,7 @@ def test_it_says_how_much_is_missing_once_there_is_room(tmp_path):
         log.write(text)
     disk.room = 1000
     log.write(b"third\n")
-    assert disk.kept == b"firs\n--- 9 bytes had no room here ---\nthird\n"
+    assert disk.content == b"firs\n--- 9 bytes had no room here ---\nthird\n"
 
 
 def test_a_file_that_cannot_be_made_keeps_nothing(tmp_path):

@@ -126,12 +126,12 @@ def summary(session) -> str:
     lines += [f"  {n} x {text}" for text, n in session.discarded.most_common()]
     lines.append(f"Refused: {session.refusals.total()}")
     lines += [f"  {n} x {form}: {text}" for (form, text), n in session.refusals.most_common()]
-    lines.append(f"Of known families: {session.known.total()}")
-    lines += [f"  {n} x {text}" for text, n in session.known.most_common()]
-    silent = sum(finding.count for finding in session.found if finding.outcome.verdict != "crash")
-    crashes = sum(finding.count for finding in session.found if finding.outcome.verdict == "crash")
+    lines.append(f"Of known families: {session.num_known.total()}")
+    lines += [f"  {n} x {text}" for text, n in session.num_known.most_common()]
+    silent = sum(finding.count for finding in session.findings if finding.outcome.verdict != "crash")
+    crashes = sum(finding.count for finding in session.findings if finding.outcome.verdict == "crash")
     lines.append(f"New: {silent} silent differences, {crashes} crashes")
-    for finding in session.found:
+    for finding in session.findings:
         lines.append(
             f"  {finding.count} x {finding.outcome.form}: {finding.outcome.verdict}: "
             f"{finding.outcome.detail[:200]}"

@@ -52,11 +52,11 @@ def test_half_precision_is_what_trains():
     for make in (lambda model: model, lambda model: data_parallel(model, devices=PAIR)):
         models = []
 
-        def kept(model, make=make, models=models):
+        def listed(model, make=make, models=models):
             models.append(make(model))
             return models[-1]
 
-        training.trained(network, kept)
+        training.trained(network, listed)
         assert models[0].layers[-1].compute_dtype == "float16"
     in_float32 = training.Network(lambda: _in("float32"), network.batches)
     with pytest.raises(RuntimeError, match="must compute in float16. Received: float32"):

@@ -13,7 +13,7 @@ B = 5  # The number of rows; no other axis is as long.
 MIXED = "mixed"
 
 
-class Given(NamedTuple):
+class Input(NamedTuple):
     """An input.
 
     Attributes:
@@ -37,42 +37,42 @@ class Case(NamedTuple):
     Attributes:
         kind: Its type, as `tf.Operation` names it.
         function: Of tensors.
-        given: The inputs.
+        inputs: Where their rows are, and what they hold.
         right: The placement of each output, or `MIXED`.
     """
 
     kind: str
     function: Callable
-    given: tuple[Given, ...]
+    inputs: tuple[Input, ...]
     right: tuple | str
 
 
 CASES: list[Case] = []
 
 
-def rows(*shape, axis=0, power=0, **more) -> Given:
+def rows(*shape, axis=0, power=0, **more) -> Input:
     """Rows along an axis."""
-    return Given(Shard(axis, power), shape, **more)
+    return Input(Shard(axis, power), shape, **more)
 
 
-def same(*shape, power=0, **more) -> Given:
+def same(*shape, power=0, **more) -> Input:
     """What is the same of all pieces, but for a power of B."""
-    return Given(Replicate(power), shape, **more)
+    return Input(Replicate(power), shape, **more)
 
 
-def total(*shape, power=0, **more) -> Given:
+def total(*shape, power=0, **more) -> Input:
     """A sum over the rows; a mean with `power=-1`."""
-    return Given(Sum(power), shape, **more)
+    return Input(Sum(power), shape, **more)
 
 
-def mean(*shape, **more) -> Given:
+def mean(*shape, **more) -> Input:
     return total(*shape, power=-1, **more)
 
 
-def case(kind: str, function, given, *right) -> None:
+def case(kind: str, function, inputs, *right) -> None:
     """Adds a case; without a placement it is `MIXED`."""
-    given = given if isinstance(given, list) else [given]
-    CASES.append(Case(kind, function, tuple(given), right or MIXED))
+    inputs = inputs if isinstance(inputs, list) else [inputs]
+    CASES.append(Case(kind, function, tuple(inputs), right or MIXED))
 
 
 def raw(kind: str, **attributes) -> Callable:
@@ -91,7 +91,7 @@ def beside(kind: str, other: Callable, **attributes) -> Callable:
     return lambda x: raw(kind, **attributes)(x, other(x))
 
 
-def whole_and_pieces(tensor: Given, seed: int, cut: int = 2) -> list[np.ndarray]:
+def whole_and_pieces(tensor: Input, seed: int, cut: int = 2) -> list[np.ndarray]:
     """An input, whole and in two."""
     random = np.random.default_rng(seed)
     placement, power = tensor.placement, getattr(tensor.placement, "power", 0)

@@ -128,13 +128,13 @@ class Make:
 
     def __call__(self):
         cls, args, kwargs = self.how
-        return cls(*map(made, args), **kwargs)
+        return cls(*map(built, args), **kwargs)
 
 
-def made(argument):
+def built(argument):
     """A layer of what makes it; another argument as it is."""
     if isinstance(argument, list):
-        return [made(each) for each in argument]
+        return [built(each) for each in argument]
     return argument() if isinstance(argument, Make) else argument
 
 

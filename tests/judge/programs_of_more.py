@@ -149,14 +149,14 @@ class Decays(keras.metrics.Metric):
 
     def __init__(self):
         super().__init__(name="decays")
-        self.kept = self.add_variable((), "zeros", name="kept")
+        self.decayed = self.add_variable((), "zeros", name="kept")
 
     def update_state(self, y, outputs, sample_weight=None):
-        added = ops.cast(ops.sum(ops.abs(y - outputs)), self.kept.dtype)
-        self.kept.assign(0.5 * self.kept + added)
+        added = ops.cast(ops.sum(ops.abs(y - outputs)), self.decayed.dtype)
+        self.decayed.assign(0.5 * self.decayed + added)
 
     def result(self):
-        return self.kept
+        return self.decayed
 
 
 program(

@@ -285,10 +285,10 @@ def moved_mean(x):
     """Statistics with a gradient of their own."""
 
     @tf.custom_gradient
-    def own(x):
+    def centred_rows(x):
         return x - tf.reduce_mean(x, axis=0), lambda dy: dy
 
-    return own(x)
+    return centred_rows(x)
 
 
 def gradient_of_the_mean(x):

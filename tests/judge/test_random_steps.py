@@ -28,25 +28,25 @@ class Step:
     def __init__(self, seed, variables, batch):
         self.random = random.Random(seed)
         self.variables = variables
-        self.made = [batch, tf.sin(batch)]
+        self.tensors = [batch, tf.sin(batch)]
         self.lists = []
 
     @property
     def x(self):
         """One of the newest tensors."""
-        return self.random.choice(self.made[-8:])
+        return self.random.choice(self.tensors[-8:])
 
     @property
     def y(self):
         """Any tensor."""
-        return self.random.choice(self.made)
+        return self.random.choice(self.tensors)
 
     @property
     def variable(self):
         return self.random.choice(self.variables)
 
     def gives(self, tensor):
-        self.made.append(tensor)
+        self.tensors.append(tensor)
 
 
 def mean(x):
@@ -182,7 +182,7 @@ def trace(seed, variables, batch):
         step.variables = variables_of[device]
         with tf.device(device):
             step.random.choice(OPERATIONS)(step)
-    return step.made[-4:]
+    return step.tensors[-4:]
 
 
 def results(seed, call):

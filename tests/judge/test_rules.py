@@ -23,7 +23,7 @@ def judged_and_computed(case):
     """What the judge knows of each output, and what it is: of the whole, and of two pieces."""
     graph, placements, inputs = judged_graph("rules"), {}, []
     with graph.as_default():
-        for tensor in case.given:
+        for tensor in case.inputs:
             axis = tensor.placement.axis if isinstance(tensor.placement, Shard) else None
             static = [None if a == axis else size for a, size in enumerate(tensor.shape)]
             inputs.append(tf.compat.v1.placeholder(tensor.dtype, static))
@@ -35,7 +35,7 @@ def judged_and_computed(case):
     judged = [judge.of(out) for out in outputs]
     if case.right == MIXED:
         return judged, None
-    parts = [whole_and_pieces(each, i, CUT) for i, each in enumerate(case.given)]
+    parts = [whole_and_pieces(each, i, CUT) for i, each in enumerate(case.inputs)]
     names = [each.name for each in inputs]
     with tf.compat.v1.Session(graph=graph) as session:
         results = [
@@ -88,7 +88,7 @@ def fault_of(case) -> str | None:
 def test_a_rule_says_what_numbers_say(kind):
     cases = [case for case in CASES if case.kind == kind]
     faults = {i: fault_of(case) for i, case in enumerate(cases)}
-    assert not {i: (cases[i].given, fault) for i, fault in faults.items() if fault is not None}
+    assert not {i: (cases[i].inputs, fault) for i, fault in faults.items() if fault is not None}
 
 
 def test_each_rule_has_cases():

@@ -203,7 +203,7 @@ def test_attention_is_that_of_the_whole_sequence(kind):
     assert_equal(train(divided(build, number)), train(seeded(build)), **CLOSE)
 
 
-@pytest.mark.parametrize("own", [Scaled, Centred, Counting])
+@pytest.mark.parametrize("layer_class", [Scaled, Centred, Counting])
 def test_the_judge_says_which_layers_keep_positions_apart(layer_class):
     build = around(lambda x: layer_class()(x))
     model = divided(build, 2)
@@ -295,7 +295,7 @@ class Perturbed(layers.Layer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("own", [Lengthwise, Whimsical, Checked])
+@pytest.mark.parametrize("layer_class", [Lengthwise, Whimsical, Checked])
 def test_what_looks_at_the_length_or_draws_reads_the_whole(layer_class):
     # A length that is known would fail the check when it is judged.
     build = around(lambda x: layer_class(name="own")(x), length=None if layer_class is Checked else LENGTH)
@@ -355,10 +355,10 @@ def test_attention_with_a_projection_of_ones_own_reads_the_whole():
         layer._tracker.lock()
         return model
 
-    def own():
+    def with_a_layer_replaced():
         return replaced(around(ATTENTIONS["ring"])())
 
-    assert_equal(train(divided(own, 2)), train(seeded(own)), **CLOSE)
+    assert_equal(train(divided(with_a_layer_replaced, 2)), train(seeded(with_a_layer_replaced)), **CLOSE)
 
 
 def test_what_mixes_positions_reads_the_whole_and_is_named(caplog):
@@ -443,7 +443,7 @@ def test_blocks_of_attention_have_the_gradients_of_the_whole():
     def in_blocks(query, key, value):
         parts = [tf.split(each, [2, 0, 4], 1) for each in (key, value)]
         masks = tf.split(mask, [2, 0, 4], 3)
-        blocks = [AttentionBlock(lambda block_mask=block_mask: block_mask, lambda: None) for block_mask in masks]
+        blocks = [AttentionBlock(lambda part=part: part, lambda: None) for part in masks]
         return attend(query, *parts, blocks, DEVICES[0])
 
     results = []

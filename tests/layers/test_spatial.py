@@ -53,8 +53,8 @@ def test_windows_of_all_kinds_are_those_of_the_whole_picture():
             assert model.split.get(f"layer{index}") == ("height" if is_split else None)
         x = np.random.default_rng(0).normal(size=(2, height, 7, 2)) - 2  # Below the padding, too.
         expected = plain.predict(x, verbose=0)
-        found = model.predict(x, verbose=0)
-        for one, other, case in zip(found, expected, WINDOWS, strict=True):
+        actual = model.predict(x, verbose=0)
+        for one, other, case in zip(actual, expected, WINDOWS, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-14, err_msg=str(case))
 
 

@@ -383,8 +383,8 @@ def test_an_input_split_by_features_meets_a_row_parallel_layer():
 
 
 def test_a_layer_reads_rows_where_that_is_asked_for():
-    asked = tfparallel.tensor_parallel(two_layers, DEVICES[:2], split={"a": "row"})
-    assert asked.split == {"a": "row", "b": "column", "e": "row"}
+    by_rows = tfparallel.tensor_parallel(two_layers, DEVICES[:2], split={"a": "row"})
+    assert by_rows.split == {"a": "row", "b": "column", "e": "row"}
     # Behind a softmax, which looks at all features, and beside another reader.
     inputs = keras.Input((6,))
     x = layers.Dense(8, activation="softmax", name="a")(inputs)

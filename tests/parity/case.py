@@ -131,7 +131,7 @@ class Plain:
     """One device, plain Keras."""
 
     name = "one device"
-    asked: dict[str, Any] = {}  # What the builder is given besides, by `run`.
+    builder_options: dict[str, Any] = {}  # Set by `run`, from the case.
 
     def model(self, case: Case) -> keras.Model:
         return self.make(case.build, case.compile)
@@ -166,7 +166,7 @@ class Builder(Plain):
     def make(self, build, compile=None) -> keras.Model:
         import tfparallel
 
-        model = tfparallel.data_parallel(build, devices=self.devices, **self.asked)
+        model = tfparallel.data_parallel(build, devices=self.devices, **self.builder_options)
         if compile is not None:
             compile(model)
         return model
@@ -245,7 +245,7 @@ class Pipeline(Plain):
         import tfparallel
 
         model = tfparallel.pipeline_parallel(
-            build, self.devices, allow_empty_stages=True, **self.options, **self.asked
+            build, self.devices, allow_empty_stages=True, **self.options, **self.builder_options
         )
         if compile is not None:
             compile(model)
@@ -276,7 +276,7 @@ class Hybrid(Plain):
             balance="memory",
             allow_empty_stages=True,
             **self.options,
-            **self.asked,
+            **self.builder_options,
         )
         if compile is not None:
             compile(model)
@@ -313,7 +313,7 @@ def precision(dtype: str) -> Iterator[None]:
 def run(case: Case, form: Plain, *, baseline: bool = False) -> Observed:
     """Trains `case` under `form` from its own seed, in its own precision."""
     train = (case.baseline if baseline else None) or case.train or fit
-    form.asked = {} if baseline else case.options
+    form.builder_options = {} if baseline else case.options
     keras.backend.clear_session()  # Before the dtype policy is set: it resets that, too.
     with precision(case.dtype):
         keras.utils.set_random_seed(SEED)

@@ -67,7 +67,7 @@ def main(num_devices: int, names: Sequence[str]) -> None:
         name = "workers"
 
         def make(self, build, compile=None):
-            model = tfparallel.data_parallel(build, strategy, **self.asked)
+            model = tfparallel.data_parallel(build, strategy, **self.builder_options)
             if compile is not None:
                 compile(model)
             return model

@@ -548,7 +548,7 @@ class Keeping(layers.Layer):
     """Keeps what it was given."""
 
     def call(self, inputs):
-        self.kept = inputs
+        self.stored = inputs
         return inputs * 1.0
 
 
@@ -556,7 +556,7 @@ def test_a_tensor_that_another_stage_keeps_is_refused():
     def build():
         inputs, keeping = keras.Input((4,)), Keeping()
         x = layers.Dense(4)(keeping(inputs))
-        x = layers.Lambda(lambda t: t + keeping.kept, output_shape=(4,))(x)
+        x = layers.Lambda(lambda t: t + keeping.stored, output_shape=(4,))(x)
         return keras.Model(inputs, layers.Dense(1)(x))
 
     model = tfparallel.pipeline_parallel(build, ["CPU:0", "CPU:1"], 2, layers_per_stage=[2, 2])
@@ -694,7 +694,7 @@ def test_micro_batches_draw_other_numbers_by_a_seed_of_tensorflows(how, form):
         model = tfparallel.pipeline_parallel(build, devices[:2], 4)
     model.compile("sgd", loss)
     model.fit(np.zeros((8, 2)), np.zeros((8, 2)), batch_size=8, verbose=0)
-    numbers = np.stack([own for own in seen if len(own) == 2][-4:])
+    numbers = np.stack([drawn_once for drawn_once in seen if len(drawn_once) == 2][-4:])
     assert numbers.shape == (4, 2, 2) and len(np.unique(numbers)) == numbers.size
 
 

@@ -73,7 +73,7 @@ class Block(layers.Layer):
     def build(self, shape):
         self.up.build(shape)
         self.down.build((*shape[:-1], 30))
-        self.own = self.add_weight(shape=(512,), name="own")
+        self.weight = self.add_weight(shape=(512,), name="own")
         super().build(shape)
 
     def call(self, x):
@@ -134,11 +134,11 @@ def test_an_optimizer_that_looks_at_whole_weights_has_no_parts():
 
 
 def test_a_model_whose_layers_cannot_be_seen_is_refused():
-    class Own(keras.Model):
+    class Subclassed(keras.Model):
         pass
 
     with pytest.raises(PlacementError, match="needs a functional or Sequential model"):
-        planned(Own)
+        planned(Subclassed)
 
 
 @pytest.mark.slow

@@ -154,7 +154,7 @@ def test_a_device_holds_its_layers_and_what_is_in_flight():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "recompute", "held"),
+    ("schedule", "recompute", "in_flight_bytes"),
     [
         ("gpipe", "never", 8 * 6 * 16),
         ("1f1b", "never", 2 * 6 * 16),
@@ -194,13 +194,13 @@ def test_large_gradients_are_held_one_at_a_time_where_none_is_added_to_another()
     large = LayerCosts("large", Line(), 50, 30, 0, 20, Line(0.0, 1.0), 0, 1, update_bytes=90)
     costs = ModelCosts([large, large])
 
-    def held(mesh, counts):
+    def bytes_of(mesh, counts):
         planned = Pieces(mesh, ROWS, make_schedule("1f1b", mesh.pipeline, 1), counts)
         return predict(costs, planned, ALONE).held_bytes[0]
 
-    assert held(Mesh(), [2]) == held(Mesh(tensor=2), [2]) == 2 * 70 + 2 * ROWS  # More than 90.
-    assert held(Mesh(data=2), [2]) == 2 * 100 + 2 * ROWS // 2
-    assert held(Mesh(pipeline=2), [1, 1]) == 100 + ROWS
+    assert bytes_of(Mesh(), [2]) == bytes_of(Mesh(tensor=2), [2]) == 2 * 70 + 2 * ROWS  # More than 90.
+    assert bytes_of(Mesh(data=2), [2]) == 2 * 100 + 2 * ROWS // 2
+    assert bytes_of(Mesh(pipeline=2), [1, 1]) == 100 + ROWS
     few = Pieces(Mesh(), 2, make_schedule("1f1b", 1, 1), [2])
     assert predict(costs, few, ALONE).held_bytes == (2 * 70 + 90,)
 
@@ -217,16 +217,16 @@ def in_shares(**extra):
 
 
 def test_a_replica_holds_its_share():
-    def held(shard, number=2):
+    def bytes_of(shard, number=2):
         prediction = predict(in_shares(), pieces(Mesh(data=number), shard=shard), ALONE)
         return prediction.held_bytes[0] - 4 * 8 * ROWS // number  # Without activations.
 
-    assert held(None) == 4 * (50 + 30 + 20)
+    assert bytes_of(None) == 4 * (50 + 30 + 20)
     # Weights and gradients are whole; of slots there is a half, and of what is updated by them.
-    assert held("optimizer") == 4 * (50 + 30 + 20 / 2 + 30 / 2)
+    assert bytes_of("optimizer") == 4 * (50 + 30 + 20 / 2 + 30 / 2)
     # Of 50 bytes 20 are shared out, and of 30 of gradients; the two largest are whole at a time.
-    assert held("parameters") == 4 * (30 + 10 + (20 + 20 + 20 + 10) / 2) + 2 * (12 + 12)
-    assert held("parameters", 4) == 4 * (30 + 10 + (20 + 20 + 20 + 10) / 4) + 2 * (12 + 12)
+    assert bytes_of("parameters") == 4 * (30 + 10 + (20 + 20 + 20 + 10) / 2) + 2 * (12 + 12)
+    assert bytes_of("parameters", 4) == 4 * (30 + 10 + (20 + 20 + 20 + 10) / 4) + 2 * (12 + 12)
 
 
 def test_shares_of_large_gradients_are_used_up_one_by_one():
@@ -234,12 +234,12 @@ def test_shares_of_large_gradients_are_used_up_one_by_one():
     clipped = LayerCosts("clipped", Line(), 50, 50, 50, 20, shared_bytes=(40,))
     large = dataclasses.replace(clipped, gradient_bytes=10)
 
-    def held(layer, shard):
+    def bytes_of(layer, shard):
         planned = pieces(Mesh(data=2), counts=[1], shard=shard)
         return predict(ModelCosts([layer]), planned, ALONE).held_bytes[0]
 
-    assert held(clipped, "parameters") - held(large, "parameters") == 40 / 2
-    assert held(clipped, "optimizer") == held(large, "optimizer") == 50 + 50 + 20 / 2 + 50 / 2
+    assert bytes_of(clipped, "parameters") - bytes_of(large, "parameters") == 40 / 2
+    assert bytes_of(clipped, "optimizer") == bytes_of(large, "optimizer") == 50 + 50 + 20 / 2 + 50 / 2
 
 
 def test_frozen_weights_are_kept_whole_and_have_no_gradients():
@@ -254,10 +254,10 @@ def test_shares_are_updated_once_and_copied():
     costs = in_shares(update=Line(1.0, 0.1))
     adding = Machine(sum_seconds=lambda number, size: (number - 1) * size / 10, share_seconds=0.5)
 
-    def found(shard, machine=adding):
+    def prediction_of(shard, machine=adding):
         return predict(costs, pieces(Mesh(data=2), shard=shard), machine)
 
-    whole, optimizer, parameters = map(found, (None, "optimizer", "parameters"))
+    whole, optimizer, parameters = map(prediction_of, (None, "optimizer", "parameters"))
     assert whole.copies_seconds == 0.0
     assert whole.sums_seconds == optimizer.sums_seconds == pytest.approx(4 * 30 / 10)
     # Each adds up its half of what is shared out; one device the rest.
@@ -271,7 +271,7 @@ def test_shares_are_updated_once_and_copied():
     assert whole.passes_seconds == parameters.passes_seconds
     # On cores that are busy all replicas' copies take turns, and of the update there is one.
     busy = dataclasses.replace(adding, side_by_side=1.0)
-    assert found(None, busy).update_seconds == pytest.approx(2 * 4 * (1.0 + 3.0))
-    assert found("optimizer", busy).update_seconds == pytest.approx(4 * (2 * 1.0 + 3.0))
-    assert found("optimizer", busy).copies_seconds == pytest.approx(4.0 + 2 * 4 * 30 / 10)
-    assert found("parameters", busy).sums_seconds == whole.sums_seconds
+    assert prediction_of(None, busy).update_seconds == pytest.approx(2 * 4 * (1.0 + 3.0))
+    assert prediction_of("optimizer", busy).update_seconds == pytest.approx(4 * (2 * 1.0 + 3.0))
+    assert prediction_of("optimizer", busy).copies_seconds == pytest.approx(4.0 + 2 * 4 * 30 / 10)
+    assert prediction_of("parameters", busy).sums_seconds == whole.sums_seconds

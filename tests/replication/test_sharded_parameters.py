@@ -106,7 +106,7 @@ class Positions(layers.Layer):
         return self.table(keras.ops.arange(keras.ops.shape(x)[1]))[None]
 
 
-class Own(keras.Model):
+class OwnStep(keras.Model):
     """Its step clips the gradients itself."""
 
     def train_step(self, data):
@@ -121,7 +121,7 @@ class Own(keras.Model):
 
 def build_own():
     model = build_tables()
-    return Own(model.inputs, model.outputs)
+    return OwnStep(model.inputs, model.outputs)
 
 
 def data(number=29):
@@ -277,8 +277,8 @@ def test_a_replica_holds_its_share():
     model.compile("adam", "mse")
     model.optimizer.build(model.trainable_variables)
     for weight in sharded(model):
-        held = [copy.shape.num_elements() for copy in weight.pieces]
-        assert sum(held) < np.prod(weight.shape) + 4 * weight.shape[-1] and len(set(held)) == 1
+        sizes = [copy.shape.num_elements() for copy in weight.pieces]
+        assert sum(sizes) < np.prod(weight.shape) + 4 * weight.shape[-1] and len(set(sizes)) == 1
         np.testing.assert_array_equal(weight.numpy(), weight.value)
     slots = [v for v in model.optimizer.variables if hasattr(v, "_sharded")]
     assert len(slots) == 2 * len(model.trainable_variables)
@@ -499,8 +499,8 @@ def test_a_loop_of_ones_own_is_told():
     ],
 )
 def test_what_cannot_be_is_refused(options, received):
-    given = {"shard": "parameters", "devices": ["CPU:0", "CPU:1"]} | options
+    arguments = {"shard": "parameters", "devices": ["CPU:0", "CPU:1"]} | options
     with pytest.raises(ValueError, match=f"Received: {received}"):
-        tfparallel.data_parallel(build, **given)
+        tfparallel.data_parallel(build, **arguments)
     with pytest.raises(PlacementError, match="Received: shard='parameters'"):
         tfparallel.hybrid_parallel(build, {"data": 2}, ["CPU:0", "CPU:1"], shard="parameters")

@@ -16,11 +16,11 @@ DEVICES = ["CPU:1", "CPU:2", "CPU:3"]
 
 
 def on_each(function, *by_device):
-    found = []
-    for device, *own in zip(DEVICES, *by_device, strict=True):
+    results = []
+    for device, *arguments in zip(DEVICES, *by_device, strict=True):
         with tf.device(device):
-            found.append(function(*own))
-    return found
+            results.append(function(*arguments))
+    return results
 
 
 def added(terms, devices=DEVICES):
@@ -105,7 +105,7 @@ def stacks_on_another_axis(x):
 def sums_behind_what_is_waited_for(x):
     """Two updates of a step: the second's terms are made behind the first's sums."""
     first = added(on_each(lambda k: x * k, [1.0, 2.0, 3.0]))
-    behind = on_each(lambda own: tf.identity(own).op, first)
+    behind = on_each(lambda total: tf.identity(total).op, first)
 
     def second(k, op):
         with tf.control_dependencies([op]):

@@ -252,11 +252,11 @@ def main(folder, parts):
 
     scope = tfparallel.MultiWorkerMirroredStrategy().scope
     folder = pathlib.Path(folder)
-    own, shared = folder / f"worker_{tfparallel.worker_index()}", folder / "shared"
+    own_folder, shared = folder / f"worker_{tfparallel.worker_index()}", folder / "shared"
     results = {}
     for part in parts:
         if part in WITH_FILES:
-            results[part] = attempt(lambda part=part: WITH_FILES[part](scope, own, shared))
+            results[part] = attempt(lambda part=part: WITH_FILES[part](scope, own_folder, shared))
         else:
             results[part] = attempt(lambda part=part: (WITHOUT_FILES | OTHERS)[part](scope))
     return results

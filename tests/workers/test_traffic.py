@@ -79,12 +79,12 @@ def in_a_step(strategy, reduction, *data):
 
 @pytest.mark.parametrize("transport", ["ring_tuned", "mpi"])
 def test_predictions_cross_only_where_they_must(transport):
-    found = run_workers(PROGRAM, NUM_WORKERS, environment={"TFPARALLEL_ALL_REDUCE": transport})
+    by_worker = run_workers(PROGRAM, NUM_WORKERS, environment={"TFPARALLEL_ALL_REDUCE": transport})
     dense = 4 * (3 * WIDTH * CLASSES + CLASSES)
     # A length that only the step knows is rounded up, by a quarter at most.
     own_slices = 3 * ROWS // NUM_WORKERS * (4 * WIDTH + 4)
     predictions = 4 * ROWS // NUM_WORKERS * CLASSES
-    for seen in found:
+    for seen in by_worker:
         sent, joined = seen["keras"]
         assert not joined and sent["rows"] == 0
         assert dense <= sent["sums"] <= dense + 1024
