@@ -234,8 +234,9 @@ def page(results, described, options):
         f"{verdict}). Staleness: {results['mean_staleness']:.2f} on average, at most "
         f"{results['largest_staleness']}; the bound is {results['bound']}.",
         "",
-        f"With worker 1 killed a second after the start: {results['killed_updates'] - 40} updates of "
-        f"{NUM_UPDATES} were done, by the other one, in {results['killed_step_ms'] / 2:.1f} ms each.",
+        f"With worker 1 killed a second after the start: {results['killed_updates'] - 40} updates "
+        f"of {NUM_UPDATES} were done, by the other one, in "
+        f"{results['killed_step_ms'] / 2:.1f} ms each.",
     ]
     return lines + contest.footer("asynchronous", described, options, "num_rounds")
 

@@ -174,7 +174,7 @@ def publish(name, lines, results, options, figures=None):
     Args:
         name: The block of the page.
         lines: What the page shows.
-        found: Every figure, for `--json`.
+        results: Every figure, for `--json`.
         options: What `parse` returned.
         figures: Those that `summary.py` reads, with the date.
     """

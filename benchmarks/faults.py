@@ -72,10 +72,10 @@ def main(arguments):
             except RuntimeError as error:
                 print(error, file=sys.stderr)
                 largest, seconds = float("inf"), float("nan")
-            survivors = [p for p in run.seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-            rows.append((kind, victim, step, largest, seconds, len(survivors)))
+            alive = [p for p in run.seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+            rows.append((kind, victim, step, largest, seconds, len(alive)))
             print(f"{index + 1}: {kind}, worker {victim}, step {step}: {largest:.1e}, "
-                  f"{seconds:.1f} s, {len(survivors)} left", file=sys.stderr, flush=True)  # fmt: skip
+                  f"{seconds:.1f} s, {len(alive)} left", file=sys.stderr, flush=True)  # fmt: skip
     names = ("kind", "worker", "step", "difference", "seconds", "left")
     results = [dict(zip(names, row, strict=True)) for row in rows]
     contest.publish("faults", page(rows, described, options), results, options)
@@ -295,11 +295,11 @@ def page(rows, described, options):
         "| --- | --- | --- | --- | --- |",
     ]
     for kind in dict.fromkeys(row[0] for row in rows):
-        of_kind = [row for row in rows if row[0] == kind]
-        seconds = [row[4] for row in of_kind]
+        runs = [row for row in rows if row[0] == kind]
+        seconds = [row[4] for row in runs]
         lines.append(
-            f"| {kind} | {len(of_kind)} | {sum(map(is_right, of_kind))} | {max(row[3] for row in of_kind):.1e} "
-            f"| {np.median(seconds):.1f}, {np.max(seconds):.1f} |"
+            f"| {kind} | {len(runs)} | {sum(map(is_right, runs))} "
+            f"| {max(row[3] for row in runs):.1e} | {np.median(seconds):.1f}, {np.max(seconds):.1f} |"
         )
     return lines + contest.footer("faults", described, options, "num_faults", "seed")
 

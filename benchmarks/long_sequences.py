@@ -38,7 +38,8 @@ def main(arguments):
                 results[name].setdefault(key, []).append(value)
     figures = {
         "memory": results["ours"]["peak"][0] / number / results["short"]["peak"][0],
-        "step": statistics.median(results["ours"]["step"]) / statistics.median(results["long"]["step"]),
+        "step": statistics.median(results["ours"]["step"])
+        / statistics.median(results["long"]["step"]),
     }
     lines = page(results, runs, figures, described, options)
     contest.publish("long_sequences", lines, results, options, figures)

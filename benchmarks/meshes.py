@@ -82,25 +82,25 @@ def call(command, busy):
     )
 
 
-def table(name, result):
-    lines = [f"### {name}", "", f"{result['why']}. Planned in {result['plan']['seconds']:.0f} s.", ""]
+def table(name, task):
+    lines = [f"### {name}", "", f"{task['why']}. Planned in {task['plan']['seconds']:.0f} s.", ""]
     lines += ["| mesh | predicted step, ms | tried | measured | error | MiB | counted | error |"]
     lines += ["| --- | --- | --- | --- | --- | --- | --- | --- |"]
-    for row in result["rows"]:
+    for row in task["rows"]:
         sizes = [f"{axis}={size}" for axis, size in row["mesh"].items() if size > 1]
         if "shard" in row:
             sizes.append(f"shard={row['shard']}")
         label = ", ".join(sizes) or "one device"
         label += " (too large)" if "why_not" in row else ""
-        step, measured = 1e3 * row["step_seconds"], 1e3 * row["round_seconds"]
-        predicted_mib, counted = row["predicted_bytes"] / 2**20, (row["held"] or 0) / 2**20
-        of_counted = f"{predicted_mib / counted - 1:+.0%}" if counted > LEAST_MIB else "–"
+        step, actual = 1e3 * row["step_seconds"], 1e3 * row["round_seconds"]
+        mib, counted = row["predicted_bytes"] / 2**20, (row["held"] or 0) / 2**20
+        of_counted = f"{mib / counted - 1:+.0%}" if counted > LEAST_MIB else "–"
         tried = f"{1e3 * row['measured_seconds']:.1f}" if "measured_seconds" in row else "–"
         lines.append(
-            f"| {label} | {step:.1f} | {tried} | {measured:.1f} | {step / measured - 1:+.0%} | {predicted_mib:.1f} | "
-            f"{f'{counted:.1f}' if counted else '–'} | {of_counted} |"
+            f"| {label} | {step:.1f} | {tried} | {actual:.1f} | {step / actual - 1:+.0%} | "
+            f"{mib:.1f} | {f'{counted:.1f}' if counted else '–'} | {of_counted} |"
         )
-    fitting = [row for row in result["rows"] if "why_not" not in row]
+    fitting = [row for row in task["rows"] if "why_not" not in row]
     best = min(row["round_seconds"] for row in fitting)
     predicted = min(fitting, key=lambda row: row["step_seconds"])["round_seconds"] / best
     tried = fitting[0]["round_seconds"] / best

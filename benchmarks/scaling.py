@@ -172,7 +172,9 @@ def page(results, described, options):
                 f"and {SENT_TARGET_KIB} KiB"
             )
         lines += ["", f"{memory_line}.", ""]
-    versions = {k: v for r in results.values() for d in r["versions"].values() for k, v in d.items()}
+    versions = {
+        k: v for r in results.values() for d in r["versions"].values() for k, v in d.items()
+    }
     named = {k: v for k, v in versions.items() if k in ("tensorflow", "keras", "torch")}
     lines.pop()
     return lines + contest.footer("scaling", described | named, options, "num_rounds")

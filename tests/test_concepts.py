@@ -80,8 +80,8 @@ def named(of):
 
 def count():
     classes = nodes(ast.ClassDef)
-    own_names_set, outside = own_names(), {k: v for k, v in NODES.items() if not k.startswith("seams/")}
-    private = [name for name in named(outside) if name not in own_names_set | PUBLIC]
+    defined, outside = own_names(), {k: v for k, v in NODES.items() if not k.startswith("seams/")}
+    private = [name for name in named(outside) if name not in defined | PUBLIC]
     by_name = [getattr(node.func, "id", "") for node in nodes(ast.Call)]  # Not `list.extend`.
     return {
         "classes that have a `fit`": sum("fit" in methods(cls) for cls in classes),
@@ -93,8 +93,8 @@ def count():
             len(methods(cls) & {"_look_at", "_begin"}) for cls in classes
         ),
         "modules that sum gradients over workers": sum(
-            any(called(node) == "all_reduce_gradients" for node in nodes(ast.Call, {"": module_nodes}))
-            for module_nodes in NODES.values()
+            any(called(node) == "all_reduce_gradients" for node in nodes(ast.Call, {"": body}))
+            for body in NODES.values()
         ),
         "states of a thread": sum(
             ast.unparse(node.func) in ("threading.local", "contextvars.ContextVar")

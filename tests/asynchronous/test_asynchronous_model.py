@@ -60,7 +60,9 @@ def test_a_run_is_resumed_saved_and_made_of_a_built_model(results):
     assert max(results[name] for name in ("resumed", "built", "in the middle")) < 1e-12
     assert results["saved"] == {"class": "keras.src.models.sequential", "apart": 0}
     assert "the weights are on 1 server" in results["layout"]
-    assert results["bytes"]["weights"] == results["bytes"]["gradients"] == 8 * (5 * 16 + 16 + 32 + 2)
+    assert (
+        results["bytes"]["weights"] == results["bytes"]["gradients"] == 8 * (5 * 16 + 16 + 32 + 2)
+    )
 
 
 @pytest.mark.slow

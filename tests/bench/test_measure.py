@@ -91,9 +91,9 @@ def test_what_each_collective_makes():
     for name in COLLECTIVES:
         count = collectives.whole_count(name, 7, 2)
         assert count == (7 if name in ("all_reduce", "broadcast") else 6)
-        num_inputs = collectives.input_count(name, count, 2)
-        num_outputs = collectives.expected(name, [np.zeros(num_inputs)] * 2, 0).size
-        assert collectives.input_size(name, num_outputs, 2) == num_inputs and max(num_inputs, num_outputs) == count
+        num_in = collectives.input_count(name, count, 2)
+        num_out = collectives.expected(name, [np.zeros(num_in)] * 2, 0).size
+        assert collectives.input_size(name, num_out, 2) == num_in and max(num_in, num_out) == count
 
 
 def spoil_one(results):

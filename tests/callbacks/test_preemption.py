@@ -85,9 +85,9 @@ ENDS = """
 import os, signal, time
 from tfparallel.cluster.preemption import SIGNALS, SignalWatch
 class Slow:  # As TensorFlow's objects are.
-    def __del__(self, kill=os.kill, own=os.getpid(), numbers=SIGNALS):
-        for number in numbers: kill(own, number)
-held = Slow()
+    def __del__(self, kill=os.kill, pid=os.getpid(), numbers=SIGNALS):
+        for number in numbers: kill(pid, number)
+slow = Slow()
 with SignalWatch(SIGNALS, print) as watch:
     watch.ignore()
 raise SystemExit(75)

@@ -91,17 +91,20 @@ class Scaler:
 def test_objects_of_values_are_shared_where_they_differ(make):
     """Story: where `get_config` left it out, the clone kept its constructor's default."""
     value, other = make(2.0), make(1.0)
-    source, target = Holder(held=value), Holder(held=other)
+    source, target = Holder(setting=value), Holder(setting=other)
     assert not same(value, other)
     carry_attributes(source, target)
-    assert target.held == value
+    assert target.setting == value
 
 
 def test_a_record_is_copied_and_not_shared():
-    source, target = Holder(held=Noise([1.0])), Holder(held=Noise([2.0]))
+    source, target = Holder(setting=Noise([1.0])), Holder(setting=Noise([2.0]))
     carry_attributes(source, target)
-    assert target.held == source.held
-    assert target.held is not source.held and target.held.deviation is not source.held.deviation
+    assert target.setting == source.setting
+    assert (
+        target.setting is not source.setting
+        and target.setting.deviation is not source.setting.deviation
+    )
 
 
 @dataclasses.dataclass
@@ -132,12 +135,12 @@ def test_a_method_of_what_holds_a_layer_stays_its_own():
 
 
 def test_a_record_that_refers_to_itself_stays_its_own():
-    source, target = Holder(held=Noise(1.0)), Holder(held=Noise(2.0))
+    source, target = Holder(setting=Noise(1.0)), Holder(setting=Noise(2.0))
     for layer in (source, target):
-        layer.held.deviation = layer.held
-    record = target.held
+        layer.setting.deviation = layer.setting
+    record = target.setting
     carry_attributes(source, target)
-    assert target.held is record
+    assert target.setting is record
 
 
 def test_tensors_are_shared_and_variables_assigned():

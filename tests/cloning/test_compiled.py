@@ -68,7 +68,9 @@ def test_how_steps_are_run(clone):
     seen = [each.evaluate(x, y, verbose=0, return_dict=True)["mae"] for each in (copy, model)]
     np.testing.assert_allclose(*seen, rtol=1e-5)
     # Two models do not count into one metric.
-    compiled_metrics = [next(m for m in e.metrics if m.name == "compile_metrics") for e in (copy, model)]
+    compiled_metrics = [
+        next(m for m in e.metrics if m.name == "compile_metrics") for e in (copy, model)
+    ]
     assert compiled_metrics[0].metrics[0] is not compiled_metrics[1].metrics[0]
 
 

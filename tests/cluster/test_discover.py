@@ -100,7 +100,7 @@ def test_torchrun_on_one_host():
     assert {cluster.workers for cluster in clusters} == {
         ("127.0.0.1:29501", "127.0.0.1:29502", "127.0.0.1:29503")
     }
-    assert {(cluster.num_local_workers, cluster.source) for cluster in clusters} == {(3, "torchrun")}
+    assert {(each.num_local_workers, each.source) for each in clusters} == {(3, "torchrun")}
     moved = Cluster.from_env({**torchrun(1, 3, 1, 3), "TFPARALLEL_PORT": "4000"})
     assert moved.address == "127.0.0.1:4001"
 
@@ -185,7 +185,7 @@ def test_slurm_one_task_a_gpu():
     )  # fmt: skip
     assert [cluster.worker_index for cluster in clusters] == [0, 1, 2, 3]
     assert [cluster.local_rank for cluster in clusters] == [0, 1, 0, 1]
-    assert {(cluster.num_local_workers, cluster.source) for cluster in clusters} == {(2, "Slurm")}
+    assert {(each.num_local_workers, each.source) for each in clusters} == {(2, "Slurm")}
     assert Cluster.from_env(srun(0, job=1235)).workers != clusters[0].workers
     assert Cluster.from_env(srun(0, SLURM_STEP_ID=1)).workers != clusters[0].workers
     moved = Cluster.from_env({**srun(3), "TFPARALLEL_PORT": "5000"})
@@ -261,7 +261,7 @@ def test_kubernetes():
     assert len({cluster.workers for cluster in clusters}) == 1
     assert clusters[2].workers[1] == "train-digits-1.workers:13000"
     assert [cluster.worker_index for cluster in clusters] == [0, 1, 2]
-    assert {(cluster.num_local_workers, cluster.source) for cluster in clusters} == {(1, "Kubernetes")}
+    assert {(each.num_local_workers, each.source) for each in clusters} == {(1, "Kubernetes")}
     assert Cluster.from_env(pod(0, TFPARALLEL_PORT="99")).address == "train-digits-0.workers:99"
     # Pods that each train a model of their own say so.
     assert Cluster.from_env(pod(2, num_workers=1)) == Cluster()

@@ -149,7 +149,9 @@ def test_a_host_whose_workers_fail_leaves(start):
     codes = [launcher.end() for launcher in launchers]
     assert sorted(codes) == [0, 0, 3]
     failed = launchers[codes.index(3)]
-    assert "worker 1 exited with code 3" in failed.said and "this host leaves the job" in failed.said
+    assert (
+        "worker 1 exited with code 3" in failed.said and "this host leaves the job" in failed.said
+    )
 
 
 FAIL_FIRST = """

@@ -116,8 +116,8 @@ def test_a_loop_takes_the_same_key_at_each_turn(workers):
 
 def test_what_users_call_has_keys_of_its_own(workers):
     def keys(group, _):
-        users = group.for_users
-        return users._group_key != group._group_key, users._ordering_tokens is group._ordering_tokens
+        user = group.for_users
+        return user._group_key != group._group_key, user._ordering_tokens is group._ordering_tokens
 
     assert workers(keys, [None, None]) == [(True, True)] * 2
 
@@ -133,7 +133,7 @@ def test_bytes_are_counted_by_what_they_are(workers):
 
 def test_exchange(workers):
     contents = [{"name": "é", "shards": [1, 2]}, None]
-    assert workers(lambda group, content: group.exchange(content, "a test"), contents) == [contents] * 2
+    assert workers(lambda group, value: group.exchange(value, "a test"), contents) == [contents] * 2
 
 
 def test_a_text_cannot_be_sent(workers):

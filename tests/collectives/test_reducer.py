@@ -30,7 +30,12 @@ def no_sparse_ones():
 @pytest.mark.parametrize("algorithm", [None, "ring", "recursive_doubling"])
 def test_dense_gradients_are_summed_and_none_stays_none(algorithm):
     ops = algorithm and cross_device.make(algorithm, DEVICES)
-    gradients = [on_devices((3, 2)), [None] * 3, on_devices((), "float64", 1), on_devices((4,), seed=2)]
+    gradients = [
+        on_devices((3, 2)),
+        [None] * 3,
+        on_devices((), "float64", 1),
+        on_devices((4,), seed=2),
+    ]
     totals = Reducer(ops, None).totals(gradients, no_sparse_ones)[0]
     assert totals[1] is None
     for total, terms in zip(totals[:1] + totals[2:], gradients[:1] + gradients[2:], strict=True):
@@ -106,7 +111,9 @@ def test_workers_lay_slices_of_rows_end_to_end(workers):
 
 
 def test_workers_add_slices_of_the_same_indices_place_by_place(workers):
-    gradients = [[slices([2, 0], [[k, k], [1, 1]]), slices([2, 0], [[1, 1], [k, k]])] for k in (2, 5)]
+    gradients = [
+        [slices([2, 0], [[k, k], [1, 1]]), slices([2, 0], [[1, 1], [k, k]])] for k in (2, 5)
+    ]
     totals = workers(lambda group, terms: of_workers(group, terms, indexed_slices.ONCE), gradients)
     assert totals == [([2, 0], [9, 9])] * 2  # 2 + 1 + 5 + 1
 
@@ -116,7 +123,9 @@ def test_workers_add_the_slices_of_each_feature(workers):
         [slices([4, 0], [[1, 1], [2, 2]]), slices([0], [[3, 3]])],
         [slices([3, 4], [[4, 4], [5, 5]]), slices([3], [[6, 6]])],
     ]
-    totals = workers(lambda group, terms: of_workers(group, terms, indexed_slices.DISTINCT), gradients)
+    totals = workers(
+        lambda group, terms: of_workers(group, terms, indexed_slices.DISTINCT), gradients
+    )
     assert totals == [([4, 0, 3], [6, 5, 10])] * 2
 
 

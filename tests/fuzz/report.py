@@ -128,8 +128,12 @@ def summary(session) -> str:
     lines += [f"  {n} x {form}: {text}" for (form, text), n in session.refusals.most_common()]
     lines.append(f"Of known families: {session.num_known.total()}")
     lines += [f"  {n} x {text}" for text, n in session.num_known.most_common()]
-    silent = sum(finding.count for finding in session.findings if finding.outcome.verdict != "crash")
-    crashes = sum(finding.count for finding in session.findings if finding.outcome.verdict == "crash")
+    silent = sum(
+        finding.count for finding in session.findings if finding.outcome.verdict != "crash"
+    )
+    crashes = sum(
+        finding.count for finding in session.findings if finding.outcome.verdict == "crash"
+    )
     lines.append(f"New: {silent} silent differences, {crashes} crashes")
     for finding in session.findings:
         lines.append(

@@ -122,7 +122,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(MISSING)
         return 0
     findings = []
-    for finding in examine_gpus(options.device_type, options.trial_timeout, names, options.total_timeout):
+    for finding in examine_gpus(
+        options.device_type, options.trial_timeout, names, options.total_timeout
+    ):
         findings.append(finding)
         print(f"{finding.verdict:<6}  {finding.check}: {finding.meaning}", flush=True)
         if finding.advice:

@@ -507,5 +507,5 @@ def test_a_batch_without_rows_adds_no_loss(build_parallel):
         of_any = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)
         return model.fit(of_any, verbose=0).history["loss"], model.evaluate(of_any, verbose=0)
 
-    np.testing.assert_allclose(losses_of(build_parallel)[0], losses_of(lambda make: make())[0], rtol=1e-5)
-    np.testing.assert_allclose(losses_of(build_parallel)[1], losses_of(lambda make: make())[1], rtol=1e-5)
+    for actual, expected in zip(losses_of(build_parallel), losses_of(lambda make: make()), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5)

@@ -19,9 +19,9 @@ INTS = {"dtype": "int32"}
 SMALL = {"dtype": "float32"}
 
 
-def axes(kind, *axes_reduced, **attributes):
+def axes(kind, *axis, **attributes):
     """An operation along axes that are constants."""
-    return lambda x: raw(kind, **attributes)(x, tf.constant(axes_reduced[0] if len(axes_reduced) == 1 else axes_reduced))
+    return lambda x: raw(kind, **attributes)(x, tf.constant(axis[0] if len(axis) == 1 else axis))
 
 
 # --- reductions

@@ -716,7 +716,11 @@ WRITING = {
         (),
         EITHER,
     ),
-    "a maximum": (lambda state, x: state.assign(ops.maximum(state, ops.max(x, axis=0))), (4,), EITHER),
+    "a maximum": (
+        lambda state, x: state.assign(ops.maximum(state, ops.max(x, axis=0))),
+        (4,),
+        EITHER,
+    ),
     "the last mean": (lambda state, x: state.assign(ops.mean(x, axis=0)), (4,), EITHER),
     "the last row": (lambda state, x: state.assign(x[-1]), (4,), EITHER),
     "a norm": (lambda state, x: state.assign(ops.sqrt(ops.sum(x**2))), (), EITHER),

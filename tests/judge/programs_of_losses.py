@@ -120,7 +120,7 @@ class OwnReduction(keras.losses.Loss):
         return ops.mean(ops.abs(y - outputs), axis=-1)
 
 
-def compile_arguments(loss, **more):
+def with_loss(loss, **more):
     return lambda: {"loss": loss() if isinstance(loss, functools.partial) else loss, **more}
 
 
@@ -153,7 +153,7 @@ LOSSES = {
 }
 for name, loss in LOSSES.items():
     verdict = EITHER if name in ("cosine",) else EXACT
-    program(f"loss: {name}", verdict, PLAIN, compile=compile_arguments(loss), batch_size=5)
+    program(f"loss: {name}", verdict, PLAIN, compile=with_loss(loss), batch_size=5)
 
 weights = np.linspace(0.1, 2, 7)
 for name in ("of each example", "contrastive of each", "masked of each", "class of each"):
@@ -161,7 +161,7 @@ for name in ("of each example", "contrastive of each", "masked of each", "class 
         f"loss: {name}, weighted",
         EXACT,
         PLAIN,
-        compile=compile_arguments(LOSSES[name]),
+        compile=with_loss(LOSSES[name]),
         sample_weight=weights,
     )
 program("loss: targets of rank 1", EXACT, PLAIN, y=targets(7)[:, 0])
@@ -170,10 +170,14 @@ program(
     EXACT,
     PLAIN,
     y=targets(7)[:, 0],
-    compile=compile_arguments(of_each),
+    compile=with_loss(of_each),
 )
 program(
-    "loss: targets of rank 1, broadcast", EXACT, PLAIN, y=targets(7)[:, 0], compile=compile_arguments(of_all)
+    "loss: targets of rank 1, broadcast",
+    EXACT,
+    PLAIN,
+    y=targets(7)[:, 0],
+    compile=with_loss(of_all),
 )
 program(
     "loss: outputs of rank 1",
@@ -185,7 +189,7 @@ program(
     "loss: outputs of rank 1, targets of rank 2",
     EXACT,
     net(lambda x: ops.sum(x, axis=1), tail=False),
-    compile=compile_arguments(of_all),
+    compile=with_loss(of_all),
 )
 program("loss: one for all rows", EITHER, net(lambda x: ops.sum(x), tail=False), y=np.zeros((7,)))
 
@@ -291,7 +295,7 @@ program(
     "loss: noisy targets",
     EITHER,
     PLAIN,
-    compile=compile_arguments(
+    compile=with_loss(
         lambda y, out: of_each(
             y + tf.random.stateless_normal(tf.shape(y), (1, 2), dtype=y.dtype), out
         )

@@ -60,21 +60,21 @@ def by_rows(start, of_row, carries=False):
 
     def function(x):
         rows = tf.TensorArray(x.dtype, size=rows_of(x)).unstack(x)
-        written = tf.TensorArray(x.dtype, size=rows_of(x), element_shape=(4,))
-        _, scale, written = tf.while_loop(
-            lambda i, scale, written: i < rows_of(x),
-            lambda i, scale, written: (i + 1, scale * 1.1, written.write(i, of_row(rows.read(i), i))),
-            [start, tf.constant(1.0, x.dtype), written],
+        array = tf.TensorArray(x.dtype, size=rows_of(x), element_shape=(4,))
+        _, scale, array = tf.while_loop(
+            lambda i, scale, array: i < rows_of(x),
+            lambda i, scale, array: (i + 1, scale * 1.1, array.write(i, of_row(rows.read(i), i))),
+            [start, tf.constant(1.0, x.dtype), array],
         )
-        stacked = tf.ensure_shape(written.stack(), (None, 4))
+        stacked = tf.ensure_shape(array.stack(), (None, 4))
         return stacked * scale if carries else stacked
 
     return function
 
 
 def one_row_written(x):
-    written = tf.TensorArray(x.dtype, size=rows_of(x), element_shape=(4,))
-    return x + tf.ensure_shape(written.write(0, tf.ones((4,), x.dtype)).stack(), (None, 4))
+    array = tf.TensorArray(x.dtype, size=rows_of(x), element_shape=(4,))
+    return x + tf.ensure_shape(array.write(0, tf.ones((4,), x.dtype)).stack(), (None, 4))
 
 
 def axis_that_moves(x):

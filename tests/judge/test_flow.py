@@ -24,13 +24,13 @@ def over_rows(turn, *, first=0, step=1, bound=num_rows, extra=None):
 
     def function(x):
         rows = tf.TensorArray("float64", num_rows(x)).unstack(x)
-        written = tf.TensorArray("float64", num_rows(x)).unstack(tf.zeros_like(x))
+        array = tf.TensorArray("float64", num_rows(x)).unstack(tf.zeros_like(x))
         state = tf.constant(0.0 if extra is None else extra, "float64")
 
-        def body(i, written, state):
-            return i + step, written.write(i, turn(x, rows, i, state)), state * 2
+        def body(i, array, state):
+            return i + step, array.write(i, turn(x, rows, i, state)), state * 2
 
-        start = (tf.constant(first), written, state)
+        start = (tf.constant(first), array, state)
         return tf.while_loop(lambda i, *_: i < bound(x), body, start)[1].stack()
 
     return function
@@ -38,12 +38,12 @@ def over_rows(turn, *, first=0, step=1, bound=num_rows, extra=None):
 
 def after_loop(x):
     rows = tf.TensorArray("float64", num_rows(x)).unstack(x)
-    written = tf.TensorArray("float64", num_rows(x))
-    start = (tf.constant(0), written)
-    i, written = tf.while_loop(
-        lambda i, _: i < num_rows(x), lambda i, written: (i + 1, written.write(i, rows.read(i))), start
+    array = tf.TensorArray("float64", num_rows(x))
+    start = (tf.constant(0), array)
+    i, array = tf.while_loop(
+        lambda i, _: i < num_rows(x), lambda i, array: (i + 1, array.write(i, rows.read(i))), start
     )
-    return written.stack() * as_float(i)
+    return array.stack() * as_float(i)
 
 
 def recurrent(x):

@@ -193,7 +193,7 @@ def test_what_is_made_of_a_split_layers_class_is_plain_and_not_noted():
 # --- What is refused --------------------------------------------------------------------------
 
 
-class Extended(ColumnParallelDense):
+class MyDense(ColumnParallelDense):
     pass
 
 
@@ -204,7 +204,7 @@ class Extended(ColumnParallelDense):
         (lambda: RowParallelDense(), TypeError, r"arguments of `keras.layers.Dense`. .*'units'"),
         (lambda: VocabParallelEmbedding(3, 4, width=5), ValueError, r"`Vocab.*{'width': 5}"),
         (lambda: SpatialParallelPooling2D(2), TypeError, "`SpatialParallelPooling2D` stands for"),
-        (lambda: Extended(2), TypeError, "`Extended` stands for none. Received: a call of `Extended`"),
+        (lambda: MyDense(2), TypeError, "`MyDense` stands for none. Received: a call of `MyDense`"),
     ],
 )
 def test_a_wrong_argument_names_the_class_that_was_written(make, error, message):

@@ -203,11 +203,11 @@ def test_attention_is_that_of_the_whole_sequence(kind):
     assert_equal(train(divided(build, number)), train(seeded(build)), **CLOSE)
 
 
-@pytest.mark.parametrize("layer_class", [Scaled, Centred, Counting])
-def test_the_judge_says_which_layers_keep_positions_apart(layer_class):
-    build = around(lambda x: layer_class()(x))
+@pytest.mark.parametrize("cls", [Scaled, Centred, Counting])
+def test_the_judge_says_which_layers_keep_positions_apart(cls):
+    build = around(lambda x: cls()(x))
     model = divided(build, 2)
-    assert len(model.split) == (3 if layer_class is Scaled else 2)
+    assert len(model.split) == (3 if cls is Scaled else 2)
     assert_equal(train(model), train(seeded(build)), **CLOSE)
 
 
@@ -295,13 +295,13 @@ class Perturbed(layers.Layer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer_class", [Lengthwise, Whimsical, Checked])
-def test_what_looks_at_the_length_or_draws_reads_the_whole(layer_class):
+@pytest.mark.parametrize("cls", [Lengthwise, Whimsical, Checked])
+def test_what_looks_at_the_length_or_draws_reads_the_whole(cls):
     # A length that is known would fail the check when it is judged.
-    build = around(lambda x: layer_class(name="own")(x), length=None if layer_class is Checked else LENGTH)
+    build = around(lambda x: cls(name="own")(x), length=None if cls is Checked else LENGTH)
     model = divided(build, 2)
     assert "own" not in model.split
-    if layer_class is not Whimsical:
+    if cls is not Whimsical:
         assert_equal(train(model), train(seeded(build)), **CLOSE)
 
 
@@ -355,10 +355,10 @@ def test_attention_with_a_projection_of_ones_own_reads_the_whole():
         layer._tracker.lock()
         return model
 
-    def with_a_layer_replaced():
+    def changed():
         return replaced(around(ATTENTIONS["ring"])())
 
-    assert_equal(train(divided(with_a_layer_replaced, 2)), train(seeded(with_a_layer_replaced)), **CLOSE)
+    assert_equal(train(divided(changed, 2)), train(seeded(changed)), **CLOSE)
 
 
 def test_what_mixes_positions_reads_the_whole_and_is_named(caplog):

@@ -254,7 +254,9 @@ def _plain(op: str) -> str:
 def _kernels_of(op: str):
     plain = _plain(op)
     names = [op] if plain == op else [plain, f"_{plain}"]
-    registered = [kernel for n in names for kernel in kernels.get_registered_kernels_for_op(n).kernel]
+    registered = [
+        kernel for n in names for kernel in kernels.get_registered_kernels_for_op(n).kernel
+    ]
     of_gpu = [kernel for kernel in registered if kernel.device_type == "GPU" and not kernel.label]
     return of_gpu + [kernel for kernel in registered if kernel.device_type == "DEFAULT"]
 
@@ -300,12 +302,12 @@ def _arguments(node, definitions) -> tuple[list[tf.DType], list[str]]:
     dtypes, names = [], []
     for definition in definitions:
         if definition.type_list_attr:
-            argument_dtypes = [tf.as_dtype(t) for t in node.attr[definition.type_list_attr].list.type]
+            types = [tf.as_dtype(t) for t in node.attr[definition.type_list_attr].list.type]
         else:
             attr = definition.type_attr
             dtype = tf.as_dtype(node.attr[attr].type if attr else definition.type)
             count = node.attr[definition.number_attr].i if definition.number_attr else 1
-            argument_dtypes = [dtype] * count
-        dtypes += argument_dtypes
-        names += [definition.name] * len(argument_dtypes)
+            types = [dtype] * count
+        dtypes += types
+        names += [definition.name] * len(types)
     return dtypes, names

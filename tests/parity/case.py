@@ -466,11 +466,11 @@ def compare(expected: Observed, seen: Observed) -> list[Difference]:
             f"Missing: {sorted(missing)}; not on one device: {sorted(surplus)}"
         )
     differences = []
-    for name, expected_value in expected.items():
+    for name, reference in expected.items():
         value = seen[name]
-        if expected_value.shape != value.shape:
-            raise AssertionError(f"{name}: shape {value.shape}, on one device {expected_value.shape}")
-        differences.append(Difference(name, relative_difference(name, expected_value, value)))
+        if reference.shape != value.shape:
+            raise AssertionError(f"{name}: shape {value.shape}, on one device {reference.shape}")
+        differences.append(Difference(name, relative_difference(name, reference, value)))
     return sorted(differences, key=lambda difference: -difference.relative)
 
 

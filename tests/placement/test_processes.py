@@ -35,8 +35,8 @@ def launch(*command, num_processes=2, flags=(), **environment):
         timeout=170,
     )
     command_line = [sys.executable, *map(str, command)]
-    remaining = [p.pid for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == command_line]
-    assert not remaining, f"processes are left: {remaining}\n{done.stdout}"
+    alive = [p.pid for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == command_line]
+    assert not alive, f"processes are left: {alive}\n{done.stdout}"
     return done.returncode, done.stdout
 
 
@@ -136,7 +136,9 @@ def test_a_job_that_is_killed_resumes_to_the_weights_of_one_process(tmp_path):
     assert [process["device"] for process in placement] == [
         f"/job:worker/task:{index}/device:CPU:0" for index in range(2)
     ]
-    assert all(process["peak_memory_bytes"] > process["parameter_bytes"] > 0 for process in placement)
+    assert all(
+        process["peak_memory_bytes"] > process["parameter_bytes"] > 0 for process in placement
+    )
 
 
 def test_devices_cannot_be_chosen_where_processes_are_the_stages():

@@ -176,9 +176,9 @@ def test_another_cut_is_taken_where_the_one_by_time_does_not_fit():
     costs = dataclasses.replace(costs, layers=layers)
     by_time = by_mesh(ranked(2, costs=costs))[Mesh(pipeline=2)]
     assert (by_time.balance, by_time.layers_per_stage) == ("time", (1, 3))
-    candidate = by_mesh(ranked(2, costs=costs, device_memory=by_time.held_bytes - 1))[Mesh(pipeline=2)]
-    assert candidate.why_not is None
-    assert (candidate.balance, candidate.layers_per_stage) == ("both", (2, 2))  # Not the (3, 1) of memory.
+    taken = by_mesh(ranked(2, costs=costs, device_memory=by_time.held_bytes - 1))[Mesh(pipeline=2)]
+    assert taken.why_not is None
+    assert (taken.balance, taken.layers_per_stage) == ("both", (2, 2))  # Not the (3, 1) of memory.
     alone = ranked(2, costs=costs, device_memory=by_time.held_bytes - 1, balances=("time",))
     assert by_mesh(alone)[Mesh(pipeline=2)].why_not == "1 B too much for a device"
 
@@ -267,8 +267,8 @@ def test_trials_tell_shares_from_wholes():
     assert [c.measured_seconds for c in ranking[:3]] == [0.1, 0.2, None]
 
 
-def would_fit(device_memory, costs=None, num_devices=4, refusal=lambda mesh, shard: None, **options):
-    choices = Choices(ROWS, device_memory=device_memory, **options)
+def would_fit(device_memory, costs=None, num_devices=4, refusal=lambda mesh, shard: None, **more):
+    choices = Choices(ROWS, device_memory=device_memory, **more)
 
     def ranked_as(changed, number):
         return rank(costs or shared_out(), number, changed, ALONE, refusal=refusal)

@@ -84,8 +84,10 @@ def test_parts_of_a_composite_layer_are_counted():
     plan = planned(lambda: keras.Sequential([keras.Input((8,)), Block()]), num_devices=2)
     # 8·30 + 30 and 30·8 + 8 of the weights are in layers that are split, 512 are the block's own.
     assert plan.share_in_parts == pytest.approx(518 / 1030)
-    held_bytes = {candidate.mesh: candidate.held_bytes for candidate in plan.ranked if candidate.why_not is None}
-    assert held_bytes[Mesh(tensor=2)] == pytest.approx(held_bytes[Mesh()] * (1 - 518 / 1030 / 2), rel=0.05)
+    held_bytes = {c.mesh: c.held_bytes for c in plan.ranked if c.why_not is None}
+    assert held_bytes[Mesh(tensor=2)] == pytest.approx(
+        held_bytes[Mesh()] * (1 - 518 / 1030 / 2), rel=0.05
+    )
     assert plan.as_json()["share_in_parts"] == plan.share_in_parts
 
 
@@ -129,7 +131,9 @@ def test_an_optimizer_that_looks_at_whole_weights_has_no_parts():
     assert set(shared) == {"optimizer", "parameters"}
     said = "`shard` supports optimizers that update each"
     assert all(why.startswith(said) for why in shared.values())
-    assert why_not[Mesh(tensor=4)].startswith("tensor_parallel supports optimizers that update each")
+    assert why_not[Mesh(tensor=4)].startswith(
+        "tensor_parallel supports optimizers that update each"
+    )
     assert why_not[Mesh(2, 2)] is None
 
 
@@ -251,7 +255,9 @@ def test_weights_that_are_worth_it_are_shared_out():
     trained = 4 * (100 * 64 + 256 * 128 + 128 + 128 * 8 + 8)
     large = 4 * (100 * 64 + 256 * 128)
     # Half of two slots, and half of what they update, which is whole in place of it.
-    assert held_bytes[None] - held_bytes["optimizer"] == pytest.approx(trained * (2 / 2 - 1 / 2), abs=8)
+    assert held_bytes[None] - held_bytes["optimizer"] == pytest.approx(
+        trained * (2 / 2 - 1 / 2), abs=8
+    )
     # Weights, gradients and the shares that are updated; halves of two, and both for a moment.
     saved = (1 + 1 + 1 / 2) * large - (1 / 2 + 1 / 2 + 2) * large
     assert held_bytes["optimizer"] - held_bytes["parameters"] == pytest.approx(saved, abs=8)

@@ -198,7 +198,9 @@ def test_large_gradients_are_held_one_at_a_time_where_none_is_added_to_another()
         planned = Pieces(mesh, ROWS, make_schedule("1f1b", mesh.pipeline, 1), counts)
         return predict(costs, planned, ALONE).held_bytes[0]
 
-    assert bytes_of(Mesh(), [2]) == bytes_of(Mesh(tensor=2), [2]) == 2 * 70 + 2 * ROWS  # More than 90.
+    assert (
+        bytes_of(Mesh(), [2]) == bytes_of(Mesh(tensor=2), [2]) == 2 * 70 + 2 * ROWS
+    )  # More than 90.
     assert bytes_of(Mesh(data=2), [2]) == 2 * 100 + 2 * ROWS // 2
     assert bytes_of(Mesh(pipeline=2), [1, 1]) == 100 + ROWS
     few = Pieces(Mesh(), 2, make_schedule("1f1b", 1, 1), [2])
@@ -239,7 +241,9 @@ def test_shares_of_large_gradients_are_used_up_one_by_one():
         return predict(ModelCosts([layer]), planned, ALONE).held_bytes[0]
 
     assert bytes_of(clipped, "parameters") - bytes_of(large, "parameters") == 40 / 2
-    assert bytes_of(clipped, "optimizer") == bytes_of(large, "optimizer") == 50 + 50 + 20 / 2 + 50 / 2
+    assert (
+        bytes_of(clipped, "optimizer") == bytes_of(large, "optimizer") == 50 + 50 + 20 / 2 + 50 / 2
+    )
 
 
 def test_frozen_weights_are_kept_whole_and_have_no_gradients():

@@ -97,7 +97,9 @@ def test_each_mesh_is_tried_in_the_same_precision():
 
 @pytest.mark.slow
 def test_flags_of_stages_are_for_meshes_with_stages():
-    by_mesh = tried(task(), [Mesh(data=2, tensor=2)], "--schedule=interleaved", "--recompute=always")
+    by_mesh = tried(
+        task(), [Mesh(data=2, tensor=2)], "--schedule=interleaved", "--recompute=always"
+    )
     assert by_mesh[Mesh(data=2, tensor=2)].why_not is None
 
 

@@ -146,20 +146,20 @@ def test_the_weights_and_slots_are_those_of_one_device(strategy, name):
     assert_equal(model.variables, expected.variables)
     # An accumulator's value is the sum of its copies; the other slots are equal in all.
     accumulated = {id(v) for v in getattr(optimizer, "_accumulated_gradients", ())}
-    for variable, expected_variable in zip(optimizer.variables, alone.variables, strict=True):
+    for variable, reference in zip(optimizer.variables, alone.variables, strict=True):
         copies = [copy.numpy() for copy in variable.value.values]
         if id(variable) in accumulated:
             copies = [np.sum(copies, axis=0)]
         for copy in copies:
-            np.testing.assert_allclose(copy, expected_variable.numpy(), rtol=1e-9, atol=1e-12)
+            np.testing.assert_allclose(copy, reference.numpy(), rtol=1e-9, atol=1e-12)
 
 
 def assert_equal(variables, expected):
     """float64, sums in another order, 12 steps: 1e-9 of the value, or 1e-12."""
-    for variable, expected_variable in zip(variables, expected, strict=True):
+    for variable, reference in zip(variables, expected, strict=True):
         for copy in getattr(variable.value, "values", [variable]):
             np.testing.assert_allclose(
-                copy.numpy(), expected_variable.numpy(), rtol=1e-9, atol=1e-12, err_msg=variable.path
+                copy.numpy(), reference.numpy(), rtol=1e-9, atol=1e-12, err_msg=variable.path
             )
 
 

@@ -224,7 +224,7 @@ OPTIMIZERS = {
 
 def traced_steps(form, jit_compile=True, build=build, optimizer="sgd"):
     """What a step does on which device, and how many programs each of them runs."""
-    compile_options = {"optimizer": OPTIMIZERS[optimizer](), "loss": "mse", "jit_compile": jit_compile}
+    options = {"optimizer": OPTIMIZERS[optimizer](), "loss": "mse", "jit_compile": jit_compile}
     keras.backend.clear_session()
     placed = ["CPU:1", "CPU:2"]  # The lint takes the first device for the host.
     make = {
@@ -238,12 +238,12 @@ def traced_steps(form, jit_compile=True, build=build, optimizer="sgd"):
         "pipeline": lambda model: tfparallel.pipeline_parallel(model, placed, 2),
     }[form]
 
-    def compiled():
+    def model_of_form():
         model = make(build())
-        model.compile(**compile_options)
+        model.compile(**options)
         return model
 
-    return edges.traced(compiled, X, Y)
+    return edges.traced(model_of_form, X, Y)
 
 
 def under_scope(model, devices):

@@ -394,9 +394,9 @@ def test_what_waits_for_something_before_a_meeting_waits_for_the_replicas_own(st
             with tf.control_dependencies([early]):
                 return early, tf.identity(total)
 
-        results = trace.run(function, tf.unstack(x))
-        assert [late.op.control_inputs for _, late in results] == [[early.op] for early, _ in results]
-        return results
+        pairs = trace.run(function, tf.unstack(x))
+        assert [late.op.control_inputs for _, late in pairs] == [[early.op] for early, _ in pairs]
+        return pairs
 
     run(strategy, program, tf.zeros([3]))
 

@@ -111,8 +111,8 @@ def gather_to_the_root_alone(strategy, w, W):
 
 
 def broadcast_to_the_last_bit(strategy, w, W):
-    local_values = [-0.0, float("nan"), float("inf"), 1 / 3] if w == 1 else [float("nan"), 1.0, 2.0, 3.0]
-    result = tfparallel.broadcast(tf.constant(local_values, tf.float64), root=1).numpy()
+    values = [-0.0, float("nan"), float("inf"), 1 / 3] if w == 1 else [float("nan"), 1.0, 2.0, 3.0]
+    result = tfparallel.broadcast(tf.constant(values, tf.float64), root=1).numpy()
     assert result.tobytes() == np.array([-0.0, float("nan"), float("inf"), 1 / 3]).tobytes()
 
 

@@ -35,8 +35,8 @@ def joined():
 
 def dataset(batches):
     signature = (tf.TensorSpec([None, None], tf.int64), tf.TensorSpec([None, 1], tf.float64))
-    of_unknown_size = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature)
-    return of_unknown_size.apply(tf.data.experimental.assert_cardinality(len(batches)))
+    unsized = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature)
+    return unsized.apply(tf.data.experimental.assert_cardinality(len(batches)))
 
 
 def of_the_batch(y, outputs):
@@ -172,8 +172,8 @@ def main(folder):
     seen |= {change: refused(strategy, change) for change in CHANGES}
     seen["without training"] = refused_without_training(strategy)
     try:
-        local_batches = dataset(texts(0))
-        tfparallel.data.by_sample(local_batches.repeat() if tfparallel.worker_index() == 1 else local_batches)
+        batches = dataset(texts(0))
+        tfparallel.data.by_sample(batches.repeat() if tfparallel.worker_index() == 1 else batches)
     except ValueError as error:
         seen["infinite"] = str(error)
     return seen

@@ -27,19 +27,19 @@ def run_job(saved_in):
 @pytest.mark.parametrize("loss", ["by_sample", "joined"])
 def test_shares_of_unequal_size_and_length_train_as_one_device_does(job, loss):
     for seen in job:
-        differences = seen[loss]
+        errors = seen[loss]
         # Float64; sums in another order.
-        assert max(differences["weights"], differences["history"], differences["evaluate"]) < 1e-9, differences
+        assert max(errors["weights"], errors["history"], errors["evaluate"]) < 1e-9, errors
         # A row is trained on where it was read; a worker that has none is lent one.
-        assert (differences["rows sent"] < 100) == (loss == "by_sample")
+        assert (errors["rows sent"] < 100) == (loss == "by_sample")
 
 
 def test_predictions_go_where_they_are_wanted(job):
     for worker, seen in enumerate(job):
-        differences = seen["by_sample"]
-        assert differences["all"] < 1e-9 and differences["own"] < 1e-9
+        errors = seen["by_sample"]
+        assert errors["all"] < 1e-9 and errors["own"] < 1e-9
         for destination in ("chief", "chief again"):
-            assert differences[destination] is None if worker else differences[destination] < 1e-9
+            assert errors[destination] is None if worker else errors[destination] < 1e-9
 
 
 def test_each_file_that_workers_save_is_there_and_whole(job, saved_in):

@@ -66,9 +66,9 @@ def test_a_custom_training_loop(tmp_path, num_devices, from_function):
     if num_devices > 1:
         # TensorFlow's collectives lose their keys in a first step that makes variables (those of
         # an optimizer) on several devices; so does its own MirroredStrategy on two CPUs.
-        construction = "        optimizer = keras.optimizers.RMSprop(learning_rate=0.005)\n"
-        assert text.count(construction) == 1
-        text = text.replace(construction, f"{construction}        optimizer.build(model.trainable_variables)\n")
+        line = "        optimizer = keras.optimizers.RMSprop(learning_rate=0.005)\n"
+        assert text.count(line) == 1
+        text = text.replace(line, f"{line}        optimizer.build(model.trainable_variables)\n")
     results = run_workers(
         text,
         num_devices=num_devices,
