@@ -299,7 +299,8 @@ def page(rows, described, options):
         seconds = [row[4] for row in runs]
         lines.append(
             f"| {kind} | {len(runs)} | {sum(map(is_right, runs))} "
-            f"| {max(row[3] for row in runs):.1e} | {np.median(seconds):.1f}, {np.max(seconds):.1f} |"
+            f"| {max(row[3] for row in runs):.1e} "
+            f"| {np.median(seconds):.1f}, {np.max(seconds):.1f} |"
         )
     return lines + contest.footer("faults", described, options, "num_faults", "seed")
 

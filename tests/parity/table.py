@@ -107,9 +107,9 @@ def cell(verdict: str, detail: float | str) -> Cell:
 
 def worst(cells: list[Cell]) -> Cell:
     """The cell that is true of all of them; of different refusals it names each."""
-    cell = max(cells, key=lambda c: (SEVERITY.index(c.verdict), c.largest))
-    if cell.verdict != REFUSED:
-        return cell
+    result = max(cells, key=lambda c: (SEVERITY.index(c.verdict), c.largest))
+    if result.verdict != REFUSED:
+        return result
     said = {c.message for c in cells if c.verdict == REFUSED}
     return Cell(REFUSED, message=_OR.join(sorted(said)))
 
@@ -260,12 +260,12 @@ def render(cases: list[Case], peers: list[str], page: str = "") -> str:
     old_rows, lines = parse(page), [INTRODUCTION, *runs(cases)]
     notes: dict[str, int] = {}
 
-    def text(cell: Cell | None) -> str:
-        if cell is None:
+    def text(result: Cell | None) -> str:
+        if result is None:
             return "not run"
-        if cell.verdict != REFUSED:
-            return str(cell)
-        said = [notes.setdefault(each, len(notes) + 1) for each in cell.message.split(_OR)]
+        if result.verdict != REFUSED:
+            return str(result)
+        said = [notes.setdefault(each, len(notes) + 1) for each in result.message.split(_OR)]
         return REFUSED + "".join(f"[^{number}]" for number in said)
 
     for group, of_group in itertools.groupby(unique_rows(cases), lambda case: case.group):
