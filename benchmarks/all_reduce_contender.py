@@ -89,7 +89,7 @@ def build_gloo():
     return prepare, {"implementation": "torch.distributed gloo", "version": version}
 
 
-class Meeting:
+class Barrier:
     """A barrier of the workers, who leave it within a microsecond of each other.
 
     Args:
@@ -125,7 +125,7 @@ def main():
     if order["kind"] == "gloo":
         meet, _ = prepare(np.zeros(1, np.float32))
     else:
-        meet = Meeting(os.environ["MEETING"], rank)
+        meet = Barrier(os.environ["MEETING"], rank)
     reply(**info)
     prepared = {}
     for request in dialog.requests():

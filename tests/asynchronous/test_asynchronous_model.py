@@ -36,7 +36,7 @@ def run(*command):
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.fixture(name="found", scope="module")
+@pytest.fixture(name="results", scope="module")
 def run_program(request, tmp_path_factory):
     """One worker, so that nothing is stale."""
     folder = tmp_path_factory.mktemp("asynchronous")

@@ -15,7 +15,7 @@ def test_numbers_that_keras_gives_do_not_count():
 
 
 @pytest.mark.parametrize(
-    "found, lines",
+    "specs, lines",
     [
         ([KERNEL], ["only the model has net/dense/bias (3,) float32"]),
         (

@@ -161,16 +161,16 @@ def test_what_a_layer_closes_over_stays_its_own():
         carry_attributes(source, target)
 
 
-HELD = keras.layers.Identity(name="held")
+SHARED = keras.layers.Identity(name="held")
 
 
 def of_a_bound_method():
-    call = HELD.call
+    call = SHARED.call
     return lambda x: call(x)
 
 
 @pytest.mark.parametrize(
-    "act", [lambda x: HELD(x), of_a_bound_method(), lambda x, call=HELD.call: call(x)]
+    "act", [lambda x: SHARED(x), of_a_bound_method(), lambda x, call=SHARED.call: call(x)]
 )
 def test_a_function_that_computes_with_a_layer_belongs_to_it(act):
     """One that is closed over, or a name of its module."""

@@ -140,7 +140,7 @@ def test_a_port_that_was_open_for_a_moment_is_told(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("other", "asked", "expected"),
+    ("other", "user_value", "expected"),
     [("127.0.0.1", None, "lo"), ("127.0.0.1", "eth1", "eth1"), ("10.0.0.1", None, None)],
     ids=["one host", "the user's own", "two hosts"],
 )

@@ -321,7 +321,7 @@ class Remembers(keras.losses.Loss):
         return loss / tf.cast(self.mean, loss.dtype)
 
 
-KEPT = {}
+STORING = {}
 
 
 class KeepsRows(keras.layers.Layer):
@@ -332,9 +332,9 @@ class KeepsRows(keras.layers.Layer):
 
 def reading_kept():
     """A model, whose loss reads what a layer keeps."""
-    KEPT["layer"] = KeepsRows()
+    STORING["layer"] = KeepsRows()
     return keras.Sequential(
-        [keras.Input((4,)), keras.layers.Dense(4), KEPT["layer"], keras.layers.Dense(1)]
+        [keras.Input((4,)), keras.layers.Dense(4), STORING["layer"], keras.layers.Dense(1)]
     )
 
 
@@ -359,7 +359,7 @@ for how in (ReadsKept, by_closure):
         EITHER,
         reading_kept,
         batch_size=3,
-        compile=lambda how=how: {"loss": how(KEPT["layer"])},
+        compile=lambda how=how: {"loss": how(STORING["layer"])},
     )
 
 WIDE = net(tail=False)

@@ -205,7 +205,7 @@ def ragged_rows_of_their_own():
     tfparallel.data.by_sample(data)
 
 
-TOLD = {
+DIFFERENCES = {
     "a prediction of the chief alone": a_prediction_of_the_chief_alone,
     "evaluate": lambda: loaded_by_the_chief().evaluate(X, Y, verbose=0),
     "predict": lambda: loaded_by_the_chief().predict(X, verbose=0),
@@ -373,7 +373,7 @@ LACKING = ("arrays", "by_sample", "lookup", "lookup by_sample", "words by_sample
 def main(folder):
     keras.config.set_floatx("float64")
     errors = {}
-    for name, program in TOLD.items():
+    for name, program in DIFFERENCES.items():
         try:
             program()
             errors[name] = "nothing"
@@ -386,6 +386,6 @@ def main(folder):
     model.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0)
     finite = bool(all(np.isfinite(w).all() for w in model.get_weights()))
     return {
-        "told": errors, "stopped": stopped, "same": same, "lacking": lacking, "finite": finite,
+        "errors": errors, "stopped": stopped, "same": same, "lacking": lacking, "finite": finite,
         "empty": a_step_without_rows(),
     }  # fmt: skip

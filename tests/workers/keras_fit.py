@@ -235,9 +235,9 @@ def part_compiled_outside_the_scope(scope):
 # Those that write files: each worker in a folder of its own, or all in one, as on a shared file
 # system.
 WITH_FILES = {
-    "with callbacks": lambda scope, own, shared: train_with_callbacks(scope, own / "straight"),
-    "resumed": lambda scope, own, shared: interrupted_and_resumed(scope, own / "interrupted"),
-    "shared": lambda scope, own, shared: train_with_callbacks(scope, shared),
+    "with callbacks": lambda scope, local, shared: train_with_callbacks(scope, local / "straight"),
+    "resumed": lambda scope, local, shared: interrupted_and_resumed(scope, local / "interrupted"),
+    "shared": lambda scope, local, shared: train_with_callbacks(scope, shared),
 }
 OTHERS = {
     "bfloat16": pure_bfloat16,

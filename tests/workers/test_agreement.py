@@ -51,7 +51,7 @@ def run_job(tmp_path_factory):
 def test_workers_that_come_apart_are_told(job, name, said):
     """Story: each of these ended without an error, with other weights on each worker."""
     for seen in job:
-        assert said in seen["told"][name]
+        assert said in seen["errors"][name]
 
 
 def test_all_stop_if_one_is_to(job):
