@@ -10,15 +10,15 @@ BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 PROCESS = """\
 import json, sys, time
 way = sys.argv[2]
-told = {"network": sys.argv[1], "way": way, "first_seconds": 0.5}
+row = {"network": sys.argv[1], "way": way, "first_seconds": 0.5}
 if way == "two":
     time.sleep(60)
-print(json.dumps(told), flush=True)
+print(json.dumps(row), flush=True)
 sys.stdin.readline()
 if way == "mirrored":
     sys.exit("no such device")
 print("not JSON")
-print(json.dumps(told | {"step_ms": 2.0, "trained": time.time()}), flush=True)
+print(json.dumps(row | {"step_ms": 2.0, "trained": time.time()}), flush=True)
 """
 
 

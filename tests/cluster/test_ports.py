@@ -12,8 +12,8 @@ from tfparallel.cluster.ports import free_ports
 
 HOLDER = """
 import socket, sys
-held = socket.create_server((sys.argv[1], 0))
-print(held.getsockname()[1], flush=True)
+server = socket.create_server((sys.argv[1], 0))
+print(server.getsockname()[1], flush=True)
 sys.stdin.read()
 """
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the owner is read from /proc")

@@ -156,15 +156,15 @@ from tfparallel.collectives import profile, transport_selection
 
 def main():
     group = tfparallel.MultiWorkerMirroredStrategy().workers
-    found = [transport_selection.TransportChoice(group).choose(1000)]
+    choices = [transport_selection.TransportChoice(group).choose(1000)]
     names = transport_selection.names_of(group)
     if group.worker_index == 0:
         profile.save(names, {"ring_tuned": [(1000, 2e-3)], "mpi": [(1000, 1e-3)]})
-    found.append(transport_selection.TransportChoice(group).choose(1000))
+    choices.append(transport_selection.TransportChoice(group).choose(1000))
     rank = [tf.constant(1.0 + group.worker_index)]
-    sums = [float(one.workers.all_reduce(rank)[0]) for one in found]
+    sums = [float(one.workers.all_reduce(rank)[0]) for one in choices]
     by_default = transport_selection.by_default(group).choice
-    return [one.as_json() for one in (by_default, *(one.choice for one in found))], sums
+    return [one.as_json() for one in (by_default, *(one.choice for one in choices))], sums
 """
 
 

@@ -22,14 +22,14 @@ class Noisy(keras.optimizers.SGD):
 def main():
     tfparallel.MultiWorkerMirroredStrategy()
     keras.utils.set_random_seed(5)
-    found = []
+    weights = []
     for sync in ("every_step", "accumulate:2"):
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
         model = tfparallel.data_parallel(model, sync=sync)
         model.compile(Noisy(0.1), "mse")
         model.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=4, verbose=0)
-        found += [weight.tolist() for weight in model.get_weights()]
-    return found
+        weights += [weight.tolist() for weight in model.get_weights()]
+    return weights
 """
 
 pytestmark = pytest.mark.slow
