@@ -15,8 +15,8 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 children = [
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=is_leader)
-    for is_leader in (False, True)
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=new)
+    for new in (False, True)
 ]
 for pid in [os.getpid(), *(child.pid for child in children)]:
     pathlib.Path(sys.argv[1], str(pid)).touch()
