@@ -101,7 +101,7 @@ def test_a_task_is_trained_by_two_workers_and_two_servers(tmp_path):
 
 def processes_of(launcher):
     """The job's processes, by the role that their TF_CONFIG names."""
-    results = {}
+    by_role = {}
     for process in psutil.Process(launcher.pid).children(recursive=True):
         try:
             config = json.loads(process.environ().get("TF_CONFIG", "{}"))
@@ -110,8 +110,8 @@ def processes_of(launcher):
             continue
         if config and is_own and "reaper.py" not in " ".join(process.cmdline()):
             task = config["task"]
-            results[task["type"], task["index"]] = process
-    return results
+            by_role[task["type"], task["index"]] = process
+    return by_role
 
 
 @contextlib.contextmanager

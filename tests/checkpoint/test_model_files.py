@@ -41,8 +41,8 @@ def test_a_folder_and_the_files_beside_it(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("path", ["no/such/folder/model.keras", "gs://bucket/model.keras"])
 def test_what_the_writer_must_judge_itself(path):
-    with moved_into_place(path) as temporary_path:
-        assert temporary_path == path
+    with moved_into_place(path) as path_to_write:
+        assert path_to_write == path
 
 
 def test_a_save_of_the_users_own_writes_the_file(tmp_path):

@@ -35,15 +35,15 @@ def test_restarts_wait_longer_and_longer():
 
 def join(meetings):
     """Meets in a thread; a list that holds what it met, once it has."""
-    meetings_held = []
+    rounds = []
     ports = free_ports(2)
 
     def run():
-        meetings_held.append(meetings.meet(ports[:1], ports[1]))
+        rounds.append(meetings.meet(ports[:1], ports[1]))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    return thread, meetings_held
+    return thread, rounds
 
 
 def listen_until(news, condition):

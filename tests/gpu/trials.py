@@ -314,8 +314,8 @@ def _train_as_worker():
     make_deterministic(operations=False)
     strategy = MultiWorkerMirroredStrategy()
     network = networks.NETWORKS["MLP with dropout"]
-    training = trained(network, lambda model: data_parallel(model, strategy))
-    return strategy.workers.transport, training
+    result = trained(network, lambda model: data_parallel(model, strategy))
+    return strategy.workers.transport, result
 
 
 _TASK = """\

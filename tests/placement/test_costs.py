@@ -101,8 +101,8 @@ def test_plan(tmp_path):
     assert written["largest"]["2"] > 60 * 1024
     code, shown, _ = run(*plan, "--num_devices=2", "--device_memory=8KiB")
     assert code == 1 and "does not fit 2 devices of 8 KiB" in shown
-    code, _, written = run("plan", task, "--device_memory=much", "--num_devices=0")
-    assert code == 2 and "such as 16GiB" in written and "--num_devices=0" in written
+    code, _, errors = run("plan", task, "--device_memory=much", "--num_devices=0")
+    assert code == 2 and "such as 16GiB" in errors and "--num_devices=0" in errors
 
 
 def test_a_shared_layer_counts_each_call_and_equal_layers_are_run_once(monkeypatch):

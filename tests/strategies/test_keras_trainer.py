@@ -245,7 +245,7 @@ def test_a_loss_that_keras_has_divided_is_refused(reduced):
 def test_another_loss_is_not_refused_though_a_run_before_divided_one(strategy, reduced, loss):
     shares = reduced(divided, None)  # A sum of shares: as under TensorFlow's strategy.
     means = reduced(LOSSES[loss], 5.0)
-    for *gradients, expected in zip(shares, means, reduced.gradients(LOSSES[loss]), strict=True):
-        for each in gradients:
+    for *totals, expected in zip(shares, means, reduced.gradients(LOSSES[loss]), strict=True):
+        for each in totals:
             each = strategy.experimental_local_results(each)[0]
             np.testing.assert_allclose(each, expected, rtol=1e-6)
