@@ -79,7 +79,7 @@ def test_a_run_is_resumed_saved_and_made_of_a_built_model(results):
         ("scaled", "wraps no others is required. Received: a LossScaleOptimizer"),
     ],
 )
-def test_what_cannot_be_is_refused(results, case, message):
+def test_unsupported_models_are_refused(results, case, message):
     assert message in results["refused"][case]
 
 

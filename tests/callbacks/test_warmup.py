@@ -105,7 +105,7 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path):
         ({"scaling": "linear", "batch_size": 8}, "base_batch_size=None"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments, message):
+def test_invalid_arguments_raise(arguments, message):
     with pytest.raises(ValueError, match=message):
         LearningRateWarmup(**{"learning_rate": 0.1, "num_steps": 3} | arguments)
 

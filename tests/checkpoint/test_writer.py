@@ -88,7 +88,7 @@ def wait_until_dead(process):
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
 
-def test_who_finds_another_word_in_the_file_has_lost_it(tmp_path):
+def test_another_owners_word_in_the_file_means_that_the_lock_is_lost(tmp_path):
     path = str(tmp_path)
     assert writer_lock.take(path) is None and not writer_lock.is_lost(path)
     about = json.loads((tmp_path / ".writer").read_bytes())

@@ -47,7 +47,7 @@ class Holder(keras.layers.Layer):
         (functools.partial(max, 1), functools.partial(max, 2), False),
     ],
 )
-def test_what_is_the_same(value, other, is_same):
+def test_which_values_are_the_same(value, other, is_same):
     assert same(value, other) is is_same
 
 

@@ -29,7 +29,7 @@ def test_points_at_the_leaf():
     ]
 
 
-def test_what_one_does_not_have():
+def test_a_key_that_one_worker_lacks():
     facts = {0: {"workers": ["a:1", "b:1"]}, 1: {"workers": ["a:1"], "seed": None}}
     assert differences.differences(facts) == [
         "workers[1]: 'b:1' on worker 0; nothing on worker 1",

@@ -174,7 +174,7 @@ FAIL = "import sys; sys.exit(3)"
 
 
 @pytest.mark.slow
-def test_who_joins_and_fails_has_the_next_one_wait(start, tmp_path):
+def test_after_a_newcomer_fails_the_next_one_waits(start, tmp_path):
     running = start("1:2", WORK, tmp_path)
     running.until("worker 0 of 1, attempt 0")
     assert start("1:2", FAIL).end() == 3

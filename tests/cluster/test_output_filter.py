@@ -52,7 +52,7 @@ def test_chatter_is_for_the_log_alone():
     assert seen.logged == [(0, CHATTER + b"mine\n")]
 
 
-def test_who_asks_for_it_sees_it():
+def test_chatter_is_shown_on_request():
     seen = Seen(is_quiet=False).write(0, CHATTER)
     assert seen.shown == [(0, "stderr", CHATTER)]
 

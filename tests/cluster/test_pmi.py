@@ -89,7 +89,7 @@ def test_two_jobs_never_share_a_name():
 
 
 @pytest.mark.parametrize("line", ["no command", "x" * 2**17])
-def test_who_says_what_is_no_command_is_hung_up_on(server, line):
+def test_an_unknown_command_closes_the_connection(server, line):
     with client(server, 0) as connected:
         with contextlib.suppress(ConnectionError):
             assert ask(connected, line) == ""

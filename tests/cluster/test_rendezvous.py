@@ -158,7 +158,7 @@ def test_who_listens_but_never_answers_does_not_hold_us(pool):
         ({"node_rank": 5}, "from 0 to 1. Received: --node_rank=5"),
     ],
 )
-def test_who_contradicts_is_told_and_the_others_wait_on(pool, endpoint, changes, message):
+def test_a_contradicting_launcher_fails_and_the_others_wait_on(pool, endpoint, changes, message):
     host = start(pool, endpoint, 0)
     with pytest.raises(RuntimeError, match=message):
         start(pool, endpoint, 1, **changes).result(30)
@@ -299,7 +299,7 @@ def test_a_thousand_wrong_hellos_have_no_effect(pool, endpoint):
 
 
 @pytest.mark.slow
-def test_what_was_said_once_lets_nobody_in_again(pool, endpoint):
+def test_replayed_messages_are_rejected(pool, endpoint):
     """All that node 1 says is heard on its way, and said again to the next acceptor."""
     heard = bytearray()
     with socket.create_server(("127.0.0.1", 0)) as between:
@@ -558,7 +558,7 @@ def test_a_line_that_nobody_reads_ends_with_the_first_message_that_does_not_go_o
         news.close()
 
 
-def test_what_a_send_finds_out_is_kept():
+def test_an_error_of_a_send_is_remembered():
     """The system tells an error once."""
     news, (there,) = lines(1)
     (line,) = news.lines
@@ -628,7 +628,7 @@ def test_a_message_without_its_proof_ends_the_connection(token):
     news.close()
 
 
-def test_what_follows_a_line_is_left_for_a_selector():
+def test_bytes_after_a_line_are_left_for_a_selector():
     """Or the next message of node 0 would be heard with the one after it."""
     connection, there = connected()
     first = channel(connection, is_caller=True)

@@ -168,6 +168,6 @@ def test_a_command_that_may_wait(tmp_path):
         (["--max_restarts=1"], "--standby needs a command that imports tfparallel itself"),
     ],
 )
-def test_what_needs_no_standby_or_cannot_have_one(flags, said):
+def test_standby_is_a_usage_error_where_it_cannot_help(flags, said):
     code, _, errors = tfparallel("launch", "--standby", *flags, "--", sys.executable, "-c", "0")
     assert code == 2 and said in errors

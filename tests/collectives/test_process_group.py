@@ -114,7 +114,7 @@ def test_a_loop_takes_the_same_key_at_each_turn(workers):
         assert num_keys == 1
 
 
-def test_what_users_call_has_keys_of_its_own(workers):
+def test_users_collectives_have_keys_of_their_own(workers):
     def keys(group, _):
         user = group.for_users
         return user._group_key != group._group_key, user._ordering_tokens is group._ordering_tokens

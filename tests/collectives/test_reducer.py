@@ -82,7 +82,7 @@ def test_workers_sum_dense_gradients_and_what_is_beside(workers):
         assert sorted(size for *_, size in collectives) == [2, 8]
 
 
-def test_what_is_beside_goes_with_the_first_bucket(workers):
+def test_extra_values_travel_in_the_first_bucket(workers):
     def totals(group, scale):
         group.bucket_bytes = 12
         gradients = [[scale * tf.ones([n])] for n in (5, 4, 2)]

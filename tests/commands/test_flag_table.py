@@ -27,7 +27,7 @@ def test_a_command_has_a_flag_once():
 
 
 @pytest.mark.parametrize("condition", sorted({text for text, _ in conditions()}))
-def test_what_a_row_rests_on_is_a_flag_with_such_values(condition):
+def test_the_condition_of_a_row_names_a_flag_and_its_values(condition):
     name, _, words = condition.partition("=")
     commands = set.union(*(names for text, names in conditions() if text == condition))
     rows = [row for row in ROWS if row.name == name and commands & set(row.commands.split(", "))]

@@ -114,7 +114,7 @@ def test_the_scripts_are_seen():
     assert sum(len(lines) > 2 for lines in shown) >= 6
 
 
-def test_what_varies_is_left_out_of_a_line():
+def test_patterns_ignore_what_varies_between_runs():
     epoch = "[0] 16/16 - 1s - 3ms/step - loss: 0.1"
     assert re.fullmatch(pattern("[0] 16/16 - 2s - 11ms/step - loss: 7.5566"), epoch)
     assert re.fullmatch(pattern("  stage 0  CPU:0  first"), "  stage 0  CPU:0  first, second")

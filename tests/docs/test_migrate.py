@@ -47,7 +47,7 @@ def on_two_workers(text, folder):
     return dict(run_script(text, folder, *launcher))
 
 
-def test_there_is_one_of_each():
+def test_each_source_has_a_script_before_and_after():
     assert sorted(SCRIPTS) == sorted(
         (source, when) for source in SOURCES for when in ("before", "after")
     )

@@ -85,7 +85,7 @@ def test_what_python_does_is_marked_too(current):
     assert event.what == "sum float32[9]" and 0.01 <= event.end - event.begin < 0.2
 
 
-def test_there_are_none_where_nobody_records(monkeypatch):
+def test_without_a_record_there_are_no_marks(monkeypatch):
     monkeypatch.setattr(marks.Marks, "current", None)
 
     @tf.function

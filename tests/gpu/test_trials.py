@@ -221,6 +221,6 @@ def test_figures_to_reach():
 
 
 @pytest.mark.slow
-def test_what_does_not_train_is_no_lost_worker():
+def test_a_task_that_fails_is_not_reported_as_a_lost_worker():
     with pytest.raises(AssertionError, match="exit code 2"):
         trials._lost("kill:worker=1,step=3", "gpu")

@@ -140,7 +140,7 @@ def test_pieces_are_what_the_judge_says(name):
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_what_pieces_cannot_do_is_mixed(name):
+def test_loops_that_pieces_cannot_run_are_mixed(name):
     assert isinstance(judged(MIXED[name]), Mixed)
 
 

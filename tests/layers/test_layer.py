@@ -99,7 +99,7 @@ def with_lora():
     return model
 
 
-def test_what_is_left_in_place():
+def test_layers_that_are_not_split():
     def one_slope():
         x = inputs = keras.Input((6,))
         x = layers.Dense(8, name="a")(x)

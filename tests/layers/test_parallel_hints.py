@@ -99,7 +99,7 @@ def train(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("build", "split"), [(texts, TEXTS), (pictures, PICTURES)])
-def test_what_is_written_is_what_is_split(build, split):
+def test_layers_are_split_as_they_are_written(build, split):
     expected = train(fresh(plain(build)))
     model = fresh(lambda: tfparallel.tensor_parallel(by_hand(build), DEVICES))
     assert model.split == split

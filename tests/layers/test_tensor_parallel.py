@@ -131,7 +131,7 @@ def test_the_mask_is_taken_off_where_keras_takes_it_off():
     assert_equal(results[1], results[0])
 
 
-def test_what_a_layer_takes_off_the_whole_is_off_the_parts():
+def test_a_mask_removed_from_the_whole_is_removed_from_its_parts():
     """Another layer that reads the parts finds no mask either."""
     with tf.device("CPU:0"):
         parts = Parts([tf.ones((2, 3, 1))] * 2, -1, DEVICES[:2], mask=tf.ones((2, 3), tf.bool))
@@ -531,7 +531,7 @@ def own_step():
         ),
     ],
 )
-def test_what_cannot_be_split(model, options, message):
+def test_models_that_cannot_be_split_raise(model, options, message):
     with pytest.raises(ValueError, match=message):
         tfparallel.tensor_parallel(model, **({"devices": DEVICES} | options))
 

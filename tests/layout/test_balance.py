@@ -57,7 +57,7 @@ def test_no_other_cut_is_better(graph):
 @pytest.mark.parametrize(
     "edges, stages", [(None, [2, 2]), ({1: (5, [2])}, [1, 3]), ({0: (1, [1, 2, 3])}, [2, 2])]
 )
-def test_what_is_sent_moves_the_cut(edges, stages):
+def test_communication_moves_the_cut(edges, stages):
     assert partition(2, Weighed([3, 1, 1, 3], edges)) == stages
 
 

@@ -64,7 +64,7 @@ def passed(stages):
     ],
     ids=["skipped stage", "one stage", "shared layer", "wide and deep", "empty stage"],
 )  # fmt: skip
-def test_what_passes(build, stage_of, expected):
+def test_which_tensors_pass_between_stages(build, stage_of, expected):
     stages = cut_stages(build(), stage_of, len(expected))
     assert passed(stages) == expected
 

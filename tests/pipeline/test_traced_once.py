@@ -56,7 +56,7 @@ def test_it_is_traced_once_and_told_of_each_micro_batch(num_rows):
     assert (traced[0] == 2) if num_rows == 6 else tf.is_tensor(traced[0])
 
 
-def test_what_is_not_there_and_masks_go_in_and_out():
+def test_none_and_masks_pass_in_and_out():
     def function(tensors, shard):
         x, nothing = tensors
         assert nothing is None

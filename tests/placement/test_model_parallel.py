@@ -271,7 +271,7 @@ class OwnStep(keras.Model):
         ),
     ],
 )
-def test_what_cannot_be_placed(model, options, message):
+def test_models_that_cannot_be_placed_raise(model, options, message):
     with pytest.raises(ValueError, match=message):
         tfparallel.model_parallel(model, **options)
 

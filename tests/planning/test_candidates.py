@@ -114,7 +114,7 @@ def test_on_cores_that_are_busy_one_device_is_the_fastest():
     assert why_first(ranking).startswith("one device is the fastest as predicted, but within 5% ")
 
 
-def test_what_is_close_is_to_be_measured():
+def test_close_predictions_suggest_a_measurement():
     costs = model()
     same = [dataclasses.replace(layer, seconds=Line(1.0, 0.0)) for layer in costs.layers]
     costs = dataclasses.replace(costs, layers=same, overhead_seconds=1000.0)

@@ -146,7 +146,7 @@ def test_a_model_whose_layers_cannot_be_seen_is_refused():
 
 
 @pytest.mark.slow
-def test_what_is_measured_is_told():
+def test_progress_names_what_is_measured():
     said = []
     planned(progress=said.append)
     assert "memory of the layers" in said and "layers side by side" in said
@@ -263,7 +263,7 @@ def test_weights_that_are_worth_it_are_shared_out():
     assert held_bytes["optimizer"] - held_bytes["parameters"] == pytest.approx(saved, abs=8)
 
 
-def test_what_would_fit_is_told():
+def test_a_plan_without_a_fit_says_what_would_fit():
     plan = planned(deep, num_devices=2, device_memory=100)
     assert plan.first is None
     least = min(c.held_bytes for c in plan.ranked if c.held_bytes is not None)

@@ -76,7 +76,7 @@ def test_two_cores_serve_two_of_four_devices():
     assert passes(Mesh(pipeline=2), shared, num_micro_batches=8) == pytest.approx(WHOLE * 9 / 16)
 
 
-def test_what_every_call_takes_grows_with_the_pieces():
+def test_the_fixed_cost_of_a_call_grows_with_the_pieces():
     fixed = ModelCosts([LayerCosts("only", Line(6.0, 0.0))])
     planned = Pieces(Mesh(), ROWS, make_schedule("1f1b", 1, 4), [1])
     assert predict(fixed, planned, ALONE).passes_seconds == pytest.approx(4 * 6.0)

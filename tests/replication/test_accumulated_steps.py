@@ -341,7 +341,7 @@ class Asks(keras.callbacks.Callback):
     ],
     ids=["metrics", "predict", "evaluate", "test_on_batch"],
 )
-def test_who_looks_in_the_middle_changes_nothing(in_float64, ask):
+def test_reading_results_between_updates_changes_nothing(in_float64, ask):
     whole, model = on_replicas("SGD", 2), on_replicas("SGD", 2)
     trained(whole, "SGD", ROWS)
     model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])

@@ -42,7 +42,7 @@ def test_a_large_mean_in_float32_is_stable():
 
 
 @pytest.mark.slow
-def test_what_keras_is_asked_to_synchronize_is(in_float64):
+def test_a_layer_with_synchronized_true_is_synchronized(in_float64):
     x = np.random.default_rng(2).normal(size=(6, 3))
 
     def build():

@@ -349,7 +349,7 @@ def returns_nothing():
     ],
     ids=["a name", "nothing", "no return", "a string", "a layer"],
 )
-def test_what_builds_no_model(wrong, message):
+def test_a_function_that_builds_no_model_raises(wrong, message):
     with pytest.raises(ValueError, match=message):
         tfparallel.data_parallel(wrong, devices=TWO)
 

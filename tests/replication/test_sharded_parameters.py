@@ -404,7 +404,7 @@ def test_no_function_of_the_layers_own_reads_a_weight():
 
 
 @pytest.mark.parametrize("frozen", ["a layer", "all"])
-def test_what_its_function_froze_is_trained_once_it_may(in_float64, frozen):
+def test_weights_frozen_by_the_function_train_once_unfrozen(in_float64, frozen):
     """Story: small weights, which are made when they are frozen, never trained."""
 
     def function():
@@ -498,7 +498,7 @@ def test_a_loop_of_ones_own_is_told():
         ({"shard": "gradient"}, "shard='gradient'"),
     ],
 )
-def test_what_cannot_be_is_refused(options, received):
+def test_invalid_options_raise(options, received):
     arguments = {"shard": "parameters", "devices": ["CPU:0", "CPU:1"]} | options
     with pytest.raises(ValueError, match=f"Received: {received}"):
         tfparallel.data_parallel(build, **arguments)

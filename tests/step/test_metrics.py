@@ -123,7 +123,7 @@ def test_no_other_output_meets(form):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_what_meets_is_told(form, caplog):
+def test_the_log_names_an_output_that_is_joined_for_a_metric(form, caplog):
     x, y, _ = data()
     with caplog.at_level("INFO", logger="absl"):
         compiled(FORMS[form]()).train_on_batch(x, y)

@@ -190,7 +190,7 @@ def own_loss(y, outputs):
 
 
 @pytest.mark.parametrize("form", ["data", "gpipe"])
-def test_what_is_joined_is_told_in_bytes(form, caplog):
+def test_the_log_says_how_many_bytes_are_joined(form, caplog):
     model = placed(form, lambda: keras.Sequential([keras.Input((3,)), layers.Dense(2), Wide(5)]))
     model.compile("sgd", own_loss)
     with caplog.at_level("INFO", logger="absl"):
@@ -266,7 +266,7 @@ def test_where_outputs_meet():
     assert [canonical(placed(form, one)._meeting_device) for form in ("data", "gpipe")] == DEVICES
 
 
-def test_what_fits_no_memory_is_refused():
+def test_joined_outputs_larger_than_memory_raise():
     """Of targets that are as wide, none are made: they would not fit either."""
     model = placed("data", lambda: keras.Sequential([keras.Input((3,)), Wide(2**30)]))
     model.compile("sgd", own_loss)

@@ -386,7 +386,7 @@ def test_a_check_of_one_replica_fails_the_step(strategy):
         run(strategy, program, tf.constant([1.0, 2.0, 3.0]))
 
 
-def test_what_waits_for_something_before_a_meeting_waits_for_the_replicas_own(strategy):
+def test_control_dependencies_across_an_all_reduce_stay_within_the_replica(strategy):
     def program(trace, x):
         def function(rows):
             early = tf.sin(rows)

@@ -102,7 +102,7 @@ def test_a_job_has_one_way(job):
         ("bf16:2", "there is none of that name"),
     ],
 )
-def test_what_cannot_be_is_refused(spec, message):
+def test_invalid_names_raise(spec, message):
     with pytest.raises(ValueError, match=message):
         CompressionName.parse(spec)
 

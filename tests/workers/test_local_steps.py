@@ -146,7 +146,7 @@ def test_it_prints_as_it_was_asked_for(spec):
     ["never", "accumulate", "accumulate:0", "local_sgd", "local_sgd:0", "local_sgd:x"]
     + ["post_local_sgd:8", "local_sgd:2,3"],
 )
-def test_what_cannot_be_is_refused(spec):
+def test_invalid_policies_raise(spec):
     with pytest.raises(ValueError, match="`sync` must be every_step, .* Received: "):
         Synchronization.parse(spec)
 
