@@ -40,9 +40,9 @@ def main(arguments):
     kinds = [kind for kind in TITLES if kind != "gloo" or options.torch]
     with contextlib.ExitStack() as stack:
         contenders = {kind: start(kind, stack, cores, options.torch) for kind in kinds}
-        told = {kind: group.wait_until_ready()[0] for kind, group in contenders.items()}
-        found = {size: measure(size, contenders, options) for size in options.bytes or ITERATIONS}
-    contest.publish("all_reduce", page(found, told, described, options), found, options)
+        replies = {kind: group.wait_until_ready()[0] for kind, group in contenders.items()}
+        results = {size: measure(size, contenders, options) for size in options.bytes or ITERATIONS}
+    contest.publish("all_reduce", page(results, replies, described, options), results, options)
 
 
 def parse(arguments):
@@ -101,9 +101,9 @@ def measure(size, contenders, options):
     }
 
 
-def page(found, told, described, options):
+def page(results, replies, described, options):
     """The lines of RESULTS.md about the all-reduce between workers."""
-    kinds = list(told)
+    kinds = list(replies)
     lines = [
         "## All-reduce between 2 workers of one host, a core each",
         "",
@@ -113,7 +113,7 @@ def page(found, told, described, options):
         "| size | " + " | ".join(TITLES[kind] for kind in kinds) + " |",
         "| --- |" + " --- |" * len(kinds),
     ]
-    for size, result in found.items():
+    for size, result in results.items():
         cells = [contest.spread(result["ms"][kind], 2) for kind in kinds]
         lines.append(f"| {name_of(size)} | {' | '.join(cells)} |")
     lines += [
@@ -122,7 +122,7 @@ def page(found, told, described, options):
         "| `ring_tuned` over TensorFlow's ring | to reach |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for size, result in found.items():
+    for size, result in results.items():
         ratio = result["ratio"]
         over_gloo = contest.spread(ratio["gloo/ours_mpi"], 2) if "gloo/ours_mpi" in ratio else ""
         cells = [
@@ -135,8 +135,8 @@ def page(found, told, described, options):
             f"{RING_TARGETS.get(size, '')}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    ran = "; ".join(f"{TITLES[kind]}: {told[kind]['implementation']}" for kind in kinds)
-    versions = ", ".join(dict.fromkeys(each["version"] for each in told.values()))
+    ran = "; ".join(f"{TITLES[kind]}: {replies[kind]['implementation']}" for kind in kinds)
+    versions = ", ".join(dict.fromkeys(each["version"] for each in replies.values()))
     lines += ["", f"What ran: {ran}."]
     described = described | {"Versions": versions}
     return lines + contest.footer("all_reduce", described, options, "num_rounds")

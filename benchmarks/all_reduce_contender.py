@@ -41,7 +41,7 @@ def build(kind):
 
             return strategy.run(replica, args=(x,))
 
-        told = "tf.distribute.MultiWorkerMirroredStrategy (RING)"
+        implementation = "tf.distribute.MultiWorkerMirroredStrategy (RING)"
     else:
         import tfparallel
 
@@ -54,7 +54,7 @@ def build(kind):
             # As the gradient of a weight: casts and error feedback are part of the sum.
             return group.all_reduce_gradients([x], [weight])[0]
 
-        told = group.transport
+        implementation = group.transport
 
     def prepare(values):
         nonlocal weight
@@ -62,7 +62,7 @@ def build(kind):
         step = tf.function(lambda: all_reduce(variable.read_value())).get_concrete_function()
         return step, lambda result: result.numpy()
 
-    return prepare, {"implementation": told, "version": f"TensorFlow {tf.__version__}"}
+    return prepare, {"implementation": implementation, "version": f"TensorFlow {tf.__version__}"}
 
 
 def build_gloo():
@@ -90,7 +90,7 @@ def build_gloo():
     return prepare, {"implementation": "torch.distributed gloo", "version": version}
 
 
-class Meeting:
+class Barrier:
     """A barrier, which the workers leave within a microsecond of each other.
 
     Args:
@@ -101,12 +101,12 @@ class Meeting:
     def __init__(self, path, rank):
         turns = np.memmap(path, np.int64, "r+").reshape(-1, 8)[:, 0]
         self._turns = [turns[k : k + 1] for k in range(len(turns))]
-        self._own, self._turn = self._turns[rank], 0
+        self._local_turn, self._turn = self._turns[rank], 0
 
     def __call__(self):
         """Returns once all workers have arrived."""
         self._turn += 1
-        self._own[0] = self._turn
+        self._local_turn[0] = self._turn
         deadline = time.monotonic() + MEETING_DEADLINE_SECONDS
         for turn in self._turns:
             while turn[0] < self._turn:
@@ -122,12 +122,12 @@ def whole_numbers(count, rank):
 def main():
     order, reply = dialog.begin()
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    prepare, told = build(order["kind"])
+    prepare, info = build(order["kind"])
     if order["kind"] == "gloo":
         meet, _ = prepare(np.zeros(1, np.float32))
     else:
-        meet = Meeting(os.environ["MEETING"], rank)
-    reply(**told)
+        meet = Barrier(os.environ["MEETING"], rank)
+    reply(**info)
     prepared = {}
     for request in dialog.requests():
         count = request["bytes"] // 4

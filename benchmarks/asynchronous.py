@@ -38,12 +38,12 @@ def main(arguments):
     rounds = []
     for index in range(options.num_rounds):
         turns = contest.in_turn([unjoined, asynchronous], index)
-        found = {measure.__name__: measure() for measure in turns}
-        rounds.append(found)
-        print(f"round {index + 1}: {found}", file=sys.stderr)
+        results = {measure.__name__: measure() for measure in turns}
+        rounds.append(results)
+        print(f"round {index + 1}: {results}", file=sys.stderr)
     killed = asynchronous(kills=True)
-    found = summarized(rounds, killed)
-    contest.publish("asynchronous", page(found, described, options), found, options)
+    results = summarized(rounds, killed)
+    contest.publish("asynchronous", page(results, described, options), results, options)
     return 0
 
 
@@ -123,20 +123,20 @@ def contender(kind, path):
         return tf.data.Dataset.from_tensor_slices((x[order], y[order]))
 
     model.fit(batches(40), verbose=0)  # Traces, and warms up.
-    found = {}
+    figures = {}
     if is_plain:
         times = Times()
         model.fit(batches(NUM_UPDATES // NUM_WORKERS), verbose=0, callbacks=[times])
-        found["step_ms"] = 1e3 * float(np.median(np.diff(times.ends)))
+        figures["step_ms"] = 1e3 * float(np.median(np.diff(times.ends)))
     else:
         pathlib.Path(f"{path}.begun").touch()
         started, used = time.perf_counter(), time.process_time()
         history = model.fit(batches(NUM_UPDATES), verbose=0).history
-        found["step_ms"] = 1e3 * NUM_WORKERS * (time.perf_counter() - started) / NUM_UPDATES
+        figures["step_ms"] = 1e3 * NUM_WORKERS * (time.perf_counter() - started) / NUM_UPDATES
         # The chief, which assigns batches, uses this much processor time per worker's step.
-        found["chief_ms"] = 1e3 * NUM_WORKERS * (time.process_time() - used) / NUM_UPDATES
-        found |= {"loss": history["loss"][-1], **model.staleness, **wires(model)}
-    pathlib.Path(path).write_text(json.dumps(found))
+        figures["chief_ms"] = 1e3 * NUM_WORKERS * (time.process_time() - used) / NUM_UPDATES
+        figures |= {"loss": history["loss"][-1], **model.staleness, **wires(model)}
+    pathlib.Path(path).write_text(json.dumps(figures))
     return 0
 
 
@@ -172,7 +172,7 @@ def wires(model, number=100):
             model.optimizer.apply(gradients, weights)
             return tf.constant(0.0)
 
-    found = {}
+    times_ms = {}
     for name, function, arguments in (("pull", pull, ()), ("push", push, (tf.constant(0.0),))):
         function = function.get_concrete_function(*arguments)  # Outside the servers' scope.
         for repeats in (10, number):
@@ -181,17 +181,17 @@ def wires(model, number=100):
                 servers.coordinator.schedule(function, args=arguments)
             servers.coordinator.join()
             seconds = time.perf_counter() - started
-        found[f"{name}_ms"] = 1e3 * NUM_WORKERS * seconds / number
-    return found
+        times_ms[f"{name}_ms"] = 1e3 * NUM_WORKERS * seconds / number
+    return times_ms
 
 
 def summarized(rounds, killed):
     def median(values):
         return float(np.median(list(values)))
 
-    ours = [found["asynchronous"] for found in rounds]
+    ours = [result["asynchronous"] for result in rounds]
     step, plain = (median(values) for values in (
-        (each["step_ms"] for each in ours), (found["unjoined"] for found in rounds)
+        (each["step_ms"] for each in ours), (result["unjoined"] for result in rounds)
     ))  # fmt: skip
     pull, push = (median(each[f"{name}_ms"] for each in ours) for name in ("pull", "push"))
     return {
@@ -200,8 +200,8 @@ def summarized(rounds, killed):
         "pull_ms": pull,
         "push_ms": push,
         "over_allowed": median(
-            each["step_ms"] / (found["unjoined"] + each["pull_ms"] + each["push_ms"])
-            for each, found in zip(ours, rounds, strict=True)
+            each["step_ms"] / (result["unjoined"] + each["pull_ms"] + each["push_ms"])
+            for each, result in zip(ours, rounds, strict=True)
         ),
         "chief_ms": median(each["chief_ms"] for each in ours),
         "mean_staleness": median(each["mean"] for each in ours),
@@ -212,8 +212,8 @@ def summarized(rounds, killed):
     }
 
 
-def page(found, described, options):
-    verdict = "reached" if found["over_allowed"] <= TARGET else "missed"
+def page(results, described, options):
+    verdict = "reached" if results["over_allowed"] <= TARGET else "missed"
     lines = [
         "## Asynchronous steps: 2 workers, 1 server",
         "",
@@ -223,19 +223,20 @@ def page(found, described, options):
         "",
         "| | ms |",
         "| --- | --- |",
-        f"| a step of two processes that are not joined | {found['unjoined_ms']:.1f} |",
-        f"| to read the weights (pull) | {found['pull_ms']:.1f} |",
-        f"| to hand over gradients, and their update (push) | {found['push_ms']:.1f} |",
-        f"| **an asynchronous step** | **{found['step_ms']:.1f}** |",
+        f"| a step of two processes that are not joined | {results['unjoined_ms']:.1f} |",
+        f"| to read the weights (pull) | {results['pull_ms']:.1f} |",
+        f"| to hand over gradients, and their update (push) | {results['push_ms']:.1f} |",
+        f"| **an asynchronous step** | **{results['step_ms']:.1f}** |",
         "",
-        f"In such a step the chief computes for {found['chief_ms']:.1f} ms, on the same cores.",
+        f"In such a step the chief computes for {results['chief_ms']:.1f} ms, on the same cores.",
         "",
-        f"Over the sum of the first three: {found['over_allowed']:.2f} (at most {TARGET:.2f}: "
-        f"{verdict}). Staleness: {found['mean_staleness']:.2f} on average, at most "
-        f"{found['largest_staleness']}; the bound is {found['bound']}.",
+        f"Over the sum of the first three: {results['over_allowed']:.2f} (at most {TARGET:.2f}: "
+        f"{verdict}). Staleness: {results['mean_staleness']:.2f} on average, at most "
+        f"{results['largest_staleness']}; the bound is {results['bound']}.",
         "",
-        f"With worker 1 killed a second after the start: {found['killed_updates'] - 40} updates of "
-        f"{NUM_UPDATES} were done, by the other one, in {found['killed_step_ms'] / 2:.1f} ms each.",
+        f"With worker 1 killed a second after the start: {results['killed_updates'] - 40} updates "
+        f"of {NUM_UPDATES} were done, by the other one, in "
+        f"{results['killed_step_ms'] / 2:.1f} ms each.",
     ]
     return lines + contest.footer("asynchronous", described, options, "num_rounds")
 

@@ -37,11 +37,11 @@ MAX_ERROR = 0.15
 def main(arguments):
     options = parse(arguments)
     described = environment.describe()
-    found = {
+    results = {
         place: {n: [sweep(flag, n, options) for _ in range(2)] for n in NUM_RANKS}
         for place, (flag, _) in PLACES.items()
     }
-    contest.publish("choice", page(found, described, options), found, options)
+    contest.publish("choice", page(results, described, options), results, options)
 
 
 def parse(arguments):
@@ -88,7 +88,7 @@ def choices(sweeps, default):
     from tfparallel.collectives.algorithm_selection import fastest
 
     profile, rows = sweeps[0]["profile"], sweeps[1]["rows"]
-    found = []
+    rows_by_size = []
     for size in sorted({row["size"] for row in rows}):
         seconds = {
             name: seconds_at(times, size)
@@ -98,7 +98,7 @@ def choices(sweeps, default):
         taken = fastest(seconds, default, "profile", "").algorithm
         times = {row["algorithm"]: row["time"] for row in rows if row["size"] == size}
         best = min(times, key=times.get)
-        found.append(
+        rows_by_size.append(
             {
                 "size": size,
                 "taken": taken,
@@ -108,14 +108,14 @@ def choices(sweeps, default):
                 "over_default": times[taken] / times[default],
             }
         )
-    return found
+    return rows_by_size
 
 
 def errors(by_ranks, shared):
     """The cost model's relative errors, by transport and by the number of ranks left out."""
     sizes = sorted({row["size"] for row in by_ranks[NUM_RANKS[0]][0]["rows"]})
     fitted_sizes = set(sizes[::2])
-    found = {}
+    by_transport = {}
     for left_out in NUM_RANKS:
         to_fit = {}
         for num_ranks in NUM_RANKS:
@@ -128,9 +128,9 @@ def errors(by_ranks, shared):
         for transport, one in _measurements(by_ranks[left_out][1]["rows"], shared):
             if one.size_bytes not in fitted_sizes:
                 predicted = models[transport].seconds(one.algorithm, one.num_ranks, one.size_bytes)
-                errors_of = found.setdefault(transport, {}).setdefault(left_out, [])
+                errors_of = by_transport.setdefault(transport, {}).setdefault(left_out, [])
                 errors_of.append(abs(predicted / one.seconds - 1))
-    return found
+    return by_transport
 
 
 def _measurements(rows, shared):
@@ -142,7 +142,7 @@ def _measurements(rows, shared):
             yield transport, Measurement(algorithm, row["num_ranks"], row["size"], seconds)
 
 
-def page(found, described, options):
+def page(results, described, options):
     """The lines of RESULTS.md about the choice and the model."""
     lines = [
         "## `auto`, and the cost model",
@@ -151,7 +151,7 @@ def page(found, described, options):
         "us, and that over the medians of the best and of the default.",
     ]
     for place, (_, default) in PLACES.items():
-        for num_ranks, sweeps in found[place].items():
+        for num_ranks, sweeps in results[place].items():
             lines += ["", f"### {num_ranks} {place}, default `{default}`", ""]
             lines += ["| bytes | `auto` takes | us | best | over the best | over the default |"]
             lines += ["| --- | --- | --- | --- | --- | --- |"]
@@ -175,11 +175,11 @@ def page(found, described, options):
         "| --- |" + " --- |" * (len(NUM_RANKS) + 1),
     ]
     for place in PLACES:
-        for transport, by_ranks in errors(found[place], place == next(iter(PLACES))).items():
+        for transport, by_ranks in errors(results[place], place == next(iter(PLACES))).items():
             every = [error for errors_of in by_ranks.values() for error in errors_of]
             cells = [statistics.median(by_ranks[n]) for n in NUM_RANKS] + [statistics.median(every)]
             lines.append(f"| {transport} | " + " | ".join(f"{e:.0%}" for e in cells) + " |")
-    named = {"tensorflow": found["processes"][NUM_RANKS[0]][0]["versions"]["tensorflow"]}
+    named = {"tensorflow": results["processes"][NUM_RANKS[0]][0]["versions"]["tensorflow"]}
     return lines + contest.footer("choice", described | named, options, "iters", "max_bytes")
 
 

@@ -37,10 +37,10 @@ def main(arguments):
     described = environment.describe()
     with contextlib.ExitStack() as stack:
         groups = {kind: all_reduce.start(kind, stack, cores, None) for kind in TITLES}
-        told = [group.wait_until_ready()[0] for group in groups.values()][0]
-        found = {size: measure(size, groups, options) for size in options.bytes or SIZES}
-    lines = page(found, described | {"Versions": told["version"]}, options)
-    contest.publish("compressed_sums", lines, found, options)
+        reply = [group.wait_until_ready()[0] for group in groups.values()][0]
+        results = {size: measure(size, groups, options) for size in options.bytes or SIZES}
+    lines = page(results, described | {"Versions": reply["version"]}, options)
+    contest.publish("compressed_sums", lines, results, options)
 
 
 def measure(size, groups, options):
@@ -62,7 +62,7 @@ def measure(size, groups, options):
     }
 
 
-def page(found, described, options):
+def page(results, described, options):
     """The lines of RESULTS.md about sums in 16 bits."""
     narrow = [kind for kind in TITLES if kind != PLAIN]
     lines = [
@@ -75,12 +75,12 @@ def page(found, described, options):
         f"| size | {' | '.join(TITLES.values())} |",
         "| --- |" + " --- |" * len(TITLES),
     ]
-    for size, result in found.items():
+    for size, result in results.items():
         cells = [contest.spread(result["ms"][kind], 2) for kind in TITLES]
         lines.append(f"| {all_reduce.name_of(size)} | {' | '.join(cells)} |")
     heads = [f"{TITLES[kind]}, times as fast | to reach" for kind in narrow]
     lines += ["", f"| size | {' | '.join(heads)} |", "| --- |" + " --- |" * 2 * len(narrow)]
-    for size, result in found.items():
+    for size, result in results.items():
         cells = []
         for kind in narrow:
             cells += [contest.spread(result["times_as_fast"][kind], 2)]

@@ -110,15 +110,15 @@ def num_traces(train_function):
     """
     seen, waiting, total = set(), [train_function], 0
     while waiting:
-        found = waiting.pop()
-        if id(found) in seen:
+        function = waiting.pop()
+        if id(function) in seen:
             continue
-        seen.add(id(found))
-        if hasattr(found, "experimental_get_tracing_count"):
-            total += found.experimental_get_tracing_count()
-            waiting.append(found.python_function)
-        waiting.append(getattr(found, "__wrapped__", None))
-        waiting.extend(cell.cell_contents for cell in getattr(found, "__closure__", None) or ())
+        seen.add(id(function))
+        if hasattr(function, "experimental_get_tracing_count"):
+            total += function.experimental_get_tracing_count()
+            waiting.append(function.python_function)
+        waiting.append(getattr(function, "__wrapped__", None))
+        waiting.extend(cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
     if not total:
         raise RuntimeError(
             "No traced program was found behind Keras's `train_function`, so traces cannot be "

@@ -121,8 +121,8 @@ class ContenderProcess:
         deadline = time.monotonic() + deadline_seconds
         output = self._process.stdout.fileno()
         while b"\n" not in self._received:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([output], [], [], left)[0]:
+            remaining_seconds = deadline - time.monotonic()
+            if remaining_seconds <= 0 or not select.select([output], [], [], remaining_seconds)[0]:
                 self._fail(f"has not answered within {deadline_seconds:.0f} s")
             block = os.read(output, 2**16)
             if not block:

@@ -38,8 +38,8 @@ def job_environments(num_processes, hosts=None):
             Rendezvous(by_node, master, "bench", node=node),
             local_rank,
         )
-        for node, own in enumerate(by_node)
-        for local_rank in range(len(own))
+        for node, ranks in enumerate(by_node)
+        for local_rank in range(len(ranks))
     ]
 
 
@@ -168,19 +168,19 @@ def positive(text):
     return number
 
 
-def publish(name, lines, found, options, figures=None):
+def publish(name, lines, results, options, figures=None):
     """Prints a benchmark's lines, and writes them and its figures where the options say.
 
     Args:
         name: The block of the page.
         lines: What the page shows.
-        found: Every figure, for `--json`.
+        results: Every figure, for `--json`.
         options: What `parse` returned.
         figures: The figures for `summary.py`, with the date.
     """
     print("\n".join(lines))
     if options.json:
-        pathlib.Path(options.json).write_text(json.dumps(found, indent=2) + "\n")
+        pathlib.Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
     if options.write:
         blocks.write(pathlib.Path(options.write), name, lines, figures)
 

@@ -50,8 +50,8 @@ def main(arguments):
         "Threads": f"intra-op {num_threads}, inter-op {num_threads}, in each process",
         "Pinned to cores": ", ".join(map(str, cores)) or "none: this system cannot pin",
     }
-    found = {"environment": described, "command": command(options), "workloads": measured}
-    contest.publish("data_parallel", results.page(found), found, options, results.figures(found))
+    report = {"environment": described, "command": command(options), "workloads": measured}
+    contest.publish("data_parallel", results.page(report), report, options, results.figures(report))
 
 
 def parse(arguments):

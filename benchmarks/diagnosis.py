@@ -61,8 +61,8 @@ def main(arguments):
         rows.append((what, expected, said, said.startswith(expected)))
         print(f"{what}: {said}", file=sys.stderr, flush=True)
     names = ("what", "expected", "said", "is_right")
-    found = [dict(zip(names, row, strict=True)) for row in rows]
-    contest.publish("diagnosis", page(rows, described, options), found, options)
+    results = [dict(zip(names, row, strict=True)) for row in rows]
+    contest.publish("diagnosis", page(rows, described, options), results, options)
     return 0 if all(row[3] for row in rows) else 1
 
 
@@ -102,9 +102,9 @@ def said_of(task, flags, variables):
         if any([job.wait(DEADLINE_SECONDS) for job in jobs]):
             output.seek(0)
             raise RuntimeError(f"A job failed:\n{output.read().decode()[-3000:]}")
-        found = json.loads(report.read_text())
-    splits = [Split(**each) for each in found["time_of_a_step_seconds"]]
-    sent = sum(found["sent_bytes_in_a_step"].values())
+        figures = json.loads(report.read_text())
+    splits = [Split(**each) for each in figures["time_of_a_step_seconds"]]
+    sent = sum(figures["sent_bytes_in_a_step"].values())
     return verdict(splits, sent_bytes=sent, link_bits=link)
 
 

@@ -52,8 +52,8 @@ def main(arguments):
         command = [sys.executable, str(WORKER), str(alone), "0"]
         subprocess.run(command, check=True, timeout=DEADLINE_SECONDS, capture_output=True)
         said, killed = disturbed(elastic, options.standby)
-        expected, found = weights(alone), weights(elastic)
-        largest = max(np.abs(a - b).max() for a, b in zip(expected, found, strict=True))
+        expected, actual = weights(alone), weights(elastic)
+        largest = max(np.abs(a - b).max() for a, b in zip(expected, actual, strict=True))
         losses = [steps(folder)[:, 1] for folder in (alone, elastic)]
         gaps = pauses(elastic)
         result = {
@@ -99,8 +99,8 @@ def disturbed(folder, standby):
         chief = jobs[[first in output.read_text() for output in outputs].index(True)]
         chief.kill()
         killed = time.time()
-        left = next(job for job in jobs if job is not chief)
-        wait_for(lambda: newest(checkpoints) >= JOINED_AT, left, "the step of the newcomers")
+        survivor = next(job for job in jobs if job is not chief)
+        wait_for(lambda: newest(checkpoints) >= JOINED_AT, survivor, "the step of the newcomers")
         for _ in range(2):
             host()
         for job in jobs:
@@ -112,13 +112,13 @@ def disturbed(folder, standby):
 def pauses(folder):
     """For each new step: its number, when the previous step ended, and when it ended."""
     lines = (json.loads(line) for line in (folder / "steps").read_text().splitlines())
-    found, newest, ended = [], -1, None
+    pauses_of_steps, newest, ended = [], -1, None
     for step, when, *_ in lines:
         if step > newest:
             if ended is not None:
-                found.append((step, ended, when))
+                pauses_of_steps.append((step, ended, when))
             newest, ended = step, when
-    return found
+    return pauses_of_steps
 
 
 def steps(folder):

@@ -66,19 +66,19 @@ def main(arguments):
             victim, step = draw.randrange(2), draw.randrange(5, NUM_STEPS - 40)
             run = Run(pathlib.Path(top) / f"run_{index}", dtype_of(kind), slow=True)
             try:
-                found, seconds = getattr(run, kind.replace(" ", "_"))(victim, step)
-                pairs = zip(expected[dtype_of(kind)], found, strict=True)
+                actual, seconds = getattr(run, kind.replace(" ", "_"))(victim, step)
+                pairs = zip(expected[dtype_of(kind)], actual, strict=True)
                 largest = max(float(np.abs(a - b).max()) for a, b in pairs)
             except RuntimeError as error:
                 print(error, file=sys.stderr)
                 largest, seconds = float("inf"), float("nan")
-            left = [p for p in run.seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-            rows.append((kind, victim, step, largest, seconds, len(left)))
+            alive = [p for p in run.seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+            rows.append((kind, victim, step, largest, seconds, len(alive)))
             print(f"{index + 1}: {kind}, worker {victim}, step {step}: {largest:.1e}, "
-                  f"{seconds:.1f} s, {len(left)} left", file=sys.stderr, flush=True)  # fmt: skip
+                  f"{seconds:.1f} s, {len(alive)} left", file=sys.stderr, flush=True)  # fmt: skip
     names = ("kind", "worker", "step", "difference", "seconds", "left")
-    found = [dict(zip(names, row, strict=True)) for row in rows]
-    contest.publish("faults", page(rows, described, options), found, options)
+    results = [dict(zip(names, row, strict=True)) for row in rows]
+    contest.publish("faults", page(rows, described, options), results, options)
     return 0 if all(is_right(row) and not row[5] for row in rows) else 1
 
 
@@ -114,7 +114,7 @@ class Run:
         self.checkpoints = folder / "checkpoints"
         self.seen = []  # All of its processes that were ever seen.
 
-    def _start(self, *launch, here=()):
+    def _start(self, *launch, prefix=()):
         tfparallel = [sys.executable, "-m", "tfparallel"]
         train = [
             *(*tfparallel, "train", str(contest.TOP / "models/digits_cnn.py"), "--parallel=data"),
@@ -128,7 +128,7 @@ class Run:
         threads = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
         with open(self._folder / "output", "ab") as output:
             return subprocess.Popen(
-                [*here, *tfparallel, "launch", *launch, "--", *train],
+                [*prefix, *tfparallel, "launch", *launch, "--", *train],
                 cwd=contest.TOP,
                 env=os.environ | dict.fromkeys(threads, "1"),
                 stdout=output,
@@ -136,12 +136,12 @@ class Run:
             )
 
     @contextlib.contextmanager
-    def _running(self, *launches, here=((),)):
+    def _running(self, *launches, prefixes=((),)):
         """Yields launchers, and waits for them to end on exit."""
         jobs = []
         try:
-            for launch, there in zip(launches, here * len(launches), strict=False):
-                jobs.append(self._start(*launch, here=there))
+            for launch, prefix in zip(launches, prefixes * len(launches), strict=False):
+                jobs.append(self._start(*launch, prefix=prefix))
             yield jobs
             for job in jobs:
                 job.wait(DEADLINE_SECONDS)
@@ -243,17 +243,17 @@ class Run:
             self._until(step, jobs)
             lost = next(job for job in jobs if worker_of(job, victim))
             lost.kill()
-            left = [job for job in jobs if job is not lost]
-            seconds = self._seconds_to_a_new_step(left)
-            return self._ended_well(left), seconds
+            survivors = [job for job in jobs if job is not lost]
+            seconds = self._seconds_to_a_new_step(survivors)
+            return self._ended_well(survivors), seconds
 
     def partition(self, victim, step):
         places = ",".join(f"{address}:{_PORT}" for address in two_hosts.ADDRESSES)
         os.environ.setdefault("TFPARALLEL_JOB_TOKEN", secrets.token_hex(16))
         launch = ["--nnodes=1:2", f"--rdzv_endpoint={places}", "--start_timeout=15"]
         with two_hosts.linked() as names:
-            here = [[*two_hosts.on_host(name)] for name in names]
-            with self._running(launch, launch, here=here) as jobs:
+            prefixes = [[*two_hosts.on_host(name)] for name in names]
+            with self._running(launch, launch, prefixes=prefixes) as jobs:
                 self._until(step, jobs)
                 two_hosts.cut(names)
                 seconds = self._seconds_to_a_new_step(jobs)
@@ -295,10 +295,11 @@ def page(rows, described, options):
         "| --- | --- | --- | --- | --- |",
     ]
     for kind in dict.fromkeys(row[0] for row in rows):
-        own = [row for row in rows if row[0] == kind]
-        seconds = [row[4] for row in own]
+        runs = [row for row in rows if row[0] == kind]
+        seconds = [row[4] for row in runs]
         lines.append(
-            f"| {kind} | {len(own)} | {sum(map(is_right, own))} | {max(row[3] for row in own):.1e} "
+            f"| {kind} | {len(runs)} | {sum(map(is_right, runs))} "
+            f"| {max(row[3] for row in runs):.1e} "
             f"| {np.median(seconds):.1f}, {np.max(seconds):.1f} |"
         )
     return lines + contest.footer("faults", described, options, "num_faults", "seed")

@@ -38,9 +38,9 @@ def main(arguments):
     options = contest.parse(contest.make_parser(__doc__, num_rounds=5), arguments)
     cores = environment.cores_to_pin(NUM_CORES)
     described = environment.describe()
-    found = {name: measure(name, options.num_rounds, cores) for name in CONTENDERS}
-    figures = figures_of(found, described["Date"])
-    contest.publish("first_epoch", page(found, described, options), found, options, figures)
+    results = {name: measure(name, options.num_rounds, cores) for name in CONTENDERS}
+    figures = figures_of(results, described["Date"])
+    contest.publish("first_epoch", page(results, described, options), results, options, figures)
 
 
 def measure(workload, num_rounds, cores):
@@ -76,23 +76,23 @@ def first_epoch(workload, kind, cores):
         program=program,
     )
     with contextlib.closing(contender):
-        told = contender.wait_until_ready()
+        versions = contender.wait_until_ready()
         contender.ask()
-        return contender.answer(), told
+        return contender.answer(), versions
 
 
-def figures_of(found, date):
+def figures_of(results, date):
     """Returns the figures for `summary.py`: our tracing time and first epoch over plain Keras's."""
     return {"date": date} | {
         workload: {
             "tracing_seconds": result["figures"][CONTENDERS[workload][1]]["tracing_seconds"],
             "epoch_over_plain": result["ratio"],
         }
-        for workload, result in found.items()
+        for workload, result in results.items()
     }
 
 
-def page(found, described, options):
+def page(results, described, options):
     """The lines of RESULTS.md about the first epoch."""
     lines = [
         "## The first epoch",
@@ -101,7 +101,7 @@ def page(found, described, options):
         "takes beyond the others: the step is traced, and TensorFlow prepares its graph. The "
         "median of the rounds, with the 10th and 90th percentile; the ratio is by round.",
     ]
-    for workload, result in found.items():
+    for workload, result in results.items():
         number = result["versions"]["num_parameters"]
         lines += [
             "",
@@ -118,7 +118,7 @@ def page(found, described, options):
             lines.append(f"| {TITLES[kind]} | {' | '.join(cells)} |")
         ratio = contest.spread(result["ratio"], 2)
         lines += ["", f"Epoch over plain Keras's: {ratio}. To reach: {TARGETS[workload]}."]
-    versions = next(iter(found.values()))["versions"]
+    versions = next(iter(results.values()))["versions"]
     named = {key: versions[key] for key in ("tensorflow", "keras")}
     return lines + contest.footer("first_epoch", described | named, options, "num_rounds")
 

@@ -30,18 +30,19 @@ def main(arguments):
     described = environment.describe()
     number, length = options.num_devices, options.length
     runs = {"short": (1, length), "long": (1, number * length), "ours": (number, number * length)}
-    found = {name: {} for name in runs}
+    results = {name: {} for name in runs}
     for index in range(options.num_rounds):
         for name in contest.in_turn(list(runs), index):
             print(f"round {index}: {name}", file=sys.stderr)
             for key, value in in_a_process(*runs[name], options.num_steps).items():
-                found[name].setdefault(key, []).append(value)
+                results[name].setdefault(key, []).append(value)
     figures = {
-        "memory": found["ours"]["peak"][0] / number / found["short"]["peak"][0],
-        "step": statistics.median(found["ours"]["step"]) / statistics.median(found["long"]["step"]),
+        "memory": results["ours"]["peak"][0] / number / results["short"]["peak"][0],
+        "step": statistics.median(results["ours"]["step"])
+        / statistics.median(results["long"]["step"]),
     }
-    lines = page(found, runs, figures, described, options)
-    contest.publish("long_sequences", lines, found, options, figures)
+    lines = page(results, runs, figures, described, options)
+    contest.publish("long_sequences", lines, results, options, figures)
 
 
 def parse(arguments):
@@ -108,12 +109,12 @@ def build(length):
     return keras.Model(words, layers.Dense(WORDS)(x))
 
 
-def page(found, runs, figures, described, options):
+def page(results, runs, figures, described, options):
     words = {"short": "plain Keras", "long": "plain Keras", "ours": "`Mesh(sequence=S)`"}
     rows = [
         f"| {words[name]} | {length:,} | {number} | "
-        f"{statistics.median(found[name]['peak']) / MIB / number:,.0f} MiB | "
-        f"{statistics.median(found[name]['step']):.2f} s | {found[name]['loss'][0]:.6f} |"
+        f"{statistics.median(results[name]['peak']) / MIB / number:,.0f} MiB | "
+        f"{statistics.median(results[name]['step']):.2f} s | {results[name]['loss'][0]:.6f} |"
         for name, (number, length) in runs.items()
     ]
     reached = "reached" if figures["memory"] <= 1 else "**missed**"

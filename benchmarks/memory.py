@@ -45,8 +45,8 @@ def main(arguments):
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = pathlib.Path(name)
         run(limit, 0, folder / "start", "start")
-        own = limit - json.loads((folder / "start.json").read_text())["data_bytes"]
-        num_layers = math.ceil(2 * own / LAYER_BYTES)
+        budget_bytes = limit - json.loads((folder / "start.json").read_text())["data_bytes"]
+        num_layers = math.ceil(2 * budget_bytes / LAYER_BYTES)
         failed = run(limit, num_layers, folder / "limited.weights.h5", "plain", check=False)
         say(f"one process under the limit: exit code {failed.returncode}")
         launched = [sys.executable, "-m", "tfparallel", "launch"]
@@ -60,7 +60,7 @@ def main(arguments):
         file_bytes = (folder / "placed.keras").stat().st_size
     rows = {
         "limit": limit,
-        "own": own,
+        "own": budget_bytes,
         "exit_code": failed.returncode,
         "last_words": last_words(failed.stdout),
         "placed": placed,
@@ -158,9 +158,9 @@ def difference(weights_path, keras_path):
 
 
 def page(rows, described, options):
-    held = rows["placed"]["held"]
+    by_process = rows["placed"]["held"]
     parameters = 4 * rows["placed"]["num_parameters"]
-    slots = sum(own["slot_bytes"] for own in held)
+    slots = sum(process["slot_bytes"] for process in by_process)
     lines = [
         "## Memory: a model that no process may hold",
         "",
@@ -186,7 +186,7 @@ def page(rows, described, options):
         f"| `model_parallel`, 1 process without a limit | loss {rows['single']['loss']:.7g} |",
         f"| largest difference of a weight or slot, of the largest in its variable "
         f"| {rows['largest']:.1e} |",
-        f"| resident memory of a process, the largest | {gigabytes(peak(held))} GB |",
+        f"| resident memory of a process, the largest | {gigabytes(peak(by_process))} GB |",
     ]
     return lines + contest.footer("memory", described, options, "limit", "num_processes")
 
@@ -194,14 +194,14 @@ def page(rows, described, options):
 def last_words(text):
     """The line of a failed run that gives the reason."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    told = [
+    errors = [
         line for line in lines if any(word in line for word in ("OOM", "bad_alloc", "MemoryError"))
     ]
-    return ((told or lines or ["killed"])[-1])[:120].replace("|", "/")
+    return ((errors or lines or ["killed"])[-1])[:120].replace("|", "/")
 
 
-def peak(held):
-    return max(own["peak_memory_bytes"] for own in held)
+def peak(by_process):
+    return max(process["peak_memory_bytes"] for process in by_process)
 
 
 def gigabytes(number):

@@ -33,11 +33,11 @@ LEAST_MIB = 64  # TensorFlow counts only large tensors: it misses most of a smal
 def main(arguments):
     options = parse(arguments)
     described = environment.describe()
-    found = {}
+    results = {}
     for name in options.tasks or TASKS:
-        found[name] = measure(*TASKS[name], options=options)
-        print("\n".join(table(name, found[name])), file=sys.stderr)
-    contest.publish("meshes", page(found, described, options), found, options)
+        results[name] = measure(*TASKS[name], options=options)
+        print("\n".join(table(name, results[name])), file=sys.stderr)
+    contest.publish("meshes", page(results, described, options), results, options)
 
 
 def parse(arguments):
@@ -82,25 +82,25 @@ def call(command, busy):
     )
 
 
-def table(name, found):
-    lines = [f"### {name}", "", f"{found['why']}. Planned in {found['plan']['seconds']:.0f} s.", ""]
+def table(name, task):
+    lines = [f"### {name}", "", f"{task['why']}. Planned in {task['plan']['seconds']:.0f} s.", ""]
     lines += ["| mesh | predicted step, ms | tried | measured | error | MiB | counted | error |"]
     lines += ["| --- | --- | --- | --- | --- | --- | --- | --- |"]
-    for row in found["rows"]:
+    for row in task["rows"]:
         sizes = [f"{axis}={size}" for axis, size in row["mesh"].items() if size > 1]
         if "shard" in row:
             sizes.append(f"shard={row['shard']}")
-        told = ", ".join(sizes) or "one device"
-        told += " (too large)" if "why_not" in row else ""
-        step, own = 1e3 * row["step_seconds"], 1e3 * row["round_seconds"]
-        held, counted = row["predicted_bytes"] / 2**20, (row["held"] or 0) / 2**20
-        of_counted = f"{held / counted - 1:+.0%}" if counted > LEAST_MIB else "–"
+        label = ", ".join(sizes) or "one device"
+        label += " (too large)" if "why_not" in row else ""
+        step, actual = 1e3 * row["step_seconds"], 1e3 * row["round_seconds"]
+        mib, counted = row["predicted_bytes"] / 2**20, (row["held"] or 0) / 2**20
+        of_counted = f"{mib / counted - 1:+.0%}" if counted > LEAST_MIB else "–"
         tried = f"{1e3 * row['measured_seconds']:.1f}" if "measured_seconds" in row else "–"
         lines.append(
-            f"| {told} | {step:.1f} | {tried} | {own:.1f} | {step / own - 1:+.0%} | {held:.1f} | "
-            f"{f'{counted:.1f}' if counted else '–'} | {of_counted} |"
+            f"| {label} | {step:.1f} | {tried} | {actual:.1f} | {step / actual - 1:+.0%} | "
+            f"{mib:.1f} | {f'{counted:.1f}' if counted else '–'} | {of_counted} |"
         )
-    fitting = [row for row in found["rows"] if "why_not" not in row]
+    fitting = [row for row in task["rows"] if "why_not" not in row]
     best = min(row["round_seconds"] for row in fitting)
     predicted = min(fitting, key=lambda row: row["step_seconds"])["round_seconds"] / best
     tried = fitting[0]["round_seconds"] / best
@@ -112,14 +112,14 @@ def table(name, found):
     ]
 
 
-def page(found, described, options):
+def page(results, described, options):
     lines = ["## The meshes of `plan`", "", f"{options.num_devices} logical devices of a CPU."]
     if options.busy:
         lines.append("Steps are the time at work of one thread, without what other programs take.")
-    for name, own in found.items():
-        lines += ["", *table(name, own)]
-    asked = ("num_rounds", "num_devices", "num_trials")
-    return lines + contest.footer("meshes", described, options, *asked)
+    for name, result in results.items():
+        lines += ["", *table(name, result)]
+    settings = ("num_rounds", "num_devices", "num_trials")
+    return lines + contest.footer("meshes", described, options, *settings)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def main(path, plan_path, output, num_rounds):
         data, global_batch_size=plan["batch_size"], seed=0, num_batches=2
     )
     dataset = tf.data.Dataset.from_tensors(batch).repeat(STEPS_OF_A_ROUND)
-    models, found, counts_memory = [], [], counts()
+    models, rows, counts_memory = [], [], counts()
     for candidate in plan["meshes"]:
         if "step_seconds" not in candidate:
             continue
@@ -54,26 +54,26 @@ def main(path, plan_path, output, num_rounds):
         model = build(task, candidate, devices)
         task.compile_model(model)
         model.fit(dataset, verbose=0)
-        kept = counted("current") - before
+        resident_bytes = counted("current") - before
         if counts_memory:
             tf.config.experimental.reset_memory_stats("CPU:0")
         before = counted("current")
         model.fit(dataset, verbose=0)
         models.append(model)
-        held = kept + counted("peak") - before if counts_memory else None
-        found.append({**candidate, "held": held, "rounds": []})
+        peak_bytes = resident_bytes + counted("peak") - before if counts_memory else None
+        rows.append({**candidate, "held": peak_bytes, "rounds": []})
     for index in range(num_rounds):
-        pairs = list(zip(models, found, strict=True))
-        for model, own in pairs if index % 2 else pairs[::-1]:
+        pairs = list(zip(models, rows, strict=True))
+        for model, row in pairs if index % 2 else pairs[::-1]:
             steps = StepTime()
             model.fit(dataset, verbose=0, callbacks=[steps])
-            own["rounds"].append(statistics.median(steps.seconds[1:]))
-    pathlib.Path(output).write_text(json.dumps(found))
+            row["rounds"].append(statistics.median(steps.seconds[1:]))
+    pathlib.Path(output).write_text(json.dumps(rows))
 
 
 def build(task, candidate, devices):
     mesh = Mesh(**candidate["mesh"])
-    own = devices[: mesh.size]
+    used_devices = devices[: mesh.size]
     stages = {
         "num_micro_batches": candidate["num_micro_batches"],
         "layers_per_stage": candidate["layers_per_stage"],
@@ -82,12 +82,12 @@ def build(task, candidate, devices):
         return task.build_model()
     if candidate["form"] == "data":
         shard = candidate.get("shard")
-        return tfparallel.data_parallel(task.build_model, devices=own, shard=shard)
+        return tfparallel.data_parallel(task.build_model, devices=used_devices, shard=shard)
     if candidate["form"] == "tensor":
-        return tfparallel.tensor_parallel(task.build_model, devices=own)
+        return tfparallel.tensor_parallel(task.build_model, devices=used_devices)
     if candidate["form"] == "pipeline":
-        return tfparallel.pipeline_parallel(task.build_model, own, **stages)
-    return tfparallel.hybrid_parallel(task.build_model, mesh, own, **stages)
+        return tfparallel.pipeline_parallel(task.build_model, used_devices, **stages)
+    return tfparallel.hybrid_parallel(task.build_model, mesh, used_devices, **stages)
 
 
 def counted(which):

@@ -41,15 +41,15 @@ def main(arguments):
     described = environment.describe()
     rows, versions = [], {}
     for workload in STEPS:
-        seconds, told = measure(workload, options.num_rounds, cores)
-        versions = {"TensorFlow": told["tensorflow"], "Keras": told["keras"]}
-        rows.append((told["description"], seconds, predicted(workload, cores)))
+        seconds, info = measure(workload, options.num_rounds, cores)
+        versions = {"TensorFlow": info["tensorflow"], "Keras": info["keras"]}
+        rows.append((info["description"], seconds, predicted(workload, cores)))
     described |= versions | {"Threads": f"{NUM_CORES} in each process"}
-    found = [
+    results = [
         {"model": name, "seconds": seconds, "predicted_seconds": guess}
         for name, seconds, guess in rows
     ]
-    contest.publish("model_parallel", page(rows, described, options), found, options)
+    contest.publish("model_parallel", page(rows, described, options), results, options)
 
 
 def measure(workload, num_rounds, cores):
@@ -66,22 +66,22 @@ def measure(workload, num_rounds, cores):
             )
             for kind, number in CONTENDERS
         ]
-        told = [contender.wait_until_ready() for contender in contenders]
+        replies = [contender.wait_until_ready() for contender in contenders]
         seconds = {kind: [] for kind, _ in CONTENDERS}
         for index in range(NUM_WARM_UP_ROUNDS + num_rounds):
             for contender in contest.in_turn(contenders, index):
                 steps = contender.train(num_steps, skip)["step_seconds"]
                 if index >= NUM_WARM_UP_ROUNDS:
                     seconds[contender.kind].append(statistics.median(steps))
-    return seconds, told[0]
+    return seconds, replies[0]
 
 
 def predicted(workload, cores):
     """The step that the plan predicts, in seconds."""
-    here = pathlib.Path(__file__).parent
+    folder = pathlib.Path(__file__).parent
     done = subprocess.run(
-        [sys.executable, "-c", PREDICT, str(here), workload],
-        cwd=here.parent,
+        [sys.executable, "-c", PREDICT, str(folder), workload],
+        cwd=folder.parent,
         stdout=subprocess.PIPE,
         text=True,
         check=True,

@@ -30,9 +30,9 @@ def main(arguments):
     options = parse(arguments)
     cores = environment.cores_to_pin(NUM_STAGES)
     described = environment.describe()
-    found = measure(options, cores)
-    figures = figures_of(found, described["Date"])
-    contest.publish("pipeline", page(found, described, options), found, options, figures)
+    results = measure(options, cores)
+    figures = figures_of(results, described["Date"])
+    contest.publish("pipeline", page(results, described, options), results, options, figures)
 
 
 def parse(arguments):
@@ -71,8 +71,8 @@ def measure(options, cores):
         contenders, versions = {}, {}
         for kind, number in names:  # One after the other: each traces for a while.
             contenders[kind, number] = start(kind, number, stack, cores, options.torch)
-            told = contenders[kind, number].wait_until_ready()[0]
-            versions |= {k: v for k, v in told.items() if k in ("tensorflow", "keras", "torch")}
+            reply = contenders[kind, number].wait_until_ready()[0]
+            versions |= {k: v for k, v in reply.items() if k in ("tensorflow", "keras", "torch")}
             contenders[kind, number].train(NUM_SKIPPED + 2, NUM_SKIPPED)
         rounds = contest.rounds_in_turn(
             contenders, options, NUM_WARM_UP_ROUNDS, options.num_steps, NUM_SKIPPED
@@ -85,17 +85,17 @@ def measure(options, cores):
     for number in options.num_micro_batches:
         ours = [r["ours", number] for r in rounds]
         # The part of a step outside the passes: the update, Keras's loop, the metrics.
-        own = stages[number]
-        rest = max(float(np.median(ours)) - 1e3 * own["passes_seconds"], 0.0)
+        times = stages[number]
+        rest = max(float(np.median(ours)) - 1e3 * times["passes_seconds"], 0.0)
         row = {
             "num_micro_batches": number,
             "ours_ms": contest.percentiles(ours),
             "over_plain": contest.percentiles([r["plain", 1] / r["ours", number] for r in rounds]),
-            "serial_ms": 1e3 * own["serial_seconds"],
-            "over_serial": own["serial_seconds"] / own["passes_seconds"],
+            "serial_ms": 1e3 * times["serial_seconds"],
+            "over_serial": times["serial_seconds"] / times["passes_seconds"],
             "rest_ms": rest,
-            "simulated_over_measured": own["simulated_seconds"] / own["passes_seconds"],
-            "bubble": own["bubble"],
+            "simulated_over_measured": times["simulated_seconds"] / times["passes_seconds"],
+            "bubble": times["bubble"],
         }
         if options.torch:
             theirs = [r["torch_pipeline", number] for r in rounds]
@@ -104,22 +104,22 @@ def measure(options, cores):
             row["torch_over_ours"] = contest.percentiles(ratios)
             row["ours_over_torch"] = contest.percentiles([1 / ratio for ratio in ratios])
         rows.append(row)
-    found = {"plain_ms": contest.percentiles([r["plain", 1] for r in rounds]), "rows": rows}
+    results = {"plain_ms": contest.percentiles([r["plain", 1] for r in rounds]), "rows": rows}
     if options.torch:
-        found["torch_ms"] = contest.percentiles([r["torch", 1] for r in rounds])
-    return found | {"versions": versions}
+        results["torch_ms"] = contest.percentiles([r["torch", 1] for r in rounds])
+    return results | {"versions": versions}
 
 
-def figures_of(found, date):
+def figures_of(results, date):
     """Returns the figures for `summary.py`: by M, our step over PyTorch's, if that was measured."""
     return {"date": date} | {
         f"m_{row['num_micro_batches']}": {"ours_over_torch": row["ours_over_torch"]}
-        for row in found["rows"]
+        for row in results["rows"]
         if "ours_over_torch" in row
     }
 
 
-def page(found, described, options):
+def page(results, described, options):
     """The lines of RESULTS.md about pipelines."""
     lines = [
         "## Pipeline: 2 stages in 2 processes, a core each",
@@ -129,17 +129,17 @@ def page(found, described, options):
         "",
         "| one process, one core | step, ms |",
         "| --- | --- |",
-        f"| plain Keras | {contest.spread(found['plain_ms'], 0)} |",
+        f"| plain Keras | {contest.spread(results['plain_ms'], 0)} |",
     ]
-    if "torch_ms" in found:
-        lines.append(f"| PyTorch | {contest.spread(found['torch_ms'], 0)} |")
+    if "torch_ms" in results:
+        lines.append(f"| PyTorch | {contest.spread(results['torch_ms'], 0)} |")
     lines += [
         "",
         "| M | `tfparallel.pipeline_parallel` | over plain Keras on one core | to reach "
         "| `torch.distributed.pipelining` | its step over ours | to reach |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for row in found["rows"]:
+    for row in results["rows"]:
         number = row["num_micro_batches"]
         torch = contest.spread(row["torch_ms"], 0) if "torch_ms" in row else ""
         ratio = contest.spread(row["torch_over_ours"], 2) if "torch_ms" in row else ""
@@ -159,7 +159,7 @@ def page(found, described, options):
         "| simulated / measured |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for row in found["rows"]:
+    for row in results["rows"]:
         number = row["num_micro_batches"]
         ideal = 2 * number / (number + 1)
         lines.append(
@@ -167,7 +167,7 @@ def page(found, described, options):
             f"| {OF_IDEAL * ideal:.2f} | {row['bubble']:.0%} | {1 / (number + 1):.0%} "
             f"| {row['simulated_over_measured']:.2f} |"
         )
-    described = described | found["versions"]
+    described = described | results["versions"]
     return lines + contest.footer("pipeline", described, options, "num_rounds", "num_steps")
 
 

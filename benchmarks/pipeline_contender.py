@@ -75,12 +75,12 @@ def stage_times(model, batch):
     from tfparallel.pipeline.measure import measured_timelines, median_timeline, stage_seconds
 
     timelines = measured_timelines(model, batch, NUM_TIMELINES)
-    found = stage_seconds(timelines)
+    stages = stage_seconds(timelines)
     number = model.schedule.num_micro_batches
     return {
-        "serial_seconds": number * sum(stage.forward + stage.backward for stage in found),
+        "serial_seconds": number * sum(stage.forward + stage.backward for stage in stages),
         "passes_seconds": median_timeline(timelines).makespan,
-        "simulated_seconds": simulate(model.schedule, found).makespan,
+        "simulated_seconds": simulate(model.schedule, stages).makespan,
         "bubble": median_timeline(timelines).bubble,
     }
 

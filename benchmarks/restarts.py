@@ -56,9 +56,9 @@ def main(arguments):
             rows.append((worker, step, largest, seconds))
             print(f"worker {worker}, step {step}: {largest:.1e}, {seconds:.1f} s", file=sys.stderr)
     names = ("worker", "step", "difference", "seconds")
-    found = [dict(zip(names, row, strict=True)) for row in rows]
+    results = [dict(zip(names, row, strict=True)) for row in rows]
     name = "restarts_standby" if options.standby else "restarts"
-    contest.publish(name, page(rows, described, options), found, options)
+    contest.publish(name, page(rows, described, options), results, options)
     return 0 if all(largest <= TOLERANCE for _, _, largest, _ in rows) else 1
 
 

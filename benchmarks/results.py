@@ -97,12 +97,12 @@ def verdicts(results):
     Args:
         results: What `data_parallel.py` writes as JSON.
     """
-    found = []
+    rows = []
     for workload, result in results["workloads"].items():
         for ratio in result["ratios"]:
             if ratio["target"] is not None:
                 measured = f"{ratio['median']:.3f} ({ratio['p10']:.3f} to {ratio['p90']:.3f})"
-                found.append(
+                rows.append(
                     (
                         f"{workload}: step of {ratio['of']} / {ratio['to']}",
                         measured,
@@ -114,10 +114,10 @@ def verdicts(results):
             if not name.startswith("ours"):
                 continue
             new = contender["num_traces_end"] - contender["num_traces_first_step"]
-            found.append((f"{workload}: {name}, traces after the first step", new, 0, new == 0))
+            rows.append((f"{workload}: {name}, traces after the first step", new, 0, new == 0))
             if result["num_steps_of_growth"] >= GROWTH_STEPS:
                 growth = contender["rss_growth_mib"] * GROWTH_STEPS / result["num_steps_of_growth"]
-                found.append(
+                rows.append(
                     (
                         f"{workload}: {name}, memory growth over {GROWTH_STEPS:,} steps",
                         f"{growth:+.2f} MiB",
@@ -125,7 +125,7 @@ def verdicts(results):
                         growth < MAX_GROWTH_MIB,
                     )
                 )
-    return found
+    return rows
 
 
 def tables(results):

@@ -50,9 +50,9 @@ def main(arguments):
     options = parse(arguments)
     cores = environment.cores_to_pin(NUM_WORKERS)
     described = environment.describe()
-    found = {name: measure(name, options, cores) for name in options.workload or WORKLOADS}
-    figures = figures_of(found, described["Date"])
-    contest.publish("scaling", page(found, described, options), found, options, figures)
+    results = {name: measure(name, options, cores) for name in options.workload or WORKLOADS}
+    figures = figures_of(results, described["Date"])
+    contest.publish("scaling", page(results, described, options), results, options, figures)
 
 
 def parse(arguments):
@@ -111,7 +111,7 @@ def measure(workload, options, cores):
     }
 
 
-def figures_of(found, date):
+def figures_of(results, date):
     """Returns the figures for `summary.py`: ours against two unconnected processes."""
     return {"date": date} | {
         workload: {
@@ -123,7 +123,7 @@ def figures_of(found, date):
             )
             / 1024,
         }
-        for workload, result in found.items()
+        for workload, result in results.items()
     }
 
 
@@ -131,7 +131,7 @@ def memory_over_apart(result):
     return result["peak_mib"]["ours"] / result["peak_mib"]["apart"]
 
 
-def page(found, described, options):
+def page(results, described, options):
     """The lines of RESULTS.md about scaling."""
     lines = [
         "## Scaling: 2 workers, a core each",
@@ -143,7 +143,7 @@ def page(found, described, options):
         "is one step over the other.",
         "",
     ]
-    for workload, result in found.items():
+    for workload, result in results.items():
         lines += [f"### {WORKLOADS[workload]}", ""]
         gradients = result["versions"]["plain"]["gradient_bytes"] / 1024
         lines += [
@@ -165,14 +165,16 @@ def page(found, described, options):
                 title, target = "DDP's step over ours (above 1: ours is faster)", "above 1"
             lines.append(f"| {title} | {contest.spread(value, 3)} | {target} |")
         memory = f"{memory_over_apart(result):.2f}"
-        told = f"A worker's memory over that of a process that knows of no other: {memory}"
+        memory_line = f"A worker's memory over that of a process that knows of no other: {memory}"
         if workload == LANGUAGE_MODEL:
-            told += (
+            memory_line += (
                 f", to reach: at most {MEMORY_TARGET:.2f}. Sent, to reach: at most the gradients "
                 f"and {SENT_TARGET_KIB} KiB"
             )
-        lines += ["", f"{told}.", ""]
-    versions = {k: v for r in found.values() for d in r["versions"].values() for k, v in d.items()}
+        lines += ["", f"{memory_line}.", ""]
+    versions = {
+        k: v for r in results.values() for d in r["versions"].values() for k, v in d.items()
+    }
     named = {k: v for k, v in versions.items() if k in ("tensorflow", "keras", "torch")}
     lines.pop()
     return lines + contest.footer("scaling", described | named, options, "num_rounds")

@@ -35,9 +35,9 @@ def main(arguments):
     options = parse(arguments)
     cores = environment.cores_to_pin(NUM_WORKERS)
     described = environment.describe()
-    found = measure(options, cores)
-    figures = {"date": described["Date"]} | found["ratios"]
-    contest.publish("sharded", page(found, described, options), found, options, figures)
+    results = measure(options, cores)
+    figures = {"date": described["Date"]} | results["ratios"]
+    contest.publish("sharded", page(results, described, options), results, options, figures)
 
 
 def parse(arguments):
@@ -67,8 +67,8 @@ def measure(options, cores):
         contenders, versions = {}, {}
         for kind in kinds:  # One after the other: each traces for a while.
             contenders[kind] = start(kind, stack, cores, options.torch)
-            told = contenders[kind].wait_until_ready()[0]
-            versions |= {k: v for k, v in told.items() if k in ("tensorflow", "keras", "torch")}
+            reply = contenders[kind].wait_until_ready()[0]
+            versions |= {k: v for k, v in reply.items() if k in ("tensorflow", "keras", "torch")}
             contenders[kind].train(NUM_SKIPPED + 2, NUM_SKIPPED)
         rounds = contest.rounds_in_turn(
             contenders, options, NUM_WARM_UP_ROUNDS, options.num_steps, NUM_SKIPPED
@@ -85,7 +85,7 @@ def measure(options, cores):
     }
 
 
-def page(found, described, options):
+def page(results, described, options):
     """The lines of RESULTS.md about shares."""
     lines = [
         "## Shares: 2 workers, a core each",
@@ -98,14 +98,14 @@ def page(found, described, options):
         "| | step, ms | over whole parameters | to reach | peak memory, MiB |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for kind, value in found["step_ms"].items():
-        ratio = found["ratios"].get(f"{kind}_over_{RATIOS.get(kind)}")
+    for kind, value in results["step_ms"].items():
+        ratio = results["ratios"].get(f"{kind}_over_{RATIOS.get(kind)}")
         ratio = contest.spread(ratio, 2) if ratio else ""
         target = f"{TARGET}" if kind == "parameters" else ""
-        peak = f"{found['peak_mib'][kind]:.0f}"
+        peak = f"{results['peak_mib'][kind]:.0f}"
         step = contest.spread(value, 0)
         lines.append(f"| {TITLES[kind]} | {step} | {ratio} | {target} | {peak} |")
-    described = described | found["versions"]
+    described = described | results["versions"]
     return lines + contest.footer("sharded", described, options, "num_rounds", "num_steps")
 
 

@@ -47,20 +47,20 @@ def main(arguments):
         megabits = two_hosts.megabits(names)
         kinds = [kind for kind in TITLES if kind != "ddp" or options.torch]
         groups = {kind: start(kind, stack, cores, names, options.torch) for kind in kinds}
-        told = {kind: group.wait_until_ready()[0] for kind, group in groups.items()}
+        replies = {kind: group.wait_until_ready()[0] for kind, group in groups.items()}
         rounds = measure(groups, options)
-    found = {
+    results = {
         "megabits": megabits,
         "step_ms": {kind: contest.percentiles([r[kind] for r in rounds]) for kind in kinds},
         "over_apart": {
             kind: contest.percentiles([r[kind] / r[APART] for r in rounds]) for kind in kinds
         },
     }
-    versions = {key: value for one in told.values() for key, value in one.items()}
+    versions = {key: value for one in replies.values() for key, value in one.items()}
     named = {k: v for k, v in versions.items() if k in ("tensorflow", "keras", "torch")}
-    figures = {"date": described["Date"], "over_apart": found["over_apart"]}
-    lines = page(found, described | named, options)
-    contest.publish("slow_link", lines, found, options, figures)
+    figures = {"date": described["Date"], "over_apart": results["over_apart"]}
+    lines = page(results, described | named, options)
+    contest.publish("slow_link", lines, results, options, figures)
 
 
 def start(kind, stack, cores, names, torch):
@@ -94,7 +94,7 @@ def measure(groups, options):
     return rounds
 
 
-def page(found, described, options):
+def page(results, described, options):
     """The lines of RESULTS.md about two hosts on a slow link."""
     lines = [
         "## Two hosts on a link of 1 Gbit/s",
@@ -102,14 +102,14 @@ def page(found, described, options):
         f"{WORKLOADS[WORKLOAD]}: a step of `fit` in ms, the mean over "
         f"{NUM_STEPS - NUM_SKIPPED} steps of the slower worker; the median of the rounds, with the "
         "10th and 90th percentile. The hosts are network namespaces of one machine, a core each, "
-        f"whose link carries {found['megabits']:,.0f} Mbit/s of one TCP connection; TensorFlow's "
+        f"whose link carries {results['megabits']:,.0f} Mbit/s of one TCP connection; TensorFlow's "
         "ring joins them.",
         "",
         "| | step, ms | over the unjoined |",
         "| --- | --- | --- |",
     ]
-    for kind, value in found["step_ms"].items():
-        over = contest.spread(found["over_apart"][kind], 2) if kind != APART else ""
+    for kind, value in results["step_ms"].items():
+        over = contest.spread(results["over_apart"][kind], 2) if kind != APART else ""
         lines.append(f"| {TITLES[kind]} | {contest.spread(value, 0)} | {over} |")
     return lines + contest.footer("slow_link", described, options, "num_rounds")
 

@@ -105,8 +105,8 @@ def main(arguments):
     figures = blocks.read_figures(pathlib.Path(options.write)) if options.write else {}
     num_lines = count_lines(PACKAGE)
     today = datetime.date.today().isoformat()
-    found = {"figures": figures, "num_lines": num_lines}
-    contest.publish("summary", page(figures, num_lines, today), found, options)
+    report = {"figures": figures, "num_lines": num_lines}
+    contest.publish("summary", page(figures, num_lines, today), report, options)
 
 
 def count_lines(folder):

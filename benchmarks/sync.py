@@ -33,16 +33,16 @@ def main(arguments):
     options = parse(arguments)
     cores = environment.cores_to_pin(NUM_WORKERS)
     described = environment.describe()
-    told, runs = measure(options, cores)
-    found = {
+    reply, runs = measure(options, cores)
+    summaries = {
         task: sync_results.summarize(of_policies, sync_results.TARGET_LOSSES[task])
         for task, of_policies in runs.items()
     }
     if options.write:
         sync_plot.draw(pathlib.Path(options.write).with_name(PICTURE), runs)
-    figures = sync_results.figures_of(found, described["Date"])
-    lines = page(found, told, described, options)
-    contest.publish("sync", lines, {"runs": runs, "figures": found}, options, figures)
+    figures = sync_results.figures_of(summaries, described["Date"])
+    lines = page(summaries, reply, described, options)
+    contest.publish("sync", lines, {"runs": runs, "figures": summaries}, options, figures)
 
 
 def parse(arguments):
@@ -69,14 +69,14 @@ def parse(arguments):
 
 def measure(options, cores):
     """Returns a contender's description of itself, and the runs: task -> policy -> by seed."""
-    told, runs = {}, {}
+    reply, runs = {}, {}
     for task in options.task or TASKS:
         # New processes for each task: trained models stay in memory.
         with contextlib.ExitStack() as stack:
             groups = {name: start(name, stack, cores) for name in options.policy or POLICIES}
-            told = [group.wait_until_ready()[0] for group in groups.values()][0]
+            reply = [group.wait_until_ready()[0] for group in groups.values()][0]
             runs[task] = measure_task(task, groups, options)
-    return told, runs
+    return reply, runs
 
 
 def measure_task(task, groups, options):
@@ -108,7 +108,7 @@ def start(policy, stack, cores):
     )
 
 
-def page(found, told, described, options):
+def page(summaries, reply, described, options):
     """The lines of RESULTS.md about policies."""
     lines = [
         "## Policies: when workers agree, and what they send",
@@ -123,13 +123,13 @@ def page(found, told, described, options):
         "does, bytes and accuracy do not.",
         "",
         *sync_results.lines_of(
-            found, {task: options.num_steps or TASKS[task].num_steps for task in found}
+            summaries, {task: options.num_steps or TASKS[task].num_steps for task in summaries}
         ),
     ]
     if options.write:
         lines += [f"![Validation loss over steps, and over what was sent]({PICTURE})", ""]
     lines.pop()
-    versions = {key: told[key] for key in ("tensorflow", "keras")}
+    versions = {key: reply[key] for key in ("tensorflow", "keras")}
     return lines + contest.footer("sync", described | versions, options, "num_seeds")
 
 

@@ -76,7 +76,7 @@ def summarize(runs, target):
 
 def _of_policy(of_seeds, plain, target):
     accuracies = [100 * run["accuracy"] for run in of_seeds]
-    found = {
+    summary = {
         "accuracy": float(np.mean(accuracies)),
         "least_accuracy": min(accuracies),
         "most_accuracy": max(accuracies),
@@ -89,9 +89,9 @@ def _of_policy(of_seeds, plain, target):
     }
     if plain is not None:
         plain_mb = float(np.mean([run["sent_bytes_in_all"] for run in plain])) / 1e6
-        found["bytes_over_every_step"] = found["sent_mb"] / plain_mb
-        found["points_lost"] = _last_accuracy(plain) - found["last_accuracy"]
-    return found
+        summary["bytes_over_every_step"] = summary["sent_mb"] / plain_mb
+        summary["points_lost"] = _last_accuracy(plain) - summary["last_accuracy"]
+    return summary
 
 
 def _last_accuracy(of_seeds):
@@ -106,18 +106,18 @@ def verdicts(figures):
     """
     if PLAIN not in figures:
         return []
-    found = []
+    rows = []
     for policy, share in BYTES_TARGETS.items():
         if policy in figures:
             measured = figures[policy]["bytes_over_every_step"]
             row = (f"{measured:.4f}", f"at most {share:.3f}", measured <= share)
-            found.append((f"`{policy}`: bytes, over those of `{PLAIN}`", *row))
+            rows.append((f"`{policy}`: bytes, over those of `{PLAIN}`", *row))
     for policy, points in ACCURACY_TARGETS.items():
         if policy in figures:
             lost = figures[policy]["points_lost"]
             row = (f"{lost:+.2f}", f"at most {points}", lost <= points)
-            found.append((f"`{policy}`: points of accuracy lost against `{PLAIN}`", *row))
-    return found
+            rows.append((f"`{policy}`: points of accuracy lost against `{PLAIN}`", *row))
+    return rows
 
 
 def lines_of(figures, num_steps):
@@ -144,25 +144,25 @@ def lines_of(figures, num_steps):
             "| ms a step |",
             f"|{' --- |' * 9}",
         ]
-        lines += [_row(policy, found, num_steps[task]) for policy, found in of_policies.items()]
+        lines += [_row(policy, summary, num_steps[task]) for policy, summary in of_policies.items()]
         lines.append("")
     return lines
 
 
-def _row(policy, found, num_steps):
-    low, high = found["least_accuracy"], found["most_accuracy"]
-    share = found.get("bytes_over_every_step")
-    steps, seconds = _until(found["reached"], num_steps)
+def _row(policy, summary, num_steps):
+    low, high = summary["least_accuracy"], summary["most_accuracy"]
+    share = summary.get("bytes_over_every_step")
+    steps, seconds = _until(summary["reached"], num_steps)
     cells = [
         f"`{policy}`",
-        f"{found['accuracy']:.2f} ({low:.2f} to {high:.2f})",
-        f"{found['last_accuracy']:.2f}",
-        f"{found['sent_mb']:,.2f}",
+        f"{summary['accuracy']:.2f} ({low:.2f} to {high:.2f})",
+        f"{summary['last_accuracy']:.2f}",
+        f"{summary['sent_mb']:,.2f}",
         "" if share is None else f"{share:.4f}",
-        f"{found['num_reductions']:,}",
+        f"{summary['num_reductions']:,}",
         steps,
         seconds,
-        f"{found['step_ms']:.1f}",
+        f"{summary['step_ms']:.1f}",
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -186,8 +186,8 @@ def figures_of(figures, date):
     keys = ("accuracy", "last_accuracy", "bytes_over_every_step", "points_lost", "step_ms")
     return {"date": date} | {
         task: {
-            policy: {key: found[key] for key in keys if key in found}
-            for policy, found in of_policies.items()
+            policy: {key: summary[key] for key in keys if key in summary}
+            for policy, summary in of_policies.items()
         }
         for task, of_policies in figures.items()
     }

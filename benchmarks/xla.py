@@ -57,20 +57,20 @@ COLUMNS = (
 def main(arguments):
     options = parse(arguments)
     end = time.monotonic() + options.total_seconds
-    found = []
+    rows = []
     for network in options.networks:
         ways = [way for way in options.ways or NETWORKS[network] if way in NETWORKS[network]]
         for index in range(options.repeat):
             in_order = ways if index % 2 == 0 else ways[::-1]
             for group in [in_order] if options.together else [[way] for way in in_order]:
-                for told in measured(network, group, options, end):
-                    found.append(told | {"round": index + 1, "kind": options.kind})
-                    print(json.dumps(found[-1]), flush=True)
+                for row in measured(network, group, options, end):
+                    rows.append(row | {"round": index + 1, "kind": options.kind})
+                    print(json.dumps(rows[-1]), flush=True)
                     if options.report:
                         with open(options.report, "a") as file:
-                            print(json.dumps(found[-1]), file=file)
-    print("\n".join(page(found)))
-    return int(any("error" in told for told in found))
+                            print(json.dumps(rows[-1]), file=file)
+    print("\n".join(page(rows)))
+    return int(any("error" in row for row in rows))
 
 
 def parse(arguments):
@@ -97,13 +97,13 @@ def parse(arguments):
     parser.add_argument("--report", metavar="PATH", help="append a line of JSON for each")
     options = parser.parse_args(arguments)
     options.networks = options.networks or list(NETWORKS)
-    for what, known, received in (
+    for what, allowed, received in (
         ("network", NETWORKS, options.networks),
         ("way", TITLES, options.ways or ()),
     ):
-        if unknown := [name for name in received if name not in known]:
+        if unknown := [name for name in received if name not in allowed]:
             parser.error(
-                f"each {what} must be one of {', '.join(known)}. Received: {', '.join(unknown)}"
+                f"each {what} must be one of {', '.join(allowed)}. Received: {', '.join(unknown)}"
             )
     if options.report and not pathlib.Path(options.report).resolve().parent.is_dir():
         parser.error(f"the folder of a file to write must exist. Received: {options.report}")
@@ -119,7 +119,7 @@ def measured(network, ways, options, end):
             run.wait_until_compiled(compiled_by)
         for run in running:
             run.train(min(end, time.monotonic() + TRAINING_SECONDS))
-            yield run.told()
+            yield run.row()
 
 
 class Run:
@@ -133,7 +133,7 @@ class Run:
     """
 
     def __init__(self, stack, network, way, options):
-        self._told = {"network": network, "way": way, "precision": options.precision}
+        self._settings = {"network": network, "way": way, "precision": options.precision}
         self._output, self._log = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
         # Measures this checkout, not an installed package.
         folders = filter(None, [str(contest.TOP), os.environ.get("PYTHONPATH")])
@@ -170,10 +170,10 @@ class Run:
             lines = read(self._log).strip().splitlines()
             self._error = f"exit code {self._process.returncode}: " + "\n".join(lines[-5:])[-600:]
 
-    def told(self):
+    def row(self):
         """Returns the last line that it printed, and the reason of a failure."""
-        told = json.loads(self._printed()[-1]) if self._printed() else self._told
-        return told | ({"error": self._error} if self._error else {})
+        row = json.loads(self._printed()[-1]) if self._printed() else self._settings
+        return row | ({"error": self._error} if self._error else {})
 
     def _printed(self):
         return [line for line in read(self._output).splitlines() if line.startswith('{"network"')]
@@ -190,34 +190,34 @@ def read(file):
     return text[: text.rfind("\n") + 1]
 
 
-def page(found):
+def page(results):
     """The lines of a table for each network; times over `plain` of the same round."""
     lines = []
-    for network in dict.fromkeys(told["network"] for told in found):
-        rows = [told for told in found if told["network"] == network]
-        plain = {told["round"]: told.get("step_ms") for told in rows if told["way"] == "plain"}
+    for network in dict.fromkeys(row["network"] for row in results):
+        rows = [row for row in results if row["network"] == network]
+        plain = {row["round"]: row.get("step_ms") for row in rows if row["way"] == "plain"}
         lines += ["", f"### {network}, {rows[0]['precision']}, {rows[0]['kind']}", ""]
         lines += [f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|"]
-        lines += [f"| {' | '.join(cells(told, plain.get(told['round'])))} |" for told in rows]
+        lines += [f"| {' | '.join(cells(row, plain.get(row['round'])))} |" for row in rows]
     return lines
 
 
-def cells(told, plain_ms):
+def cells(row, plain_ms):
     def by_device(counts):
         return ", ".join(f"{name} {number}" for name, number in counts.items()) or "none"
 
-    step_ms, title = told.get("step_ms"), TITLES[told["way"]]
-    if "error" in told:
-        title += f": {told['error'].splitlines()[-1][:160]}"
+    step_ms, title = row.get("step_ms"), TITLES[row["way"]]
+    if "error" in row:
+        title += f": {row['error'].splitlines()[-1][:160]}"
     return [
         title,
-        by_device(told["programs"]) if "programs" in told else "",
-        str(told.get("first_seconds", "")),
-        str(told.get("first_cpu_seconds", "")),
+        by_device(row["programs"]) if "programs" in row else "",
+        str(row.get("first_seconds", "")),
+        str(row.get("first_cpu_seconds", "")),
         f"{step_ms:.1f}" if step_ms else "",
         f"{step_ms / plain_ms:.2f}" if step_ms and plain_ms else "",
-        by_device(told["peak_mib"]) if "peak_mib" in told else "",
-        ", ".join(f"{loss:.5f}" for loss in told.get("losses", ())),
+        by_device(row["peak_mib"]) if "peak_mib" in row else "",
+        ", ".join(f"{loss:.5f}" for loss in row.get("losses", ())),
     ]
 
 

@@ -105,7 +105,7 @@ def main(network, way, kind, precision, memory_mib, num_warm_steps, num_steps):
     # next ones are of one another where the batch is as large: Keras's Adam squares the gradients
     # of an embedding slice by slice, so that to repeat rows changes an update.
     x, y = (np.concatenate([array] * times) for array in batch)
-    told = {"network": network, "way": way, "precision": precision, "rows": len(x)}
+    row = {"network": network, "way": way, "precision": precision, "rows": len(x)}
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     with SCOPES[way](devices).scope() if way in SCOPES else contextlib.nullcontext():
         model = make(build, devices)
@@ -117,21 +117,21 @@ def main(network, way, kind, precision, memory_mib, num_warm_steps, num_steps):
         model.fit(data, steps_per_epoch=number, verbose=0, callbacks=[steps])
 
     begin, cpu = time.perf_counter(), cpu_seconds()
-    told["programs"] = programs_of(lambda: fit(1))
-    told["first_seconds"] = round(time.perf_counter() - begin, 1)
-    told["first_cpu_seconds"] = round(cpu_seconds() - cpu, 1)
-    told["losses"] = list(steps.losses)
-    print(json.dumps(told), flush=True)
+    row["programs"] = programs_of(lambda: fit(1))
+    row["first_seconds"] = round(time.perf_counter() - begin, 1)
+    row["first_cpu_seconds"] = round(cpu_seconds() - cpu, 1)
+    row["losses"] = list(steps.losses)
+    print(json.dumps(row), flush=True)
     sys.stdin.readline()  # Until nothing else runs.
     fit(num_warm_steps)
-    told["losses"] += steps.losses[1:3]  # Keras's: the mean of this `fit` so far.
+    row["losses"] += steps.losses[1:3]  # Keras's: the mean of this `fit` so far.
     steps.seconds.clear()
     begin, cpu = time.perf_counter(), cpu_seconds()
     fit(num_steps)
-    told["step_cpu_ms"] = round(1e3 * (cpu_seconds() - cpu) / num_steps, 1)
-    told["step_ms"] = round(1e3 * statistics.median(steps.seconds), 2)
-    told["peak_mib"] = peak_mib(devices, kind)
-    print(json.dumps(told), flush=True)
+    row["step_cpu_ms"] = round(1e3 * (cpu_seconds() - cpu) / num_steps, 1)
+    row["step_ms"] = round(1e3 * statistics.median(steps.seconds), 2)
+    row["peak_mib"] = peak_mib(devices, kind)
+    print(json.dumps(row), flush=True)
 
 
 def devices_of(kind, number, memory_mib):

@@ -75,15 +75,15 @@ def pairs(functions, random):
     everything = np.concatenate(functions)
     padding = np.zeros(HISTORY_LENGTH, "int32")
     used, names, labels = [], [], []
-    for own in functions:
-        own = random.permutation(own)
+    for function_names in functions:
+        function_names = random.permutation(function_names)
         # Drawn from all uses: a frequent name is drawn often.
         others = random.choice(everything, NAMES_OF_A_FUNCTION)
-        for name, other in zip(own, others, strict=False):
-            history = own[own != name][:HISTORY_LENGTH]
+        for name, other in zip(function_names, others, strict=False):
+            history = function_names[function_names != name][:HISTORY_LENGTH]
             history = np.append(history, padding[len(history) :])
             for candidate, label in ((name, 1.0), (other, 0.0)):
-                if label or candidate not in own:
+                if label or candidate not in function_names:
                     used.append(history)
                     names.append(candidate)
                     labels.append(label)
@@ -106,8 +106,8 @@ def names_of_functions():
     frequent = [name for name in counts if counts[name] >= LEAST_FUNCTIONS]
     frequent.sort(key=lambda name: (-counts[name], name))
     ids = {name: number for number, name in enumerate(frequent[: NUM_NAMES - 1], start=1)}
-    known = [[ids[name] for name in names if name in ids] for names in functions]
-    return [np.array(names, "int32") for names in known if len(names) >= LEAST_NAMES]
+    ids_by_function = [[ids[name] for name in names if name in ids] for names in functions]
+    return [np.array(names, "int32") for names in ids_by_function if len(names) >= LEAST_NAMES]
 
 
 def functions_in(code):

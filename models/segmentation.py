@@ -102,8 +102,8 @@ def compose(digits, backgrounds, seed):
     for index, digit in enumerate(digits):
         background = backgrounds[random.integers(len(backgrounds))]
         pictures[index] = cut(background, SIDE, random)
-        top, left = random.integers(SIDE - digit.shape[0] + 1, size=2)
-        place = np.s_[index, top : top + digit.shape[0], left : left + digit.shape[1]]
+        row, column = random.integers(SIDE - digit.shape[0] + 1, size=2)
+        place = np.s_[index, row : row + digit.shape[0], column : column + digit.shape[1]]
         # Ink is dark on a bright background, and bright on a dark one.
         colour = random.uniform(0.0, 0.4, size=3).astype("float32")
         if pictures[index].mean() < 0.5:
@@ -115,6 +115,6 @@ def compose(digits, backgrounds, seed):
 
 def cut(picture, side, random):
     """Returns a random square of `picture`, `(height, width, 3)`."""
-    top = random.integers(picture.shape[0] - side + 1)
-    left = random.integers(picture.shape[1] - side + 1)
-    return picture[top : top + side, left : left + side]
+    row = random.integers(picture.shape[0] - side + 1)
+    column = random.integers(picture.shape[1] - side + 1)
+    return picture[row : row + side, column : column + side]

@@ -66,15 +66,15 @@ class VariationalAutoencoder(keras.Model):
             loss = pixels + divergence
         gradients = tape.gradient(loss, self.trainable_weights)
         self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
-        return self.told(pixels, divergence)
+        return self.update_metrics(pixels, divergence)
 
     def test_step(self, data):
         """The same losses, without an update."""
         images, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        return self.told(*self.losses_of(images, training=False))
+        return self.update_metrics(*self.losses_of(images, training=False))
 
-    def told(self, pixels, divergence):
-        """Takes a batch's losses into the means of the epoch, and returns these."""
+    def update_metrics(self, pixels, divergence):
+        """Adds a batch's losses to the epoch's means, and returns them."""
         self.loss_tracker.update_state(pixels + divergence)
         self.pixels_tracker.update_state(pixels)
         self.divergence_tracker.update_state(divergence)

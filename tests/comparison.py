@@ -21,12 +21,12 @@ def state_of(model):
     return [variable.numpy() for variable in (*model.variables, *model.optimizer.variables)]
 
 
-def assert_equal(found, expected, rtol=1e-12, atol=1e-14):
+def assert_equal(actual, expected, rtol=1e-12, atol=1e-14):
     """Compares two pairs of a history and of arrays."""
     for name in expected[0]:
-        np.testing.assert_allclose(found[0][name], expected[0][name], rtol=rtol, err_msg=name)
-    for value, wanted in zip(found[1], expected[1], strict=True):
-        np.testing.assert_allclose(value, wanted, rtol=rtol, atol=atol)
+        np.testing.assert_allclose(actual[0][name], expected[0][name], rtol=rtol, err_msg=name)
+    for value, expected_value in zip(actual[1], expected[1], strict=True):
+        np.testing.assert_allclose(value, expected_value, rtol=rtol, atol=atol)
 
 
 def weights_of(path):

@@ -139,12 +139,12 @@ def verdicts(name: str, dtype: str, faults=FAULTS) -> dict[str, bool]:
     floors = {}
 
     def passes(form):
-        found = floor.deviation(single, trial.run(form))
+        deviation = floor.deviation(single, trial.run(form))
         for units in moves:
             if units not in floors:
                 floors[units] = floor.deviation(single, trial.run(plain, moved_by=units))
             within = {n: floors[n] for n in moves if n <= units}
-            if not floor.compare(single, found, within, TOLERANCES[dtype]).failed:
+            if not floor.compare(single, deviation, within, TOLERANCES[dtype]).failed:
                 return True
         return False
 
@@ -168,11 +168,11 @@ def main(arguments):
         for name in names:
             started = time.perf_counter()
             try:
-                found = verdicts(name, dtype)
+                results = verdicts(name, dtype)
             except Exception as error:
                 print(f"{dtype} {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
                 continue
-            row = ", ".join(f"{what} {'yes' if ok else 'NO'}" for what, ok in found.items())
+            row = ", ".join(f"{what} {'yes' if ok else 'NO'}" for what, ok in results.items())
             seconds = time.perf_counter() - started
             print(f"{dtype} {name}: {row} ({seconds:.0f} s)", flush=True)
             keras.backend.clear_session()

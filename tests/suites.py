@@ -123,7 +123,7 @@ def pytest_report_header(config):
 
 def pytest_collection_modifyitems(config, items):
     """Called by pytest: gives each slow test its suite's marker, and takes the sample."""
-    chosen, left = [], []
+    chosen, deselected = [], []
     for item in items:
         suite = suite_of(item)
         if suite is not None:
@@ -131,9 +131,9 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("slow")
         seed = config.option.sample
         is_left = seed is not None and suite is not None and not is_chosen(suite, item.nodeid, seed)
-        (left if is_left else chosen).append(item)
-    if left:
-        config.hook.pytest_deselected(items=left)
+        (deselected if is_left else chosen).append(item)
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
         items[:] = chosen
 
 

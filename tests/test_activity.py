@@ -26,7 +26,7 @@ def test_in_a_file_each_is_one_line():
 
 
 @pytest.mark.slow
-def test_what_is_quick_says_nothing_in_a_file():
+def test_quick_work_prints_nothing_to_a_file():
     program = PROGRAM.replace("=0.3", "=30")
     done = subprocess.run(
         [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, timeout=60

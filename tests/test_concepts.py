@@ -33,7 +33,7 @@ MOST = {
 
 
 def nodes(kind, of=NODES):
-    return [node for found in of.values() for node in found if isinstance(node, kind)]
+    return [node for tree_nodes in of.values() for node in tree_nodes if isinstance(node, kind)]
 
 
 def methods(cls):
@@ -47,16 +47,16 @@ def called(node):
 
 def own_names():
     """Private names that the library itself gives."""
-    found = {node.name for node in nodes((ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
-    found |= {node.arg for node in nodes(ast.keyword) if node.arg}
-    found |= {node.id for node in nodes(ast.Name) if isinstance(node.ctx, ast.Store)}
+    names = {node.name for node in nodes((ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+    names |= {node.arg for node in nodes(ast.keyword) if node.arg}
+    names |= {node.id for node in nodes(ast.Name) if isinstance(node.ctx, ast.Store)}
     for node in nodes(ast.Attribute):
         if isinstance(node.ctx, ast.Store) and getattr(node.value, "id", "") == "self":
-            found.add(node.attr)
+            names.add(node.attr)
     for node in nodes(ast.Call):
         if called(node) in ("setattr", "__setattr__") and len(node.args) > 1:
-            found.add(getattr(node.args[1], "value", ""))
-    return found
+            names.add(getattr(node.args[1], "value", ""))
+    return names
 
 
 def named(of):
@@ -64,8 +64,8 @@ def named(of):
 
     A name that the library gives, too, is counted where it is surely another's.
     """
-    found = [node.attr for node in nodes(ast.Attribute, of)]
-    found += [
+    names = [node.attr for node in nodes(ast.Attribute, of)]
+    names += [
         f"{node.attr} of another"
         for node in nodes(ast.Attribute, of)
         if node.attr in OTHERS and getattr(node.value, "id", "") != "self"
@@ -73,15 +73,15 @@ def named(of):
     ]
     for node in nodes(ast.Call, of):
         if called(node) in ("getattr", "hasattr", "setattr", "__setattr__") and len(node.args) > 1:
-            found.append(str(getattr(node.args[1], "value", "")))
-    private = [name for name in found if name.startswith("_") and not name.startswith("__")]
+            names.append(str(getattr(node.args[1], "value", "")))
+    private = [name for name in names if name.startswith("_") and not name.startswith("__")]
     return [name for name in private if not name.startswith("_tfparallel_")]
 
 
 def count():
     classes = nodes(ast.ClassDef)
-    own, outside = own_names(), {k: v for k, v in NODES.items() if not k.startswith("seams/")}
-    private = [name for name in named(outside) if name not in own | PUBLIC]
+    defined, outside = own_names(), {k: v for k, v in NODES.items() if not k.startswith("seams/")}
+    private = [name for name in named(outside) if name not in defined | PUBLIC]
     by_name = [getattr(node.func, "id", "") for node in nodes(ast.Call)]  # Not `list.extend`.
     return {
         "classes that have a `fit`": sum("fit" in methods(cls) for cls in classes),
@@ -93,8 +93,8 @@ def count():
             len(methods(cls) & {"_look_at", "_begin"}) for cls in classes
         ),
         "modules that sum gradients over workers": sum(
-            any(called(node) == "all_reduce_gradients" for node in nodes(ast.Call, {"": found}))
-            for found in NODES.values()
+            any(called(node) == "all_reduce_gradients" for node in nodes(ast.Call, {"": body}))
+            for body in NODES.values()
         ),
         "states of a thread": sum(
             ast.unparse(node.func) in ("threading.local", "contextvars.ContextVar")

@@ -354,9 +354,9 @@ def test_what_tensors_took_is_counted_where_tensorflow_counts():
     before = devices.peak_tensor_bytes()
     if before is None:
         pytest.skip("TensorFlow counts no memory of this CPU")
-    held = devices.tf.zeros([(before >> 2) + (1 << 20)])
+    tensor = devices.tf.zeros([(before >> 2) + (1 << 20)])
     assert devices.peak_tensor_bytes() >= before + (1 << 22)
-    del held
+    del tensor
 
 
 def test_memory_that_nothing_counts_is_none():
@@ -364,17 +364,17 @@ def test_memory_that_nothing_counts_is_none():
 
 
 def test_each_gpu_of_this_process_is_asked_by_its_own_name(monkeypatch):
-    asked = []
+    queried = []
 
     def info(name):
-        asked.append(name)
+        queried.append(name)
         return {"peak": 10 + int(name[-1])}
 
     monkeypatch.setattr(device_memory.tf.config.experimental, "get_memory_info", info)
-    own, other = "/job:worker/task:0/device:GPU:1", "/job:worker/task:1/device:GPU:2"
-    names = ["GPU:0", "CPU:0", own, other]
-    assert device_memory.peak_bytes_of_gpus(names) == {"GPU:0": 10, own: 11}
-    assert asked == ["GPU:0", "GPU:1"]
+    local_gpu, other = "/job:worker/task:0/device:GPU:1", "/job:worker/task:1/device:GPU:2"
+    names = ["GPU:0", "CPU:0", local_gpu, other]
+    assert device_memory.peak_bytes_of_gpus(names) == {"GPU:0": 10, local_gpu: 11}
+    assert queried == ["GPU:0", "GPU:1"]
 
 
 def test_a_number_of_devices_may_stand_for_their_names():

@@ -85,7 +85,7 @@ def test_a_profile_names_the_operations_of_each_replica(examples, tmp_path):
     board = keras.callbacks.TensorBoard(tmp_path, profile_batch=(2, 5), write_graph=False)
     model.fit(examples.batch(BATCH_SIZE), epochs=2, verbose=0, callbacks=[board])
     (profile,) = tmp_path.rglob("*.xplane.pb")
-    kept = profile.read_bytes()
+    content = profile.read_bytes()
     # Keras numbers names that a session has had before.
-    assert re.search(rb"StatefulPartitionedCall/net(_\d+)?/hidden", kept)
-    assert re.search(rb"/replica_1/net(_\d+)?/hidden", kept)
+    assert re.search(rb"StatefulPartitionedCall/net(_\d+)?/hidden", content)
+    assert re.search(rb"/replica_1/net(_\d+)?/hidden", content)

@@ -65,13 +65,13 @@ def parse(path):
 @functools.cache
 def modules():
     """Maps each of the library's modules to its tree: `"data.example_order"` and so on."""
-    found = {}
+    trees = {}
     for path in sorted(LIBRARY.rglob("*.py")):
         parts = path.relative_to(LIBRARY).with_suffix("").parts
         if parts[-1] == "__init__":
             parts = parts[:-1]
-        found[".".join(parts)] = parse(path)
-    return found
+        trees[".".join(parts)] = parse(path)
+    return trees
 
 
 def imported_names(nodes):
@@ -98,8 +98,8 @@ def resolve(name):
 
 
 def edges(module, nodes):
-    found = {resolve(name) for name in imported_names(nodes)}
-    return {target for target in found if target is not None and target != module}
+    targets = {resolve(name) for name in imported_names(nodes)}
+    return {target for target in targets if target is not None and target != module}
 
 
 def top_level(tree):
@@ -129,11 +129,11 @@ def test_imports_run_one_way():
         # The face names everything, lazily; that is its work.
         if module == "":
             continue
-        own = module.partition(".")[0]
+        own_package = module.partition(".")[0]
         for target in sorted(targets):
             package = target.partition(".")[0]
             # The library does not use its own face: package "" has no row.
-            if package != own and ROW_OF.get(package, len(ROWS)) >= ROW_OF[own]:
+            if package != own_package and ROW_OF.get(package, len(ROWS)) >= ROW_OF[own_package]:
                 against.append(f"tfparallel.{module} imports tfparallel.{target}")
     assert against == []
 
@@ -188,15 +188,15 @@ def test_plain_python_stays_plain(plain):
 
 def names_of(module):
     """What a module offers by a name: what it defines or imports at its top level, and modules."""
-    found = {other.rpartition(".")[2] for other in modules() if other.rpartition(".")[0] == module}
+    names = {other.rpartition(".")[2] for other in modules() if other.rpartition(".")[0] == module}
     for node in top_level(modules()[module]):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+            names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-    return found
+            names.add(node.id)
+    return names
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "docs", "tests", "tfparallel"])
@@ -211,11 +211,11 @@ def test_what_is_imported_by_name_is_there(folder):
             if name != "tfparallel" or not inside:  # The face names everything, lazily.
                 continue
             faces = {"data", "callbacks", "layers"}
-            known = names_of(inside) if inside in modules() else set()
+            offered = names_of(inside) if inside in modules() else set()
             missing += [
                 f"{path.relative_to(TOP)}: {alias.name} of {node.module}"
                 for alias in node.names
-                if alias.name not in known and inside not in faces
+                if alias.name not in offered and inside not in faces
             ]
     assert missing == []
 

@@ -38,13 +38,13 @@ def files() -> Iterator[tuple[str, pathlib.Path]]:
 
 
 def test_private_modules_are_imported_by_the_seams_alone():
-    found = {
+    importers = {
         name
         for name, path in files()
         for module, _ in imports_of(path)
         if module.startswith(PRIVATE)
     }
-    assert found and all(name.startswith("seams/") for name in found)
+    assert importers and all(name.startswith("seams/") for name in importers)
 
 
 def test_whoever_takes_a_private_name_is_in_the_page():

@@ -71,6 +71,6 @@ def test_a_sample_is_the_fast_tests_and_the_part_that_the_seed_chooses(shown):
 
 
 def test_the_command_that_runs_a_failed_test_alone_is_printed(shown):
-    _, _, told = shown.partition(" run it alone ")
-    assert "\n.venv/bin/python -m pytest 'test_mine.py::test_wrong[a b]'\n" in told
-    assert told.count("-m pytest") == 1
+    _, _, command = shown.partition(" run it alone ")
+    assert "\n.venv/bin/python -m pytest 'test_mine.py::test_wrong[a b]'\n" in command
+    assert command.count("-m pytest") == 1

@@ -46,5 +46,5 @@ def test_an_argument_that_is_neither(value):
 
 
 def test_one_thing_has_no_plural():
-    told = [counted(number, "worker") for number in (0, 1, 2)]
-    assert told == ["0 workers", "1 worker", "2 workers"]
+    texts = [counted(number, "worker") for number in (0, 1, 2)]
+    assert texts == ["0 workers", "1 worker", "2 workers"]

@@ -57,12 +57,12 @@ def interpreter(version: str) -> str:
         SystemExit: If there is none.
     """
     name = f"python{version}"
-    kept = sorted(
+    installed = sorted(
         (pathlib.Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python"),
         key=lambda path: [int(part) for part in re.findall(r"\d+", path.parts[-3])],
     )
-    if kept:
-        return str(kept[-1])
+    if installed:
+        return str(installed[-1])
     on_path = shutil.which(name)
     if on_path is None:
         raise SystemExit(

@@ -149,7 +149,7 @@ def trained(model, model_of, optimizer, epochs=2, callbacks=(), steps_per_execut
     return model.fit(x, y, validation_data=(x, y), callbacks=callbacks, **fitted, **options).history
 
 
-def made(model_of):
+def parallel(model_of):
     keras.utils.set_random_seed(5)
     return tfparallel.data_parallel(model_of, sync="async")
 
@@ -172,7 +172,7 @@ class Named(keras.Model):
 
 def one_case(name):
     model_of, optimizer, options = CASES[name]
-    model, one = made(model_of), alone(model_of)
+    model, one = parallel(model_of), alone(model_of)
     history = trained(model, model_of, optimizer, **options)
     expected = trained(one, model_of, optimizer, **options)
     assert set(history) == set(expected), (set(history), set(expected))
@@ -185,8 +185,8 @@ def one_case(name):
 
 def a_run(folder):
     """Interrupted, resumed, saved in the middle and at the end; and that of a built model."""
-    found = {}
-    model, one = made(dense), alone(dense)
+    results = {}
+    model, one = parallel(dense), alone(dense)
 
     class Interrupts(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
@@ -198,38 +198,38 @@ def a_run(folder):
         trained(model, dense, adam(), callbacks=[checkpoint, Interrupts()])
     except KeyboardInterrupt:
         pass
-    resumed = made(dense)
+    resumed = parallel(dense)
     trained(resumed, dense, adam(), callbacks=[tfparallel.callbacks.Checkpoint(folder)])
     trained(one, dense, adam())
-    found["resumed"] = apart(resumed, one)
+    results["resumed"] = apart(resumed, one)
     every_third = keras.callbacks.ModelCheckpoint(f"{folder}/at_{{batch}}.keras", save_freq=3)
-    saved = [made(dense), alone(dense)]
+    saved = [parallel(dense), alone(dense)]
     for each in saved:
         trained(each, dense, adam(), epochs=1, callbacks=[every_third])
         each.at_third = keras.models.load_model(f"{folder}/at_3.keras")
-    found["in the middle"] = apart(*(each.at_third for each in saved))
+    results["in the middle"] = apart(*(each.at_third for each in saved))
     resumed.save(f"{folder}/saved.keras")
     loaded = keras.models.load_model(f"{folder}/saved.keras")
     x, _ = data(dense)
-    found["saved"] = {
+    results["saved"] = {
         "class": type(loaded).__module__,
         "apart": float(np.abs(loaded.predict(x, verbose=0) - resumed.predict(x, verbose=0)).max()),
     }
     keras.utils.set_random_seed(5)
     built = tfparallel.data_parallel(alone(dense), sync="async")
     trained(built, dense, adam())
-    found["built"] = apart(built, one)
-    return found | {"layout": str(built.layout), "bytes": built.bytes_of_a_step}
+    results["built"] = apart(built, one)
+    return results | {"layout": str(built.layout), "bytes": built.bytes_of_a_step}
 
 
 def refusals():
     x, y = data(dense)
-    model, compiled = made(dense), alone(dense)
+    model, compiled = parallel(dense), alone(dense)
     model.compile("sgd", "mse")
     compiled.compile("sgd", "mse")
 
     def own_step():
-        model = made(OwnStep)
+        model = parallel(OwnStep)
         model.compile("sgd", "mse")
         model.fit(x, y, verbose=0)
 
@@ -241,7 +241,7 @@ def refusals():
         "beside": refused(
             lambda: tfparallel.data_parallel(dense, sync="async", compression="bf16")
         ),
-        "names": refused(lambda: made(Named)),
+        "names": refused(lambda: parallel(Named)),
         "scaled": refused(
             lambda: model.compile(keras.optimizers.LossScaleOptimizer(adam()()), "mse")
         ),
@@ -252,14 +252,14 @@ def main(folder, *parts):
     """Writes what is asked for: the names of cases, "a run", "refused"."""
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
-    found = {}
+    results = {}
     for part in parts:
         if part == "a run":
-            found |= a_run(folder)
+            results |= a_run(folder)
         else:
-            found[part] = refusals() if part == "refused" else one_case(part)
+            results[part] = refusals() if part == "refused" else one_case(part)
     with open(f"{folder}/found.json", "w") as file:
-        json.dump(found, file)
+        json.dump(results, file)
 
 
 if __name__ == "__main__":

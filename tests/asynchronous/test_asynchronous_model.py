@@ -36,7 +36,7 @@ def run(*command):
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.fixture(name="found", scope="module")
+@pytest.fixture(name="results", scope="module")
 def run_program(request, tmp_path_factory):
     """One worker, so that nothing is stale."""
     folder = tmp_path_factory.mktemp("asynchronous")
@@ -48,19 +48,21 @@ def run_program(request, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", each_a_part(CASES))
-def test_one_worker_is_one_device(found, case):
+def test_one_worker_is_one_device(results, case):
     """Weights, losses and metrics: those that add up, and one of which the chief sees the rows."""
-    assert found[case]["weights"] < 1e-12 and found[case]["logs"] < 1e-12
-    assert found[case]["largest staleness"] == 0
+    assert results[case]["weights"] < 1e-12 and results[case]["logs"] < 1e-12
+    assert results[case]["largest staleness"] == 0
 
 
 @pytest.mark.slow
 @pytest.mark.part("a run")
-def test_a_run_is_resumed_saved_and_made_of_a_built_model(found):
-    assert max(found[name] for name in ("resumed", "built", "in the middle")) < 1e-12
-    assert found["saved"] == {"class": "keras.src.models.sequential", "apart": 0}
-    assert "the weights are on 1 server" in found["layout"]
-    assert found["bytes"]["weights"] == found["bytes"]["gradients"] == 8 * (5 * 16 + 16 + 32 + 2)
+def test_a_run_is_resumed_saved_and_made_of_a_built_model(results):
+    assert max(results[name] for name in ("resumed", "built", "in the middle")) < 1e-12
+    assert results["saved"] == {"class": "keras.src.models.sequential", "apart": 0}
+    assert "the weights are on 1 server" in results["layout"]
+    assert (
+        results["bytes"]["weights"] == results["bytes"]["gradients"] == 8 * (5 * 16 + 16 + 32 + 2)
+    )
 
 
 @pytest.mark.slow
@@ -77,8 +79,8 @@ def test_a_run_is_resumed_saved_and_made_of_a_built_model(found):
         ("scaled", "wraps no others is required. Received: a LossScaleOptimizer"),
     ],
 )
-def test_what_cannot_be_is_refused(found, case, message):
-    assert message in found["refused"][case]
+def test_unsupported_models_are_refused(results, case, message):
+    assert message in results["refused"][case]
 
 
 @pytest.mark.slow
@@ -87,19 +89,19 @@ def test_a_task_is_trained_by_two_workers_and_two_servers(tmp_path):
     train = [*TRAIN, "--epochs=4", "--global_batch_size=16", f"--report={report}"]
     code, shown, said = run(*launch(2, *train, num_servers=2))
     assert code == 0, shown + said
-    told = json.loads(report.read_text())
-    staleness = told["staleness"]
-    assert told["num_servers"] == told["num_workers"] == 2 and told["sync"] == "async"
+    written = json.loads(report.read_text())
+    staleness = written["staleness"]
+    assert written["num_servers"] == written["num_workers"] == 2 and written["sync"] == "async"
     assert 0 <= staleness["mean"] <= staleness["largest"] <= staleness["bound"] == 6
     assert staleness["updates"] > 0 and staleness["updates"] % 4 == 0  # Epochs.
-    assert told["history"]["loss"][-1] < told["history"]["loss"][0]
-    assert told["sent_bytes"]["gradients"] > 0
+    assert written["history"]["loss"][-1] < written["history"]["loss"][0]
+    assert written["sent_bytes"]["gradients"] > 0
     assert "[chief] async: " in shown + said
 
 
 def processes_of(launcher):
     """The job's processes, by the role that their TF_CONFIG names."""
-    found = {}
+    by_role = {}
     for process in psutil.Process(launcher.pid).children(recursive=True):
         try:
             config = json.loads(process.environ().get("TF_CONFIG", "{}"))
@@ -108,8 +110,8 @@ def processes_of(launcher):
             continue
         if config and is_own and "reaper.py" not in " ".join(process.cmdline()):
             task = config["task"]
-            found[task["type"], task["index"]] = process
-    return found
+            by_role[task["type"], task["index"]] = process
+    return by_role
 
 
 @contextlib.contextmanager
@@ -142,10 +144,10 @@ def test_a_worker_that_is_killed_costs_its_step_in_flight(tmp_path):
         rest, _ = launcher.communicate(timeout=DEADLINE_SECONDS)
     assert launcher.returncode == 0, rest
     assert "worker 1 was killed by SIGKILL" in rest and "the job goes on with the" in rest
-    told = json.loads(report.read_text())
-    assert len(told["history"]["loss"]) == 100
+    written = json.loads(report.read_text())
+    assert len(written["history"]["loss"]) == 100
     # Each batch is counted once, but for those whose numbers the worker has taken along.
-    assert 0 <= -told["staleness"]["updates"] % 100 <= told["staleness"]["bound"]
+    assert 0 <= -written["staleness"]["updates"] % 100 <= written["staleness"]["bound"]
     assert not any(process.is_running() for process in processes.values())
 
 

@@ -27,8 +27,8 @@ class Sum:
 
     def run(self):
         total = sum(array.astype(np.float64) for array in self._arrays)
-        own = [total.astype(self._arrays[0].dtype) for _ in self._arrays]
-        return self._spoil(own)
+        outputs = [total.astype(self._arrays[0].dtype) for _ in self._arrays]
+        return self._spoil(outputs)
 
     def run_null(self):
         pass
@@ -41,9 +41,9 @@ class Slower(OneProcess):
     """A second process takes three times as long."""
 
     def gather(self, values):
-        own = list(values)
+        gathered = list(values)
         # Digests are equal; times are not.
-        return [own, [3 * value if 0 < value < 1 else value for value in own]]
+        return [gathered, [3 * value if 0 < value < 1 else value for value in gathered]]
 
 
 def test_sums_of_whole_numbers_are_exact_in_any_order():
@@ -91,9 +91,9 @@ def test_what_each_collective_makes():
     for name in COLLECTIVES:
         count = collectives.whole_count(name, 7, 2)
         assert count == (7 if name in ("all_reduce", "broadcast") else 6)
-        own = collectives.input_count(name, count, 2)
-        made = collectives.expected(name, [np.zeros(own)] * 2, 0).size
-        assert collectives.input_size(name, made, 2) == own and max(own, made) == count
+        num_in = collectives.input_count(name, count, 2)
+        num_out = collectives.expected(name, [np.zeros(num_in)] * 2, 0).size
+        assert collectives.input_size(name, num_out, 2) == num_in and max(num_in, num_out) == count
 
 
 def spoil_one(results):

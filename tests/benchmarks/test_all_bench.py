@@ -110,9 +110,9 @@ def test_nothing_outlives_the_runner(start, tmp_path, number, send, code):
     send(process.pid, number)
     process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == code
-    left = []
+    survivors = []
     for pid in map(int, pids.read_text().split()):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-            left.append(pid)
-    assert not left
+            survivors.append(pid)
+    assert not survivors

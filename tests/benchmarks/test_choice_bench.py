@@ -37,10 +37,10 @@ def sweep(times, num_ranks=2):
 def test_what_the_first_sweep_chooses_the_second_one_times(choice):
     first = sweep({"ring": [100, 100, 100, 100], "tree": [50, 95, 200, 80]})
     second = sweep({"ring": [100, 100, 100, 100], "tree": [200, 50, 50, 80]})
-    found = choice.choices([first, second], "ring")
-    assert [row["taken"] for row in found] == ["tree", "ring", "ring", "tree"]
-    assert [row["over_best"] for row in found] == [2.0, 2.0, 2.0, 1.0]
-    assert [row["over_default"] for row in found] == [2.0, 1.0, 1.0, 0.8]
+    rows = choice.choices([first, second], "ring")
+    assert [row["taken"] for row in rows] == ["tree", "ring", "ring", "tree"]
+    assert [row["over_best"] for row in rows] == [2.0, 2.0, 2.0, 1.0]
+    assert [row["over_default"] for row in rows] == [2.0, 1.0, 1.0, 0.8]
 
 
 def test_ranks_and_sizes_that_were_not_fitted_are_predicted(choice):

@@ -87,8 +87,8 @@ def test_a_promise_can_be_missed(module, slower, num_traces, rss_mib, missed):
 
 def test_growth_over_fewer_steps_than_promised_is_no_verdict(module):
     rounds = [{"plain_1": reply([1.0, 1.0]), "ours_1": reply([1.0, 1.0], rss_mib=500.0)}]
-    found = summarized(module, rounds, num_steps_of_growth=999)
-    assert not any("memory" in what for what, *_ in module("results").verdicts(found))
+    summary = summarized(module, rounds, num_steps_of_growth=999)
+    assert not any("memory" in what for what, *_ in module("results").verdicts(summary))
 
 
 @pytest.mark.parametrize(
@@ -119,9 +119,9 @@ def test_the_program_measures_every_contender(module, tmp_path):
     assert "round 2 of 2" in done.stderr
 
     text = json_path.read_text()
-    found = json.loads(text)
-    assert set(found) == {"environment", "command", "workloads"}
-    workload = found["workloads"]["dispatch_bound"]
+    report = json.loads(text)
+    assert set(report) == {"environment", "command", "workloads"}
+    workload = report["workloads"]["dispatch_bound"]
     assert list(workload["contenders"]) == CONTENDERS
     for contender in workload["contenders"].values():
         assert set(contender) == FIELDS
@@ -142,8 +142,8 @@ def test_the_program_measures_every_contender(module, tmp_path):
     assert parts == ["## Data parallel on one machine"]
     (figures,) = module("blocks").read_figures(page_path).values()
     assert figures["dispatch_bound"]["ours_1/plain_1"]["median"] > 0
-    assert found["command"] in page
-    assert "--num_rounds=2 --num_steps=4" in found["command"]
+    assert report["command"] in page
+    assert "--num_rounds=2 --num_steps=4" in report["command"]
     for written in (text, page):
         assert os.uname().nodename not in written.split()
         assert str(tmp_path) not in written and str(BENCHMARKS.parent) not in written

@@ -10,15 +10,15 @@ BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 PROCESS = """\
 import json, sys, time
 way = sys.argv[2]
-told = {"network": sys.argv[1], "way": way, "first_seconds": 0.5}
+row = {"network": sys.argv[1], "way": way, "first_seconds": 0.5}
 if way == "two":
     time.sleep(60)
-print(json.dumps(told), flush=True)
+print(json.dumps(row), flush=True)
 sys.stdin.readline()
 if way == "mirrored":
     sys.exit("no such device")
 print("not JSON")
-print(json.dumps(told | {"step_ms": 2.0, "trained": time.time()}), flush=True)
+print(json.dumps(row | {"step_ms": 2.0, "trained": time.time()}), flush=True)
 """
 
 
@@ -35,12 +35,12 @@ def xla(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_processes_train_one_by_one_and_those_that_fail_or_hang_tell_what_they_knew(xla):
     options = xla.parse(["transformer", "--together", "--seconds=4"])
-    found = list(
+    rows = list(
         xla.measured(
             "transformer", ["plain", "two", "mirrored", "one"], options, time.monotonic() + 60
         )
     )
-    plain, stopped, failed, one = found
+    plain, stopped, failed, one = rows
     assert plain["trained"] < one["trained"] and plain["step_ms"] == one["step_ms"] == 2.0
     assert stopped["error"] == "not compiled when its time was over"
     assert "first_seconds" not in stopped and stopped["way"] == "two"
@@ -48,13 +48,13 @@ def test_processes_train_one_by_one_and_those_that_fail_or_hang_tell_what_they_k
 
 
 def test_a_row_of_the_table_has_what_is_known(xla):
-    told = {"network": "resnet50", "precision": "float32", "kind": "GPU", "round": 1}
+    row = {"network": "resnet50", "precision": "float32", "kind": "GPU", "round": 1}
     lines = xla.page(
         [
-            told | {"way": "plain", "step_ms": 20.0, "programs": {"GPU:0": 1}, "losses": [7.0]},
-            told | {"way": "plain", "round": 2, "step_ms": 40.0},
-            told | {"way": "two", "step_ms": 50.0, "peak_mib": {"GPU:0": 5, "GPU:1": 6}},
-            told | {"way": "two_own", "error": "not compiled when its time was over"},
+            row | {"way": "plain", "step_ms": 20.0, "programs": {"GPU:0": 1}, "losses": [7.0]},
+            row | {"way": "plain", "round": 2, "step_ms": 40.0},
+            row | {"way": "two", "step_ms": 50.0, "peak_mib": {"GPU:0": 5, "GPU:1": 6}},
+            row | {"way": "two_own", "error": "not compiled when its time was over"},
         ]
     )
     assert lines[1] == "### resnet50, float32, GPU"

@@ -113,9 +113,9 @@ def assert_same_run(whole, resumed):
     # As a checkpoint sees it: an accumulator is the sum of its copies, however they share it.
     states = [state.capture(each)["training"] for each in (model, other)]
     names = [name for name, _, _ in state.describe(model)["training"]]
-    for name, expected, found in zip(names, *states, strict=True):
+    for name, expected, value in zip(names, *states, strict=True):
         # CPU kernels may share their sums out to threads in another way.
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6, err_msg=name)
     assert other_history.epoch == history.epoch == [0, 1, 2]
     assert other_history.history.keys() == history.history.keys()
     for name, values in history.history.items():
@@ -322,11 +322,11 @@ def test_a_write_that_fails_beside_ends_the_training(tmp_path, step):
 def test_what_is_written_when(tmp_path):
     options = {"checkpoint": {"every_steps": 5, "keep": 99}}
     fitted(one_device, tmp_path / "steps", **options)
-    found = [int(path.name[5:]) for path in sorted((tmp_path / "steps").iterdir())]
-    assert found == [0, 5, 7, 10, 14, 15, 20, 21]
+    steps = [int(path.name[5:]) for path in sorted((tmp_path / "steps").iterdir())]
+    assert steps == [0, 5, 7, 10, 14, 15, 20, 21]
     fitted(one_device, tmp_path / "epochs", checkpoint={"every_steps": None, "keep": 2})
-    found = [int(path.name[5:]) for path in sorted((tmp_path / "epochs").iterdir())]
-    assert found == [14, 21]
+    steps = [int(path.name[5:]) for path in sorted((tmp_path / "epochs").iterdir())]
+    assert steps == [14, 21]
 
 
 @pytest.mark.slow
@@ -336,8 +336,8 @@ def test_a_run_that_is_done_is_left_alone(tmp_path, capsys):
     again = fitted(one_device, tmp_path)
     assert "nothing to do: 3 of 3 epochs are done" in capsys.readouterr().out
     assert again[1].history == whole[1].history
-    for expected, found in zip(whole[0].weights, again[0].weights, strict=True):
-        np.testing.assert_array_equal(found.numpy(), expected.numpy())
+    for expected, weight in zip(whole[0].weights, again[0].weights, strict=True):
+        np.testing.assert_array_equal(weight.numpy(), expected.numpy())
     # And nothing of it stays with the model: a `fit` without a checkpoint trains.
     before = again[0].get_weights()
     again[0].fit(X, Y, verbose=0)

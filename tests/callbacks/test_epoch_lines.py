@@ -38,8 +38,8 @@ def fit(data, epochs=2, build=None, num_passed=None, **options):
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_line_an_epoch(capsys, devices):
     def build(layers):
-        made = keras.Sequential(layers)
-        return tfparallel.data_parallel(made, devices=["CPU:0", "CPU:1"]) if devices > 1 else made
+        model = keras.Sequential(layers)
+        return tfparallel.data_parallel(model, devices=["CPU:0", "CPU:1"]) if devices > 1 else model
 
     seen = fit((X, X[:, :1]), build=build)
     shown = capsys.readouterr().out.splitlines()
@@ -93,14 +93,14 @@ def test_examples_are_counted(data, options, expected):
 
 
 def test_batches_of_their_makers_are_not_counted():
-    class Own(keras.utils.PyDataset):
+    class Batches(keras.utils.PyDataset):
         def __len__(self):
             return 2
 
         def __getitem__(self, index):
             return X, X[:, :1]
 
-    assert EpochBatches(Own(), global_batch_size=4).num_examples(0, 0, 2) is None
+    assert EpochBatches(Batches(), global_batch_size=4).num_examples(0, 0, 2) is None
 
 
 @pytest.mark.parametrize(

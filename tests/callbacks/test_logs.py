@@ -19,8 +19,8 @@ def test_keras_would_leave_them_to_a_thread_with_ours(monkeypatch, tmp_path):
     monkeypatch.setattr(backend, "IS_THREAD_SAFE", True)
 
     def is_asynchronous(*callbacks):
-        found = keras.callbacks.CallbackList([*callbacks])
-        return found._async_train and found._async_test
+        callback_list = keras.callbacks.CallbackList([*callbacks])
+        return callback_list._async_train and callback_list._async_test
 
     assert is_asynchronous(ours.Checkpoint(tmp_path), ours.SentBytes(), StallGuard(60.0, 0))
     # These read the loss of each step, and how long it took.

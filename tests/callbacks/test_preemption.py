@@ -48,10 +48,10 @@ def test_it_ends_with_code_75_and_goes_on_from_there(tmp_path, capsys, number):
         os.kill(os.getpid(), number)
         time.sleep(0.5)
 
-    told = At(4, signal_and_wait)
+    stopping = At(4, signal_and_wait)
     try:
         with pytest.raises(Preempted) as ended:
-            trained(tmp_path / "told", [told])
+            trained(tmp_path / "stopped", [stopping])
         assert ended.value.code == 75
         assert {signal.getsignal(each) for each in SIGNALS} == {signal.SIG_IGN}
         # Story: it was that of a closed socket, and then of whatever file had its number.
@@ -59,14 +59,14 @@ def test_it_ends_with_code_75_and_goes_on_from_there(tmp_path, capsys, number):
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
-    told = re.match(r"stopped by (\w+): (\d) steps are in the checkpoint", capsys.readouterr().out)
+    match = re.match(r"stopped by (\w+): (\d) steps are in the checkpoint", capsys.readouterr().out)
     # The thread that hears it may be late by a step.
-    done = int(told[2])
-    assert told[1] == signal.Signals(number).name and done in (4, 5)
-    model, checkpoint = trained(tmp_path / "told")
+    done = int(match[2])
+    assert match[1] == signal.Signals(number).name and done in (4, 5)
+    model, checkpoint = trained(tmp_path / "stopped")
     assert checkpoint.resumed == {"step": done, "epoch": 0, "step_in_epoch": done}
-    for expected, found in zip(whole.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+    for expected, weight in zip(whole.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(weight, expected, rtol=0, atol=1e-6)
 
 
 def test_other_signals_are_left_alone(tmp_path):
@@ -85,9 +85,9 @@ ENDS = """
 import os, signal, time
 from tfparallel.cluster.preemption import SIGNALS, SignalWatch
 class Slow:  # As TensorFlow's objects are.
-    def __del__(self, kill=os.kill, own=os.getpid(), numbers=SIGNALS):
-        for number in numbers: kill(own, number)
-held = Slow()
+    def __del__(self, kill=os.kill, pid=os.getpid(), numbers=SIGNALS):
+        for number in numbers: kill(pid, number)
+slow = Slow()
 with SignalWatch(SIGNALS, print) as watch:
     watch.ignore()
 raise SystemExit(75)
@@ -101,13 +101,13 @@ def test_once_the_state_is_saved_no_signal_changes_the_exit_code():
 
 
 def test_on_another_thread_nothing_is_watched():
-    found = []
+    handlers = []
 
     def enter():
-        with SignalWatch([signal.SIGUSR1], found.append):
-            found.append(signal.getsignal(signal.SIGUSR1))
+        with SignalWatch([signal.SIGUSR1], handlers.append):
+            handlers.append(signal.getsignal(signal.SIGUSR1))
 
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()
-    assert found == [signal.getsignal(signal.SIGUSR1)] and STEPS == 7
+    assert handlers == [signal.getsignal(signal.SIGUSR1)] and STEPS == 7

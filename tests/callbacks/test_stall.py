@@ -55,7 +55,7 @@ def test_the_watch_ends_with_its_block():
     assert done.returncode == 0, done.stderr
 
 
-def test_what_is_waited_for_within_a_wait_ends_neither():
+def test_nested_waits_run_on_one_deadline():
     """A standing guard times nothing but waits, and a wait within another goes on with that."""
     body = (
         "guard = StallGuard(timeout_seconds=0.4, worker_index=3); guard.start(); time.sleep(0.6)\n"

@@ -88,8 +88,8 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path):
     trained(1, tfparallel.callbacks.Checkpoint(tmp_path))
     later, resumed = trained(2, tfparallel.callbacks.Checkpoint(tmp_path))
     assert later == rates[10:]
-    for value, wanted in zip(resumed, whole, strict=True):
-        np.testing.assert_array_equal(value, wanted)
+    for value, expected in zip(resumed, whole, strict=True):
+        np.testing.assert_array_equal(value, expected)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path):
         ({"scaling": "linear", "batch_size": 8}, "base_batch_size=None"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments, message):
+def test_invalid_arguments_raise(arguments, message):
     with pytest.raises(ValueError, match=message):
         LearningRateWarmup(**{"learning_rate": 0.1, "num_steps": 3} | arguments)
 

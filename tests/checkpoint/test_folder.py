@@ -38,9 +38,9 @@ def names(directory):
 
 
 def test_what_was_written_is_read(tmp_path):
-    found = written(tmp_path / "a" / "b", [3]).newest()
-    assert found.content == {"step": 3} and found.specs == SPECS
-    for expected, array in zip(ARRAYS, found.arrays(), strict=True):
+    checkpoint = written(tmp_path / "a" / "b", [3]).newest()
+    assert checkpoint.content == {"step": 3} and checkpoint.specs == SPECS
+    for expected, array in zip(ARRAYS, checkpoint.arrays(), strict=True):
         assert array.dtype == expected.dtype
         np.testing.assert_array_equal(array, expected)
 
@@ -57,9 +57,9 @@ def test_arrays_are_written_and_read_one_by_one(tmp_path):
     folder = CheckpointFolder(str(tmp_path), 1)
     folder.prepare()
     folder.write(1, [[f"v{i}", [4], "int64"] for i in range(3)], arrays(), {})
-    found = folder.newest()
-    assert [array[0] for array in found.arrays(1, 3)] == [1, 2]
-    assert next(found.arrays(2))[0] == 2 and log == ["take 0", "take 1", "take 2"]
+    checkpoint = folder.newest()
+    assert [array[0] for array in checkpoint.arrays(1, 3)] == [1, 2]
+    assert next(checkpoint.arrays(2))[0] == 2 and log == ["take 0", "take 1", "take 2"]
 
 
 def test_the_newest_are_kept(tmp_path):
@@ -317,12 +317,12 @@ def test_a_folder_that_cannot_be_listed_is_told_or_waited_for(
     """A stale handle of a network file system: it hid the error, or ended a run that had saved."""
     folder = CheckpointFolder(str(tmp_path), 2)
     folder.prepare()
-    lists, left = os.listdir, [None] * num_listed
+    lists, remaining = os.listdir, [None] * num_listed
 
     def listdir(path):
-        if not left:
+        if not remaining:
             raise OSError(116, "Stale file handle")
-        left.pop()
+        remaining.pop()
         return lists(path)
 
     monkeypatch.setattr("tfparallel.checkpoint.folder.os.listdir", listdir)

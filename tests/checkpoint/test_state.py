@@ -15,7 +15,7 @@ def test_numbers_that_keras_gives_do_not_count():
 
 
 @pytest.mark.parametrize(
-    "found, lines",
+    "specs, lines",
     [
         ([KERNEL], ["only the model has net/dense/bias (3,) float32"]),
         (
@@ -28,8 +28,8 @@ def test_numbers_that_keras_gives_do_not_count():
         ([BIAS, KERNEL], ["the same variables, in another order"]),
     ],
 )
-def test_differences_are_named(found, lines):
-    assert state.differences([KERNEL, BIAS], found) == lines
+def test_differences_are_named(specs, lines):
+    assert state.differences([KERNEL, BIAS], specs) == lines
 
 
 def test_many_differences_are_cut_short():

@@ -88,7 +88,7 @@ def wait_until_dead(process):
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
 
-def test_who_finds_another_word_in_the_file_has_lost_it(tmp_path):
+def test_another_owners_word_in_the_file_means_that_the_lock_is_lost(tmp_path):
     path = str(tmp_path)
     assert writer_lock.take(path) is None and not writer_lock.is_lost(path)
     about = json.loads((tmp_path / ".writer").read_bytes())
@@ -156,8 +156,8 @@ def test_who_has_lost_the_folder_writes_nothing_more(tmp_path):
     with pytest.raises(CheckpointError, match="Another run has become the writer"):
         folder.write(2, [], arrays(), {})
     folder.release()
-    found = sorted(path.name for path in tmp_path.iterdir())
-    assert found == [".writer", "old", "step_00000001", "unfinished_of_another"]
+    file_names = sorted(path.name for path in tmp_path.iterdir())
+    assert file_names == [".writer", "old", "step_00000001", "unfinished_of_another"]
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ class Holder(keras.layers.Layer):
         (functools.partial(max, 1), functools.partial(max, 2), False),
     ],
 )
-def test_what_is_the_same(value, other, is_same):
+def test_which_values_are_the_same(value, other, is_same):
     assert same(value, other) is is_same
 
 
@@ -91,17 +91,20 @@ class Scaler:
 def test_objects_of_values_are_shared_where_they_differ(make):
     """Story: where `get_config` left it out, the clone kept its constructor's default."""
     value, other = make(2.0), make(1.0)
-    source, target = Holder(held=value), Holder(held=other)
+    source, target = Holder(setting=value), Holder(setting=other)
     assert not same(value, other)
     carry_attributes(source, target)
-    assert target.held == value
+    assert target.setting == value
 
 
 def test_a_record_is_copied_and_not_shared():
-    source, target = Holder(held=Noise([1.0])), Holder(held=Noise([2.0]))
+    source, target = Holder(setting=Noise([1.0])), Holder(setting=Noise([2.0]))
     carry_attributes(source, target)
-    assert target.held == source.held
-    assert target.held is not source.held and target.held.deviation is not source.held.deviation
+    assert target.setting == source.setting
+    assert (
+        target.setting is not source.setting
+        and target.setting.deviation is not source.setting.deviation
+    )
 
 
 @dataclasses.dataclass
@@ -116,9 +119,9 @@ def test_a_tree_stays_its_own():
     source, target = Holder(tree=Node()), Holder(tree=Node())
     for layer in (source, target):
         layer.tree.children.append(Node(layer.tree))
-    own = target.tree
+    tree = target.tree
     carry_attributes(source, target)
-    assert target.tree is own
+    assert target.tree is tree
 
 
 def test_a_method_of_what_holds_a_layer_stays_its_own():
@@ -126,18 +129,18 @@ def test_a_method_of_what_holds_a_layer_stays_its_own():
     source, target = Holder(), Holder()
     for layer in (source, target):
         layer.act = Scaler(keras.layers.Dense(2)).apply
-    own = target.act
+    method = target.act
     carry_attributes(source, target)
-    assert target.act is own
+    assert target.act is method
 
 
 def test_a_record_that_refers_to_itself_stays_its_own():
-    source, target = Holder(held=Noise(1.0)), Holder(held=Noise(2.0))
+    source, target = Holder(setting=Noise(1.0)), Holder(setting=Noise(2.0))
     for layer in (source, target):
-        layer.held.deviation = layer.held
-    own = target.held
+        layer.setting.deviation = layer.setting
+    record = target.setting
     carry_attributes(source, target)
-    assert target.held is own
+    assert target.setting is record
 
 
 def test_tensors_are_shared_and_variables_assigned():
@@ -158,16 +161,16 @@ def test_what_a_layer_closes_over_stays_its_own():
         carry_attributes(source, target)
 
 
-HELD = keras.layers.Identity(name="held")
+SHARED = keras.layers.Identity(name="held")
 
 
 def of_a_bound_method():
-    call = HELD.call
+    call = SHARED.call
     return lambda x: call(x)
 
 
 @pytest.mark.parametrize(
-    "act", [lambda x: HELD(x), of_a_bound_method(), lambda x, call=HELD.call: call(x)]
+    "act", [lambda x: SHARED(x), of_a_bound_method(), lambda x, call=SHARED.call: call(x)]
 )
 def test_a_function_that_computes_with_a_layer_belongs_to_it(act):
     """One that is closed over, or a name of its module."""

@@ -68,8 +68,10 @@ def test_how_steps_are_run(clone):
     seen = [each.evaluate(x, y, verbose=0, return_dict=True)["mae"] for each in (copy, model)]
     np.testing.assert_allclose(*seen, rtol=1e-5)
     # Two models do not count into one metric.
-    own = [next(m for m in e.metrics if m.name == "compile_metrics") for e in (copy, model)]
-    assert own[0].metrics[0] is not own[1].metrics[0]
+    compiled_metrics = [
+        next(m for m in e.metrics if m.name == "compile_metrics") for e in (copy, model)
+    ]
+    assert compiled_metrics[0].metrics[0] is not compiled_metrics[1].metrics[0]
 
 
 def test_a_step_that_xla_compiles_is_compiled():
@@ -161,8 +163,8 @@ def test_what_a_config_leaves_out(clone):
     copy = clone(model)
     assert_trains_alike(copy, model)
     x, y = data()
-    found, expected = (m.evaluate(x, y, verbose=0, return_dict=True) for m in (copy, model))
-    assert found["within"] == pytest.approx(expected["within"])
+    actual, expected = (m.evaluate(x, y, verbose=0, return_dict=True) for m in (copy, model))
+    assert actual["within"] == pytest.approx(expected["within"])
 
 
 class Warms(keras.optimizers.SGD):

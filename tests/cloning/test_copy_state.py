@@ -82,8 +82,8 @@ def test_a_call_that_was_replaced_on_the_layer_is_refused(name):
     model = around()
     call = model.layers[0].call
     model.layers[0].call = lambda x, **_: 2.0 * call(x)
-    told = "Received: layer 'sequential.*/first': its method `call` was replaced by <function"
-    with pytest.raises(NotAlike, match=told):
+    message = "Received: layer 'sequential.*/first': its method `call` was replaced by <function"
+    with pytest.raises(NotAlike, match=message):
         (BUILDERS | {"hybrid": hybrid})[name](model)
 
 
@@ -122,13 +122,13 @@ class Tied(layers.Layer):
         return inputs @ keras.ops.transpose(self.embedding.embeddings)
 
     def get_config(self):
-        held = keras.saving.serialize_keras_object(self.embedding)
-        return {**super().get_config(), "embedding": held}
+        embedding = keras.saving.serialize_keras_object(self.embedding)
+        return {**super().get_config(), "embedding": embedding}
 
     @classmethod
     def from_config(cls, config):
-        held = keras.saving.deserialize_keras_object(config["embedding"])
-        return cls(**{**config, "embedding": held})
+        embedding = keras.saving.deserialize_keras_object(config["embedding"])
+        return cls(**{**config, "embedding": embedding})
 
 
 def tied_embedding():

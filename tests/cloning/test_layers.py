@@ -62,10 +62,10 @@ def test_it_trains_to_the_weights_of_one_device():
     expected_history, expected = trained(AutoEncoder(*parts(), weight=0.25))
     # float32; sums over replicas are taken in another order.
     np.testing.assert_allclose(history["loss"], expected_history["loss"], rtol=1e-5)
-    for value, wanted in zip(weights, expected, strict=True):
-        np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
-    for value, wanted in zip(model.encoder.get_weights(), parts()[0].get_weights(), strict=True):
-        np.testing.assert_array_equal(value, wanted)  # The model given is as it was.
+    for value, reference in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(value, reference, rtol=1e-5, atol=1e-6)
+    for value, reference in zip(model.encoder.get_weights(), parts()[0].get_weights(), strict=True):
+        np.testing.assert_array_equal(value, reference)  # The model given is as it was.
 
 
 def test_a_model_that_is_given_twice_is_copied_once():

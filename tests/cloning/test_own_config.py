@@ -284,9 +284,9 @@ def test_a_task_of_keras_hub(build):
 class Unknown(layers.Layer):
     """Of which Keras cannot make a config: an argument that is no value, and no `get_config`."""
 
-    def __init__(self, held, **kwargs):
+    def __init__(self, layer, **kwargs):
         super().__init__(**kwargs)
-        self.held = held
+        self.layer = layer
 
     def call(self, x):
         return x

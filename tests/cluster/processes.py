@@ -15,8 +15,8 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 children = [
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=own)
-    for own in (False, True)
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=new)
+    for new in (False, True)
 ]
 for pid in [os.getpid(), *(child.pid for child in children)]:
     pathlib.Path(sys.argv[1], str(pid)).touch()
@@ -37,14 +37,14 @@ def wait_for(condition, what):
 def family(folder, num_processes=3):
     """The processes that wrote their ids into the folder, once all are there."""
 
-    def found():
+    def all_there():
         pids = [int(path.name) for path in pathlib.Path(folder).iterdir()]
         return len(pids) >= num_processes and [psutil.Process(pid) for pid in pids]
 
-    return wait_for(found, f"{num_processes} processes to start")
+    return wait_for(all_there, f"{num_processes} processes to start")
 
 
-def is_left(process):
+def is_running(process):
     # psutil compares the start time too: another process may have the id by now.
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -52,5 +52,5 @@ def is_left(process):
         return False
 
 
-def left(processes):
-    return [process for process in processes if is_left(process)]
+def survivors(processes):
+    return [process for process in processes if is_running(process)]

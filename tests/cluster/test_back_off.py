@@ -35,15 +35,15 @@ def test_restarts_wait_longer_and_longer():
 
 def join(meetings):
     """Meets in a thread; a list that holds what it met, once it has."""
-    found = []
+    rounds = []
     ports = free_ports(2)
 
     def run():
-        found.append(meetings.meet(ports[:1], ports[1]))
+        rounds.append(meetings.meet(ports[:1], ports[1]))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    return thread, found
+    return thread, rounds
 
 
 def listen_until(news, condition):
@@ -59,19 +59,19 @@ def listen_until(news, condition):
 def elastic_job():
     """Makes launchers of one job of 1 to 2 hosts."""
     (port,) = free_ports(1)
-    made = []
+    launchers = []
 
     def make():
-        made.append(
+        launchers.append(
             ElasticMeetings(
                 [f"127.0.0.1:{port}"], min_nodes=1, max_nodes=2, timeout_seconds=30,
                 token="a-token", job="a-job", back_off=BackOff(first_seconds=2.0),
             )
         )  # fmt: skip
-        return made[-1]
+        return launchers[-1]
 
     yield make
-    for meetings in made:
+    for meetings in launchers:
         meetings._close_acceptor()
 
 
@@ -80,30 +80,30 @@ def test_the_next_one_waits_and_then_joins(job, monkeypatch):
     monkeypatch.setattr("tfparallel.cluster.elastic._FIRST_CALL_SECONDS", 0.2)
     first = job()
     ports = free_ports(2)
-    met = first.meet(ports[:1], ports[1])
+    meeting = first.meet(ports[:1], ports[1])
     _, joining = join(job())  # It joins,
-    wait_for(lambda: met.news.lines[-1].listen() and met.news.look() == 0.0, "a newcomer")
-    assert met.news.has_newcomer
-    met.news.close()
-    met = first.meet(ports[:1], ports[1])
-    assert met.news.num_nodes == 2
+    wait_for(lambda: meeting.news.lines[-1].listen() and meeting.news.look() == 0.0, "a newcomer")
+    assert meeting.news.has_newcomer
+    meeting.news.close()
+    meeting = first.meet(ports[:1], ports[1])
+    assert meeting.news.num_nodes == 2
     wait_for(lambda: joining, "the newcomer's round")
     joining[0].news.__exit__(None, RuntimeError(), None)  # and leaves without a word.
-    listen_until(met.news, lambda: met.news.departure)
-    assert first.note_failure(met.news.departure.node) == 2.0
+    listen_until(meeting.news, lambda: meeting.news.departure)
+    assert first.note_failure(meeting.news.departure.node) == 2.0
     assert first.note_failure(0) == 0.0  # Who was there before makes nobody wait.
-    met.news.close()
+    meeting.news.close()
 
     _, joining = join(job())
-    met = first.meet(ports[:1], ports[1])
-    assert met.news.num_nodes == 1
-    wait_for(lambda: met.news.lines[-1].listen() and first._waiting, "the next newcomer")
-    assert 0.0 < met.news.look() <= 2.0 and not met.news.has_newcomer
-    wait_for(lambda: met.news.look() == 0.0, "the end of its wait")
-    assert met.news.has_newcomer
-    met.news.close()
-    met = first.meet(ports[:1], ports[1])
-    assert met.news.num_nodes == 2
+    meeting = first.meet(ports[:1], ports[1])
+    assert meeting.news.num_nodes == 1
+    wait_for(lambda: meeting.news.lines[-1].listen() and first._waiting, "the next newcomer")
+    assert 0.0 < meeting.news.look() <= 2.0 and not meeting.news.has_newcomer
+    wait_for(lambda: meeting.news.look() == 0.0, "the end of its wait")
+    assert meeting.news.has_newcomer
+    meeting.news.close()
+    meeting = first.meet(ports[:1], ports[1])
+    assert meeting.news.num_nodes == 2
     wait_for(lambda: joining, "its round")
     joining[0].news.close()
-    met.news.close()
+    meeting.news.close()

@@ -29,7 +29,7 @@ def test_points_at_the_leaf():
     ]
 
 
-def test_what_one_does_not_have():
+def test_a_key_that_one_worker_lacks():
     facts = {0: {"workers": ["a:1", "b:1"]}, 1: {"workers": ["a:1"], "seed": None}}
     assert differences.differences(facts) == [
         "workers[1]: 'b:1' on worker 0; nothing on worker 1",
@@ -38,8 +38,8 @@ def test_what_one_does_not_have():
 
 
 def test_types_count():
-    told = differences.differences({0: {"x": 1}, 1: {"x": 1.0}, 2: {"x": True}, 3: {"x": "1"}})
-    assert told == ["x: 1 on worker 0; 1.0 on worker 1; True on worker 2; '1' on worker 3"]
+    lines = differences.differences({0: {"x": 1}, 1: {"x": 1.0}, 2: {"x": True}, 3: {"x": "1"}})
+    assert lines == ["x: 1 on worker 0; 1.0 on worker 1; True on worker 2; '1' on worker 3"]
     assert differences.differences({0: {"x": float("nan")}, 1: {"x": float("nan")}}) == []
     assert len(differences.differences({0: {"x": {}}, 1: {"x": []}})) == 1
 
@@ -59,8 +59,8 @@ def test_a_long_value_is_cut_to_where_it_differs():
 
 
 def test_many_values_are_counted():
-    told = differences.differences({worker: {"seed": worker} for worker in range(64)})
-    assert told == [
+    lines = differences.differences({worker: {"seed": worker} for worker in range(64)})
+    assert lines == [
         "seed: 0 on worker 0; 1 on worker 1; 2 on worker 2; 3 on worker 3; "
         "60 more values on the others"
     ]
@@ -68,18 +68,18 @@ def test_many_values_are_counted():
 
 def test_many_differences_are_counted():
     facts = {worker: {f"key{i}": worker for i in range(20)} for worker in range(2)}
-    told = differences.differences(facts)
-    assert len(told) == 9 and told[-1] == "and 12 more differences"
+    lines = differences.differences(facts)
+    assert len(lines) == 9 and lines[-1] == "and 12 more differences"
 
 
 @given(st.dictionaries(st.text("ab", min_size=1), st.integers(0, 2)), st.integers(0, 3))
 def test_every_changed_key_is_told(facts, odd_one):
     other = {key: value + 10 for key, value in facts.items()}
-    told = differences.differences({i: other if i == odd_one else facts for i in range(4)})
-    keys = {line.partition(":")[0] for line in told}
-    assert keys == set(facts) if len(facts) <= 8 else len(told) == 9
+    lines = differences.differences({i: other if i == odd_one else facts for i in range(4)})
+    keys = {line.partition(":")[0] for line in lines}
+    assert keys == set(facts) if len(facts) <= 8 else len(lines) == 9
     others = differences.name_workers({0, 1, 2, 3} - {odd_one})
-    assert all(f"on worker {odd_one}" in line and f"on {others}" in line for line in told[:8])
+    assert all(f"on worker {odd_one}" in line and f"on {others}" in line for line in lines[:8])
 
 
 def test_names():

@@ -31,10 +31,10 @@ def tf_config(num_workers, index, **jobs):
 
 
 def torchrun(rank, size, local_rank=None, num_local=None):
-    found = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "host", "MASTER_PORT": 29500}
+    variables = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "host", "MASTER_PORT": 29500}
     if num_local is not None:
-        found |= {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": num_local}
-    return {name: str(value) for name, value in found.items()}
+        variables |= {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": num_local}
+    return {name: str(value) for name, value in variables.items()}
 
 
 def open_mpi(rank, size, local_rank, num_local):
@@ -50,14 +50,14 @@ def open_mpi(rank, size, local_rank, num_local):
 def srun(rank, nodes="node[01-02]", tasks="2(x2)", place=None, job=1234, size=4, **more):
     """The variables of task `rank`, on the node and with the local id in `place`."""
     node, local = place or divmod(rank, 2)
-    found = {
+    variables = {
         # The job may be larger than the step.
         "SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "node[01-09]", "SLURM_NTASKS": 18,
         "SLURM_TASKS_PER_NODE": "2(x9)", "SLURM_STEP_ID": 0, "SLURM_STEP_NODELIST": nodes,
         "SLURM_STEP_NUM_TASKS": size, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_PROCID": rank,
         "SLURM_NODEID": node, "SLURM_LOCALID": local, **more,
     }  # fmt: skip
-    return {name: str(value) for name, value in found.items()}
+    return {name: str(value) for name, value in variables.items()}
 
 
 def pod(index, num_workers=3, **more):
@@ -94,13 +94,13 @@ def test_tf_config():
 
 
 def test_torchrun_on_one_host():
-    found = [Cluster.from_env(torchrun(rank, 3, rank, 3)) for rank in range(3)]
-    assert [cluster.worker_index for cluster in found] == [0, 1, 2]
-    assert [cluster.local_rank for cluster in found] == [0, 1, 2]
-    assert {cluster.workers for cluster in found} == {
+    clusters = [Cluster.from_env(torchrun(rank, 3, rank, 3)) for rank in range(3)]
+    assert [cluster.worker_index for cluster in clusters] == [0, 1, 2]
+    assert [cluster.local_rank for cluster in clusters] == [0, 1, 2]
+    assert {cluster.workers for cluster in clusters} == {
         ("127.0.0.1:29501", "127.0.0.1:29502", "127.0.0.1:29503")
     }
-    assert {(cluster.num_local_workers, cluster.source) for cluster in found} == {(3, "torchrun")}
+    assert {(each.num_local_workers, each.source) for each in clusters} == {(3, "torchrun")}
     moved = Cluster.from_env({**torchrun(1, 3, 1, 3), "TFPARALLEL_PORT": "4000"})
     assert moved.address == "127.0.0.1:4001"
 
@@ -139,13 +139,13 @@ def test_what_torchrun_never_sets(changed, words):
 
 
 def test_open_mpi_on_one_host():
-    found = [Cluster.from_env(open_mpi(rank, 2, rank, 2)) for rank in range(2)]
-    assert found[0].workers == found[1].workers
-    assert [cluster.local_rank for cluster in found] == [0, 1]
-    assert {cluster.source for cluster in found} == {"MPI"}
-    assert all(address.startswith("127.0.0.1:") for address in found[0].workers)
+    clusters = [Cluster.from_env(open_mpi(rank, 2, rank, 2)) for rank in range(2)]
+    assert clusters[0].workers == clusters[1].workers
+    assert [cluster.local_rank for cluster in clusters] == [0, 1]
+    assert {cluster.source for cluster in clusters} == {"MPI"}
+    assert all(address.startswith("127.0.0.1:") for address in clusters[0].workers)
     other_job = {**open_mpi(0, 2, 0, 2), "PMIX_NAMESPACE": "prterun-host-4712@1"}
-    assert Cluster.from_env(other_job).workers != found[0].workers
+    assert Cluster.from_env(other_job).workers != clusters[0].workers
 
 
 def test_mpi_on_several_hosts_needs_addresses():
@@ -177,41 +177,41 @@ def test_a_real_mpiexec():
 
 
 def test_slurm_one_task_a_gpu():
-    found = [Cluster.from_env(srun(rank)) for rank in range(4)]
-    assert len({cluster.workers for cluster in found}) == 1
+    clusters = [Cluster.from_env(srun(rank)) for rank in range(4)]
+    assert len({cluster.workers for cluster in clusters}) == 1
     base = 13_000 + 1234 * 2
-    assert found[0].workers == (
+    assert clusters[0].workers == (
         f"node01:{base}", f"node01:{base + 1}", f"node02:{base}", f"node02:{base + 1}"
     )  # fmt: skip
-    assert [cluster.worker_index for cluster in found] == [0, 1, 2, 3]
-    assert [cluster.local_rank for cluster in found] == [0, 1, 0, 1]
-    assert {(cluster.num_local_workers, cluster.source) for cluster in found} == {(2, "Slurm")}
-    assert Cluster.from_env(srun(0, job=1235)).workers != found[0].workers
-    assert Cluster.from_env(srun(0, SLURM_STEP_ID=1)).workers != found[0].workers
+    assert [cluster.worker_index for cluster in clusters] == [0, 1, 2, 3]
+    assert [cluster.local_rank for cluster in clusters] == [0, 1, 0, 1]
+    assert {(each.num_local_workers, each.source) for each in clusters} == {(2, "Slurm")}
+    assert Cluster.from_env(srun(0, job=1235)).workers != clusters[0].workers
+    assert Cluster.from_env(srun(0, SLURM_STEP_ID=1)).workers != clusters[0].workers
     moved = Cluster.from_env({**srun(3), "TFPARALLEL_PORT": "5000"})
     assert moved.address == "node02:5001"
 
 
 def test_slurm_one_task_a_node():
-    found = [
+    clusters = [
         Cluster.from_env(srun(rank, "n[08-10]", "1(x3)", place=(rank, 0), size=3))
         for rank in range(3)
     ]
-    assert len({cluster.workers for cluster in found}) == 1
-    assert [address.split(":")[0] for address in found[0].workers] == ["n08", "n09", "n10"]
-    assert {cluster.num_local_workers for cluster in found} == {1}
+    assert len({cluster.workers for cluster in clusters}) == 1
+    assert [address.split(":")[0] for address in clusters[0].workers] == ["n08", "n09", "n10"]
+    assert {cluster.num_local_workers for cluster in clusters} == {1}
 
 
 def test_slurm_deals_tasks_out_in_rounds():
     places = [(0, 0), (1, 0), (2, 0), (0, 1), (2, 1)]
-    found = [
+    clusters = [
         Cluster.from_env(
             srun(rank, "a,b,c", "2,1,2", place, size=5, SLURM_DISTRIBUTION="cyclic")
         )
         for rank, place in enumerate(places)
     ]
-    assert len({cluster.workers for cluster in found}) == 1
-    assert [address[0] for address in found[0].workers] == ["a", "b", "c", "a", "c"]
+    assert len({cluster.workers for cluster in clusters}) == 1
+    assert [address[0] for address in clusters[0].workers] == ["a", "b", "c", "a", "c"]
     # The same places, without the variable that explains them.
     message = refusal(srun(1, "a,b,c", "2,1,2", (1, 0), size=5))
     assert "task 1 should be number 1 on node 0 of the step, but is number 0 on node 1" in message
@@ -257,11 +257,11 @@ def test_several_mistakes_come_in_one_error():
 
 
 def test_kubernetes():
-    found = [Cluster.from_env(pod(index)) for index in range(3)]
-    assert len({cluster.workers for cluster in found}) == 1
-    assert found[2].workers[1] == "train-digits-1.workers:13000"
-    assert [cluster.worker_index for cluster in found] == [0, 1, 2]
-    assert {(cluster.num_local_workers, cluster.source) for cluster in found} == {(1, "Kubernetes")}
+    clusters = [Cluster.from_env(pod(index)) for index in range(3)]
+    assert len({cluster.workers for cluster in clusters}) == 1
+    assert clusters[2].workers[1] == "train-digits-1.workers:13000"
+    assert [cluster.worker_index for cluster in clusters] == [0, 1, 2]
+    assert {(each.num_local_workers, each.source) for each in clusters} == {(1, "Kubernetes")}
     assert Cluster.from_env(pod(0, TFPARALLEL_PORT="99")).address == "train-digits-0.workers:99"
     # Pods that each train a model of their own say so.
     assert Cluster.from_env(pod(2, num_workers=1)) == Cluster()
@@ -369,9 +369,9 @@ def test_launchers_inside_launchers():
     "outer", [srun(0, "a,b", "1(x2)", (0, 0), size=2), open_mpi(0, 2, 0, 1), pod(0, num_workers=2)]
 )
 def test_a_job_that_has_lost_a_host_does_not_count_as_what_started_it(outer):
-    left = {**tf_config(1, 0), **torchrun(0, 1, 0, 1)}
-    assert "contradict" in refusal({**outer, **left})
-    assert Cluster.from_env({**without_counts(outer), **left}).num_workers == 1
+    remaining = {**tf_config(1, 0), **torchrun(0, 1, 0, 1)}
+    assert "contradict" in refusal({**outer, **remaining})
+    assert Cluster.from_env({**without_counts(outer), **remaining}).num_workers == 1
 
 
 def test_evaluators_may_be_counted_by_the_launcher():

@@ -64,8 +64,8 @@ class Launcher:
         """Waits for a line, and returns what matches."""
         while (line := self._lines.get(timeout=DEADLINE_SECONDS)) is not None:
             self.said += line
-            if found := re.search(pattern, line):
-                return found
+            if match := re.search(pattern, line):
+                return match
         raise AssertionError(f"it never said {pattern!r}: {self.said}")
 
     def end(self):
@@ -99,8 +99,8 @@ def start_launchers(endpoint):
 
 def places(launchers, of, attempt):
     """The ranks of their workers, in a round of so many."""
-    found = [launcher.until(rf"worker (\d) of {of}, attempt {attempt}") for launcher in launchers]
-    return sorted(int(place[1]) for place in found)
+    matches = [launcher.until(rf"worker (\d) of {of}, attempt {attempt}") for launcher in launchers]
+    return sorted(int(place[1]) for place in matches)
 
 
 @pytest.mark.slow
@@ -110,15 +110,15 @@ def test_it_goes_on_with_fewer_and_with_more(start, tmp_path):
     others = [start("2:3", WORK, tmp_path) for _ in range(2)]
     assert places([first, *others], of=3, attempt=0) == [0, 1, 2]
     chief = next(each for each in (first, *others) if "worker 0 of 3" in each.said)
-    left = [each for each in (first, *others) if each is not chief]
+    remaining = [each for each in (first, *others) if each is not chief]
     chief.process.kill()
-    assert places(left, of=2, attempt=1) == [0, 1]
+    assert places(remaining, of=2, attempt=1) == [0, 1]
     more = start("2:3", WORK, tmp_path)
-    assert places([*left, more], of=3, attempt=2) == [0, 1, 2]
+    assert places([*remaining, more], of=3, attempt=2) == [0, 1, 2]
     assert "worker 2 of 3" in more.said  # Who was there keeps its place.
     (tmp_path / "end").touch()
-    assert [each.end() for each in (*left, more)] == [0, 0, 0]
-    for each in left:
+    assert [each.end() for each in (*remaining, more)] == [0, 0, 0]
+    for each in remaining:
         assert "the launcher of node 0 is gone" in each.said
         assert "a host joins; the workers were told to save their state" in each.said
 
@@ -148,8 +148,10 @@ def test_a_host_whose_workers_fail_leaves(start):
     launchers = [start("2:3", FAIL_ON_ONE) for _ in range(3)]
     codes = [launcher.end() for launcher in launchers]
     assert sorted(codes) == [0, 0, 3]
-    left = launchers[codes.index(3)]
-    assert "worker 1 exited with code 3" in left.said and "this host leaves the job" in left.said
+    failed = launchers[codes.index(3)]
+    assert (
+        "worker 1 exited with code 3" in failed.said and "this host leaves the job" in failed.said
+    )
 
 
 FAIL_FIRST = """
@@ -172,7 +174,7 @@ FAIL = "import sys; sys.exit(3)"
 
 
 @pytest.mark.slow
-def test_who_joins_and_fails_has_the_next_one_wait(start, tmp_path):
+def test_after_a_newcomer_fails_the_next_one_waits(start, tmp_path):
     running = start("1:2", WORK, tmp_path)
     running.until("worker 0 of 1, attempt 0")
     assert start("1:2", FAIL).end() == 3
@@ -292,8 +294,8 @@ def test_the_next_endpoint_takes_over(start, tmp_path):
 def test_who_listens_at_a_later_endpoint_goes_to_an_earlier_one(start, tmp_path):
     """As two do that began at the same moment, and each found nobody."""
     one, two = free_ports(2)
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", one))  # Nobody listens there, and nobody can.
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", one))  # Nobody listens there, and nobody can.
         later = start("2:2", WORK, tmp_path, at=f"127.0.0.1:{one},127.0.0.1:{two}")
         wait_for(lambda: not is_free(two), "it to listen")
     earlier = start("2:2", WORK, tmp_path, at=f"127.0.0.1:{one}")

@@ -47,8 +47,8 @@ def test_more_workers_than_a_variable_can_name_are_refused():
 
 
 def test_the_users_own_values_are_kept():
-    own = {"OMP_NUM_THREADS": "5", "MALLOC_MMAP_MAX_": "9", "PYTHONUNBUFFERED": ""}
-    assert own.items() <= worker_environment(own, MEETING, 0).items()
+    user_values = {"OMP_NUM_THREADS": "5", "MALLOC_MMAP_MAX_": "9", "PYTHONUNBUFFERED": ""}
+    assert user_values.items() <= worker_environment(user_values, MEETING, 0).items()
 
 
 @pytest.mark.parametrize(

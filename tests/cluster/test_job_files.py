@@ -150,9 +150,9 @@ def test_a_range_of_nodes_is_asked_for_and_handed_on():
 
 def model_of(content, kind):
     """An object as the client library knows it; every field must be one of its model's."""
-    found = client.ApiClient().deserialize(json.dumps(content), kind, "application/json")
-    assert client.ApiClient().sanitize_for_serialization(found) == content
-    return found
+    model = client.ApiClient().deserialize(json.dumps(content), kind, "application/json")
+    assert client.ApiClient().sanitize_for_serialization(model) == content
+    return model
 
 
 @pytest.mark.slow
@@ -192,7 +192,7 @@ def test_the_objects_are_those_of_kubernetes_schema():
 def expanded(command):
     """What Kubernetes makes of a command: of `$$` one `$`, of `$(NAME)` a variable's value."""
     return [
-        re.sub(r"\$(\$|\(\w+\))", lambda found: "$" if found[1] == "$" else "a value", part)
+        re.sub(r"\$(\$|\(\w+\))", lambda match: "$" if match[1] == "$" else "a value", part)
         for part in command
     ]
 

@@ -140,16 +140,16 @@ def test_a_port_that_was_open_for_a_moment_is_told(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("other", "asked", "expected"),
+    ("other", "user_value", "expected"),
     [("127.0.0.1", None, "lo"), ("127.0.0.1", "eth1", "eth1"), ("10.0.0.1", None, None)],
     ids=["one host", "the user's own", "two hosts"],
 )
-def test_nccl_listens_where_tensorflow_does(other, asked, expected, monkeypatch):
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", asked or "")
-    if asked is None:
+def test_nccl_listens_where_tensorflow_does(other, user_value, expected, monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", user_value or "")
+    if user_value is None:
         monkeypatch.delenv("NCCL_SOCKET_IFNAME")
-    own, theirs = free_ports(2)
-    with serving([f"127.0.0.1:{own}", f"{other}:{theirs}"], 0):
+    our_port, their_port = free_ports(2)
+    with serving([f"127.0.0.1:{our_port}", f"{other}:{their_port}"], 0):
         assert os.environ.get("NCCL_SOCKET_IFNAME") == expected
 
 
@@ -161,13 +161,13 @@ def test_which_addresses_are_the_loopbacks():
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/ns/net"), reason="needs Linux's /proc")
 def test_a_network_has_a_name_where_an_address_of_this_host_is_all_that_is_named():
-    own = socket.gethostname()
+    host = socket.gethostname()
     try:
-        socket.getaddrinfo(own, 0)
+        socket.getaddrinfo(host, 0)
     except OSError:
-        own = "127.0.0.1"
-    name = network_name([f"{own}:1", f"{own}:2"])
-    assert name is not None and name == network_name([f"{own}:3"])
-    assert network_name([f"{own}:1", "192.0.2.1:2"]) is None
+        host = "127.0.0.1"
+    name = network_name([f"{host}:1", f"{host}:2"])
+    assert name is not None and name == network_name([f"{host}:3"])
+    assert network_name([f"{host}:1", "192.0.2.1:2"]) is None
     assert network_name(["192.0.2.1:1", "192.0.2.1:2"]) is None
     assert network_name(["no-such-host.invalid:1"]) is None

@@ -24,7 +24,7 @@ def test_never_both_halves(number):
             assert sum(both) == 1, (len(half), len(other))
 
 
-def test_who_has_ended_for_sure_is_not_needed():
+def test_a_host_that_has_certainly_ended_is_not_needed():
     assert has_quorum([host(2, may_run=1)]) and are_all_back([host(2, may_run=1)])
     assert has_quorum([host(1, may_run=2), host(2, may_run=2)])
     assert not has_quorum([host(1, may_run=2)]) and not are_all_back([host(1, may_run=2)])
@@ -35,7 +35,7 @@ def test_the_one_who_knows_most_is_believed():
     assert are_all_back([host(1, may_run=3), host(2, may_run=2)])
 
 
-def test_who_missed_the_last_round_does_not_count_for_it():
+def test_a_host_that_missed_the_last_round_does_not_count():
     late = host(0, attempt=2, may_run=3)
     assert not has_quorum([late, host(1, may_run=3)])
     assert has_quorum([late, host(1, may_run=3), host(2, may_run=3)])

@@ -113,14 +113,14 @@ def test_why_a_connection_fails():
 
 
 def test_the_callers_event_loop_is_left_alone():
-    own = asyncio.new_event_loop()
-    asyncio.set_event_loop(own)
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
     try:
         assert messages.run(asyncio.sleep(0, "done")) == "done"
-        assert asyncio.get_event_loop() is own and not own.is_closed()
+        assert asyncio.get_event_loop() is loop and not loop.is_closed()
     finally:
         asyncio.set_event_loop(None)
-        own.close()
+        loop.close()
 
 
 INTERRUPTED = """
@@ -195,7 +195,7 @@ def test_an_interrupt_under_a_running_event_loop():
 
 
 def test_the_callers_own_handler_of_interrupts_is_left_alone():
-    def own(number, frame):
+    def handler(number, frame):
         heard.append(number)
 
     async def interrupted():
@@ -204,10 +204,10 @@ def test_the_callers_own_handler_of_interrupts_is_left_alone():
         return "goes on"
 
     heard = []
-    before = signal.signal(signal.SIGINT, own)
+    before = signal.signal(signal.SIGINT, handler)
     try:
         assert messages.run(interrupted()) == "goes on"
-        assert signal.getsignal(signal.SIGINT) is own and heard == [signal.SIGINT]
+        assert signal.getsignal(signal.SIGINT) is handler and heard == [signal.SIGINT]
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -51,12 +51,12 @@ def test_no_line_holds_two_workers(pieces):
         assert line.count(b"[") <= 1 and (not line or line.startswith(b"["))
     for worker in range(3):
         written = "".join(text for index, text in pieces if index == worker)
-        kept = b"".join(
+        text_of_worker = b"".join(
             line.partition(b"] ")[2]
             for line in lines.split(b"\n")
             if line.startswith(b"[%d]" % worker)
         )
-        assert kept.decode() == written.replace("a", "aa").replace("\n", "")
+        assert text_of_worker.decode() == written.replace("a", "aa").replace("\n", "")
 
 
 def test_two_files_keep_their_own_lines():

@@ -34,10 +34,10 @@ MARK = b"\x1etfparallel error "
 
 class Seen:
     def __init__(self, **options):
-        self.shown, self.kept = [], []
+        self.shown, self.logged = [], []
         self.output_filter = OutputFilter(
             lambda worker, stream, text: self.shown.append((worker, stream, text)),
-            lambda worker, text: self.kept.append((worker, text)),
+            lambda worker, text: self.logged.append((worker, text)),
             **options,
         )
 
@@ -49,10 +49,10 @@ class Seen:
 def test_chatter_is_for_the_log_alone():
     seen = Seen().write(0, CHATTER + b"mine\n")
     assert seen.shown == [(0, "stderr", b"mine\n")]
-    assert seen.kept == [(0, CHATTER + b"mine\n")]
+    assert seen.logged == [(0, CHATTER + b"mine\n")]
 
 
-def test_who_asks_for_it_sees_it():
+def test_chatter_is_shown_on_request():
     seen = Seen(is_quiet=False).write(0, CHATTER)
     assert seen.shown == [(0, "stderr", CHATTER)]
 
@@ -78,7 +78,7 @@ def test_a_warning_of_several_workers_is_shown_once():
     warning = b"/lib/trainer.py:74: UserWarning: shuffle is ignored\n  self.adapter = (\n"
     seen = Seen().write(1, warning).write(0, warning + b"mine\n").write(1, warning)
     assert [text for _, _, text in seen.shown] == [warning, b"mine\n", warning]
-    assert [text for _, text in seen.kept] == [warning, warning + b"mine\n", warning]
+    assert [text for _, text in seen.logged] == [warning, warning + b"mine\n", warning]
 
 
 def error(place="ValueError a.py, line 3"):
@@ -93,7 +93,7 @@ def test_the_error_of_several_workers_is_shown_once():
     seen.write(0, line).write(2, error("OSError").to_line())
     short = b"ValueError: wrong\n  a.py, line 3: fit()\n"
     assert seen.shown == [(1, "stderr", short), (2, "stderr", short)]
-    assert seen.kept == [(worker, "Traceback …\n".encode()) for worker in (1, 0, 2)]
+    assert seen.logged == [(worker, "Traceback …\n".encode()) for worker in (1, 0, 2)]
     assert sorted(seen.output_filter.errors) == [0, 1, 2]
 
 
@@ -111,15 +111,15 @@ def test_what_only_looks_like_an_error_passes_as_it_is(content):
     """Story: the launcher raised, and the job ended."""
     line = MARK + content.encode() + b"\n"
     seen = Seen().write(0, line)
-    assert seen.shown == [(0, "stderr", line)] and seen.kept == [(0, line)]
+    assert seen.shown == [(0, "stderr", line)] and seen.logged == [(0, line)]
     assert not seen.output_filter.errors
 
 
 def test_the_error_of_a_text_that_no_stream_takes():
     """Story: a lone surrogate, as of a file's name, ended the launcher, and used no restart."""
-    told = WorkerError(["a \udc80"], "\ud800", "b \udfff\n").to_line()
-    seen = Seen().write(0, told)
-    assert (seen.shown, seen.kept) == ([(0, "stderr", b"a \\udc80\n")], [(0, b"b \\udfff\n")])
+    line = WorkerError(["a \udc80"], "\ud800", "b \udfff\n").to_line()
+    seen = Seen().write(0, line)
+    assert (seen.shown, seen.logged) == ([(0, "stderr", b"a \\udc80\n")], [(0, b"b \\udfff\n")])
 
 
 def test_an_error_behind_a_progress_bar_is_told():
@@ -140,11 +140,11 @@ def test_a_line_without_end_is_not_held(begin):
     for piece in [begin, *[b"x" * (1 << 16)] * 40, b"\x1e"]:
         seen.write(0, piece)
         written += len(piece)
-        held = written - sum(len(text) for _, _, text in seen.shown)
-        assert held == sum(map(len, seen.output_filter._begun.values())) < LINE_BYTES
-    assert held == 1  # It was given up, but for a new beginning.
+        num_buffered = written - sum(len(text) for _, _, text in seen.shown)
+        assert num_buffered == sum(map(len, seen.output_filter._begun.values())) < LINE_BYTES
+    assert num_buffered == 1  # It was given up, but for a new beginning.
     seen.output_filter.finish()
-    assert sum(len(text) for _, text in seen.kept) == written
+    assert sum(len(text) for _, text in seen.logged) == written
 
 
 def test_warnings_do_not_fill_the_memory():
@@ -212,14 +212,14 @@ def run(tmp_path, module="tfparallel", text=KERAS, **environment):
 
 
 def test_a_worker_tells_its_launcher_where_its_own_code_failed(tmp_path):
-    path, told = run(tmp_path, **{WORKER_ERROR: "1"})
-    found = WorkerError.from_line(told)
-    assert found.lines == [
+    path, output = run(tmp_path, **{WORKER_ERROR: "1"})
+    worker_error = WorkerError.from_line(output)
+    assert worker_error.lines == [
         "ValueError: Input 0 does not fit (in Sequential.call())",
         f"  {path}, line 4, in train: raise ValueError({KERAS!r})",
     ]
-    assert found.whole.startswith("Traceback (most recent call last):")
-    assert found.whole.rstrip().endswith("• mask=None")
+    assert worker_error.whole.startswith("Traceback (most recent call last):")
+    assert worker_error.whole.rstrip().endswith("• mask=None")
 
 
 def test_an_error_of_a_graph_is_without_its_frames(tmp_path):
@@ -228,8 +228,8 @@ def test_an_error_of_a_graph_is_without_its_frames(tmp_path):
         '  File "a.py", line 1, in <module>\n\n  File "b.py", line 2, in fit\n\n'
         "Matrix size-incompatible: In[0]: [2,3], In[1]: [4,5]\n\t [[{{node MatMul}}]]"
     )
-    found = WorkerError.from_line(run(tmp_path, text=text, **{WORKER_ERROR: "1"})[1])
-    assert found.lines[:2] == [
+    worker_error = WorkerError.from_line(run(tmp_path, text=text, **{WORKER_ERROR: "1"})[1])
+    assert worker_error.lines[:2] == [
         "ValueError: Graph execution error:",
         "Matrix size-incompatible: In[0]: [2,3], In[1]: [4,5]",
     ]
@@ -278,8 +278,8 @@ def test_what_a_traced_function_raises_is_told_whole(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", start], env=environment, stderr=subprocess.PIPE, timeout=120
     )
-    (told,) = [line for line in done.stderr.splitlines() if WorkerError.from_line(line)]
-    *said, place = WorkerError.from_line(told).lines
+    (error_line,) = [line for line in done.stderr.splitlines() if WorkerError.from_line(line)]
+    *said, place = WorkerError.from_line(error_line).lines
     assert said[0] == "ValueError: No." and said[-1] == "Three rows are required."
     assert place.startswith(f"  {path}, line 7, in step: raise ValueError(")
 
@@ -289,10 +289,10 @@ def test_a_command_tells_its_launcher_what_it_refuses():
     command = [sys.executable, "-m", "tfparallel", "train", "there_is_none.py"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), WORKER_ERROR: "1"}
     done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, timeout=60)
-    found = WorkerError.from_line(done.stderr)
-    (line,) = found.lines
+    worker_error = WorkerError.from_line(done.stderr)
+    (line,) = worker_error.lines
     assert done.returncode == 2 and line.startswith("tfparallel train: ")
-    assert not found.has_traceback and error().has_traceback
+    assert not worker_error.has_traceback and error().has_traceback
 
 
 def test_no_other_process_tells(tmp_path):

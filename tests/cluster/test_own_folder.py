@@ -14,12 +14,12 @@ from tfparallel.cluster.own_folder import OwnFolder
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_it_is_removed_unless_it_is_kept(tmp_path, monkeypatch, is_kept):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with OwnFolder("own_") as own:
-        open(os.path.join(own.path, "file"), "w").close()
+    with OwnFolder("own_") as folder:
+        open(os.path.join(folder.path, "file"), "w").close()
         if is_kept:
-            own.keep()
-    assert own._remover.returncode == 0
-    assert os.path.isdir(own.path) == is_kept
+            folder.keep()
+    assert folder._remover.returncode == 0
+    assert os.path.isdir(folder.path) == is_kept
 
 
 KILLED = """

@@ -58,8 +58,8 @@ def test_what_one_puts_all_get_behind_the_barrier(server):
         clients[0].settimeout(5)
         assert ask(clients[2], "cmd=barrier_in") == "cmd=barrier_out rc=0"
         assert clients[0].recv(100) == b"cmd=barrier_out rc=0\n"
-        found = ask(clients[2], "cmd=get kvsname=x key=address-0")
-        assert found == "cmd=get_result rc=0 msg=found value=tcp://1#2=3"
+        answer = ask(clients[2], "cmd=get kvsname=x key=address-0")
+        assert answer == "cmd=get_result rc=0 msg=found value=tcp://1#2=3"
         assert "rc=-1" in ask(clients[2], "cmd=get kvsname=x key=other")
         assert "rc=-1" in ask(clients[2], "cmd=spawn")
 
@@ -89,7 +89,7 @@ def test_two_jobs_never_share_a_name():
 
 
 @pytest.mark.parametrize("line", ["no command", "x" * 2**17])
-def test_who_says_what_is_no_command_is_hung_up_on(server, line):
+def test_an_unknown_command_closes_the_connection(server, line):
     with client(server, 0) as connected:
         with contextlib.suppress(ConnectionError):
             assert ask(connected, line) == ""

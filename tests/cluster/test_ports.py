@@ -12,8 +12,8 @@ from tfparallel.cluster.ports import free_ports
 
 HOLDER = """
 import socket, sys
-held = socket.create_server((sys.argv[1], 0))
-print(held.getsockname()[1], flush=True)
+server = socket.create_server((sys.argv[1], 0))
+print(server.getsockname()[1], flush=True)
 sys.stdin.read()
 """
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the owner is read from /proc")
@@ -36,9 +36,9 @@ def holder(request):
 
 
 def test_ports_differ_and_can_be_bound():
-    found = free_ports(50)
-    assert len(set(found)) == 50
-    for port in found:
+    numbers = free_ports(50)
+    assert len(set(numbers)) == 50
+    for port in numbers:
         # Below the ports of outgoing connections.
         assert 20000 <= port < 32768
         with socket.create_server(("127.0.0.1", port)):
@@ -66,16 +66,16 @@ def test_two_launchers_rarely_meet():
 def test_names_the_process(holder):
     pid, port = holder
     assert not ports.is_free(port)
-    told = ports.owner(port)
-    assert told.startswith(f"process {pid} (")
-    assert "\n" not in told and len(told) < 140
+    description = ports.owner(port)
+    assert description.startswith(f"process {pid} (")
+    assert "\n" not in description and len(description) < 140
 
 
 @on_linux
 def test_names_the_process_of_an_ipv6_socket():
-    with socket.create_server(("::1", 0), family=socket.AF_INET6) as held:
-        told = ports.owner(held.getsockname()[1])
-        assert told.startswith(f"process {os.getpid()} (")
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+        description = ports.owner(server.getsockname()[1])
+        assert description.startswith(f"process {os.getpid()} (")
 
 
 def test_a_free_port_has_no_owner(holder):

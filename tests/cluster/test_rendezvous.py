@@ -158,7 +158,7 @@ def test_who_listens_but_never_answers_does_not_hold_us(pool):
         ({"node_rank": 5}, "from 0 to 1. Received: --node_rank=5"),
     ],
 )
-def test_who_contradicts_is_told_and_the_others_wait_on(pool, endpoint, changes, message):
+def test_a_contradicting_launcher_fails_and_the_others_wait_on(pool, endpoint, changes, message):
     host = start(pool, endpoint, 0)
     with pytest.raises(RuntimeError, match=message):
         start(pool, endpoint, 1, **changes).result(30)
@@ -299,7 +299,7 @@ def test_a_thousand_wrong_hellos_have_no_effect(pool, endpoint):
 
 
 @pytest.mark.slow
-def test_what_was_said_once_lets_nobody_in_again(pool, endpoint):
+def test_replayed_messages_are_rejected(pool, endpoint):
     """All that node 1 says is heard on its way, and said again to the next acceptor."""
     heard = bytearray()
     with socket.create_server(("127.0.0.1", 0)) as between:
@@ -362,11 +362,11 @@ def test_more_than_64_launchers_may_wait_where_the_job_can_have_more(endpoint):
         for number in range(1, 71):
             launcher = stack.enter_context(socket.create_connection(split_address(endpoint), 5))
             call = Call(launcher, Secret("right"), "blobs")
-            asked = pool.submit(call.ask, hello, time.monotonic() + 10)
+            answer = pool.submit(call.ask, hello, time.monotonic() + 10)
             deadline = time.monotonic() + 10
             while not meetings._admit(0.1):
                 assert time.monotonic() < deadline, f"launcher {number} was not let in"
-            asked.result(10)
+            answer.result(10)
         assert len(meetings._waiting) == 70
 
 
@@ -421,12 +421,12 @@ def test_many_strangers_are_dropped_and_a_launcher_still_comes_in(endpoint):
         launcher = stack.enter_context(socket.create_connection(place, timeout=5))
         call = Call(launcher, Secret("right"), "blobs")
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            asked = pool.submit(call.ask, HELLO, time.monotonic() + 10)
+            answer = pool.submit(call.ask, HELLO, time.monotonic() + 10)
             come, deadline = [], time.monotonic() + 10
             while not come:
                 assert time.monotonic() < deadline
                 come = acceptor.wait(0.1)
-            asked.result(10)
+            answer.result(10)
         assert come[0].hello["node_rank"] == 1
         come[0].close()
         assert len(acceptor._selector.get_map()) <= 65
@@ -438,8 +438,8 @@ def test_an_endpoint_that_cannot_be_listened_at(pool):
         with pytest.raises(RuntimeError, match=f"{address} .*in use.*Choose another port"):
             start(pool, address, 0).result(30)
     # An address for documentation (RFC 5737): no host has it.
-    told = r"Received: 192\.0\.2\.1:8000.*--local_addr=192\.0\.2\.1\.$"
-    with pytest.raises(RuntimeError, match=told):
+    message = r"Received: 192\.0\.2\.1:8000.*--local_addr=192\.0\.2\.1\.$"
+    with pytest.raises(RuntimeError, match=message):
         start(pool, "192.0.2.1:8000", 0).result(30)
 
 
@@ -519,9 +519,9 @@ def test_whom_a_worker_had_lost_is_told_to_the_others():
         far.sendall(said({}, bad)[1])
         while len(other.failures) < 2:
             assert other.lines[0].listen()
-        (told, _), (bad, _) = other.failures
-        assert told.lost == 1
-        assert "code 75 after 2.0 s (it had lost worker 1, or the network" in told.explain()
+        (failure, _), (bad, _) = other.failures
+        assert failure.lost == 1
+        assert "code 75 after 2.0 s (it had lost worker 1, or the network" in failure.explain()
         assert bad.lost is None and "lost" not in bad.explain()
         news.close()
         other.close()
@@ -537,8 +537,8 @@ def test_a_launcher_that_does_not_read_its_answer_is_missed_by_all():
         assert not visitor.send({"text": "1" * (1 << 24)}, 0.2)
         news = ControlChannel(0, 3, {1: visitor, 2: channel(second)})
         assert not news.lines[0].listen() and news.departure.node == 1
-        told = unproved(second_there.recv(4096))
-        assert told == {"stopped": 1, "signum": None, "silent": True}
+        message = unproved(second_there.recv(4096))
+        assert message == {"stopped": 1, "signum": None, "silent": True}
         news.tell_newcomer()  # Goes to the other one alone.
         end = b""
         while chunk := there.recv(1 << 20):
@@ -558,7 +558,7 @@ def test_a_line_that_nobody_reads_ends_with_the_first_message_that_does_not_go_o
         news.close()
 
 
-def test_what_a_send_finds_out_is_kept():
+def test_an_error_of_a_send_is_remembered():
     """The system tells an error once."""
     news, (there,) = lines(1)
     (line,) = news.lines
@@ -628,7 +628,7 @@ def test_a_message_without_its_proof_ends_the_connection(token):
     news.close()
 
 
-def test_what_follows_a_line_is_left_for_a_selector():
+def test_bytes_after_a_line_are_left_for_a_selector():
     """Or the next message of node 0 would be heard with the one after it."""
     connection, there = connected()
     first = channel(connection, is_caller=True)

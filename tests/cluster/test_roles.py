@@ -36,7 +36,7 @@ def test_without_servers_there_are_none(text):
         (config({"type": "ps", "index": 0}, ps=["w:1"]), "have the same address"),
     ],
 )
-def test_what_cannot_be_is_refused(environ, message):
+def test_an_invalid_cluster_with_servers_raises(environ, message):
     with pytest.raises(ValueError, match="TF_CONFIG cannot be used with servers") as caught:
         Roles.from_env(environ)
     assert message in str(caught.value)

@@ -64,7 +64,7 @@ def test_tasks_per_node(text, counts):
 
 
 @pytest.mark.parametrize("text", ["", "x", "2(3)", "2(x3", "-1", "1,,1", "1(x999999)"])
-def test_what_is_no_count(text):
+def test_an_invalid_count_of_tasks_raises(text):
     with pytest.raises(ValueError):
         slurm.expand_tasks_per_node(text)
 

@@ -83,15 +83,15 @@ class Job:
 
     def processes(self, node):
         """All below Slurm's daemon on a node that belong to this job."""
-        found = []
+        pids = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 variables = (folder / "environ").read_bytes().split(b"\0")
                 if {f"SLURM_JOB_ID={self.number}".encode(), f"SLURMD_NODENAME={node}".encode()} <= {
                     *variables
                 }:
-                    found.append(int(folder.name))
-        return found
+                    pids.append(int(folder.name))
+        return pids
 
 
 def assert_ends_as_undisturbed(task, folder):
@@ -102,10 +102,10 @@ def assert_ends_as_undisturbed(task, folder):
         [*tool, "launch", "--nproc_per_node=2", "--", *train],
         cwd=ROOT, check=True, timeout=120, capture_output=True,
     )  # fmt: skip
-    expected, found = (
+    expected, actual = (
         keras.models.load_model(folder / name).get_weights() for name in ("n.keras", "s.keras")
     )
-    for one, other in zip(expected, found, strict=True):
+    for one, other in zip(expected, actual, strict=True):
         np.testing.assert_allclose(other, one, rtol=0, atol=1e-5)
 
 

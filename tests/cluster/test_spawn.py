@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.cluster.processes import STUBBORN_FAMILY, family, left, wait_for
+from tests.cluster.processes import STUBBORN_FAMILY, family, survivors, wait_for
 from tests.cluster.spawnable import fail_in_worker_1, place
 from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.cluster.spawn import spawn
@@ -78,8 +78,8 @@ def test_a_scripts_own_function_and_class_without_a_guard():
     )
     shown, errors = process.communicate(timeout=TIMEOUT_SECONDS)
     assert errors == ""
-    *asked, answer, loaded = shown.splitlines()
-    assert sorted(asked) == ["[0] asked", "[1] asked"]
+    *lines, answer, loaded = shown.splitlines()
+    assert sorted(lines) == ["[0] asked", "[1] asked"]
     assert (answer, loaded) == ("True hello world", "[]")
 
 
@@ -170,7 +170,7 @@ def test_ctrl_c_leaves_nothing(tmp_path):
     process.send_signal(signal.SIGINT)
     shown, _ = process.communicate(timeout=TIMEOUT_SECONDS)
     assert shown.endswith("interrupted\n")
-    assert left(processes) == []
+    assert survivors(processes) == []
 
 
 def test_a_killed_caller_leaves_nothing(tmp_path):
@@ -182,7 +182,7 @@ def test_a_killed_caller_leaves_nothing(tmp_path):
     processes = family(tmp_path, num_processes=6)
     process.kill()
     process.communicate(timeout=TIMEOUT_SECONDS)
-    wait_for(lambda: not left(processes), "the workers to end")
+    wait_for(lambda: not survivors(processes), "the workers to end")
 
 
 @pytest.mark.parametrize(

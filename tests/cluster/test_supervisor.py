@@ -9,7 +9,7 @@ import threading
 import psutil
 import pytest
 
-from tests.cluster.processes import STUBBORN_FAMILY, family, left, wait_for
+from tests.cluster.processes import STUBBORN_FAMILY, family, survivors, wait_for
 from tfparallel.cluster.supervisor import Job, Program, StopRequest
 from tfparallel.cluster.worker_exit import WorkerExit
 
@@ -177,7 +177,7 @@ def test_an_exception_in_the_caller_stops_all(tmp_path, error):
         with Job([python(0, STUBBORN_FAMILY, tmp_path)], grace_seconds=0.1):
             processes = family(tmp_path)
             raise error
-    assert left(processes) == []
+    assert survivors(processes) == []
 
 
 def test_a_second_interrupt_cuts_the_grace_short(tmp_path):
@@ -188,7 +188,7 @@ def test_a_second_interrupt_cuts_the_grace_short(tmp_path):
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         job.stop()
-    assert left(processes) == []
+    assert survivors(processes) == []
 
 
 SAVES = """
@@ -259,7 +259,7 @@ def test_a_killed_reaper_takes_its_worker_and_its_family_along(tmp_path):
         processes = family(tmp_path)
         guardian_of(job).kill()
         outcome = job.wait()
-        assert left(processes) == []
+        assert survivors(processes) == []
     assert outcome.culprit.returncode == -signal.SIGKILL
 
 
@@ -269,9 +269,9 @@ def test_a_reaper_whose_second_is_killed_goes_on(tmp_path):
         processes = family(tmp_path)
         job._workers[0].reaper.kill()
         job._workers[0].reaper.wait()
-        assert len(left(processes)) == 3 and not job._all_ended()
+        assert len(survivors(processes)) == 3 and not job._all_ended()
         job.stop()
-    assert left(processes) == []
+    assert survivors(processes) == []
 
 
 def test_a_reaper_that_does_not_answer_is_killed(tmp_path, monkeypatch):
@@ -279,7 +279,7 @@ def test_a_reaper_that_does_not_answer_is_killed(tmp_path, monkeypatch):
     with Job([python(0, STUBBORN_FAMILY, tmp_path)], grace_seconds=0.1) as job:
         processes = family(tmp_path)
         guardian_of(job).suspend()
-    wait_for(lambda: left(processes) == [], "the worker and its family to end")
+    wait_for(lambda: survivors(processes) == [], "the worker and its family to end")
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system binds no cores")

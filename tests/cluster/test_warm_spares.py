@@ -55,15 +55,15 @@ def at_once():
 
 @pytest.mark.slow
 def test_the_next_worker_is_the_process_that_waits():
-    told = []
-    with WarmSpares(delay_seconds=0, tell=told.append) as standbys:
+    messages = []
+    with WarmSpares(delay_seconds=0, tell=messages.append) as standbys:
         words, first, had_tensorflow, _ = ran(program(1, GONE="there"), standbys)
-        assert (words, had_tensorflow) == (["1", "there", "kept"], False) and not told
+        assert (words, had_tensorflow) == (["1", "there", "kept"], False) and not messages
         standbys.prepare_now([program(1, GONE="there")])
         waits = started(standbys)
         # A variable that is gone is taken away; one that the program has set itself stays.
         assert ran(program(2), standbys) == (["2", "-", "kept"], waits.pid, True, "word")
-        assert waits.pid != first and told == ["1 of 1 workers here had a process ready"]
+        assert waits.pid != first and messages == ["1 of 1 workers here had a process ready"]
 
 
 @pytest.mark.slow
@@ -168,6 +168,6 @@ def test_a_command_that_may_wait(tmp_path):
         (["--max_restarts=1"], "--standby needs a command that imports tfparallel itself"),
     ],
 )
-def test_what_needs_no_standby_or_cannot_have_one(flags, said):
+def test_standby_is_a_usage_error_where_it_cannot_help(flags, said):
     code, _, errors = tfparallel("launch", "--standby", *flags, "--", sys.executable, "-c", "0")
     assert code == 2 and said in errors

@@ -193,8 +193,8 @@ def test_processes_meet(num_workers):
             output, errors = worker.communicate(timeout=60)
             # Developer mode would tell of a socket or a task left behind, and of a look-up that
             # blocks; a busy machine may take a moment for anything.
-            told = [line for line in errors.splitlines() if not A_MOMENT.fullmatch(line)]
-            assert (worker.returncode, told) == (0, [])
+            warnings = [line for line in errors.splitlines() if not A_MOMENT.fullmatch(line)]
+            assert (worker.returncode, warnings) == (0, [])
             assert json.loads(output) == [{"seed": 7}] * num_workers
 
 
@@ -369,8 +369,8 @@ def test_a_taken_port_names_its_owner(where):
 
 def test_a_port_that_becomes_free_in_a_moment():
     workers = free_addresses(1)
-    held = socket.create_server(("127.0.0.1", port_of(workers[0])))
-    timer = threading.Timer(0.3, held.close)
+    server = socket.create_server(("127.0.0.1", port_of(workers[0])))
+    timer = threading.Timer(0.3, server.close)
     timer.start()
     assert outcome(workers, 0, {"seed": 7}) == ({"seed": 7},)
     timer.join()

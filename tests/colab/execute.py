@@ -123,34 +123,34 @@ def kinds(notebook: nbformat.NotebookNode) -> list[list[str]]:
 
 def problems(notebook: nbformat.NotebookNode) -> list[str]:
     """What must not be stored, a line each."""
-    found = []
+    lines = []
     cells = code_cells(notebook)
     counts = [cell.execution_count for cell in cells]
     if counts != list(range(1, len(cells) + 1)):
-        found.append(f"cells must be executed once, from top to bottom. Received: {counts}")
+        lines.append(f"cells must be executed once, from top to bottom. Received: {counts}")
     if not any("image/" in kind for cell in kinds(notebook) for kind in cell):
-        found.append("there is no picture")
+        lines.append("there is no picture")
     for cell in cells:
         for output in cell.outputs:
             where = f"cell {cell.execution_count}: "
             if output.output_type == "error":
-                found.append(f"{where}{output.ename}: {output.evalue}")
+                lines.append(f"{where}{output.ename}: {output.evalue}")
             if output.get("name") == "stderr" and not _NOTICES.fullmatch(output.text):
-                found.append(f"{where}stderr: {output.text[:200]!r}")
+                lines.append(f"{where}stderr: {output.text[:200]!r}")
             data = output.get("data", {})
             text = output.get("text", "") + data.get("text/plain", "") + data.get("text/html", "")
             for what, pattern in (("chatter", _CHATTER), ("a path", _MACHINE_PATHS)):
                 if match := pattern.search(text):
                     around = text[max(match.start() - 40, 0) : match.end() + 40]
-                    found.append(f"{where}{what}: {around!r}")
+                    lines.append(f"{where}{what}: {around!r}")
             if "image/png" in data:
                 size = len(base64.b64decode(data["image/png"]))
                 if size > MOST_PICTURE_BYTES:
-                    found.append(
+                    lines.append(
                         f"{where}a picture must have at most {MOST_PICTURE_BYTES} bytes. "
                         f"Received: {size}"
                     )
-    return found
+    return lines
 
 
 def main() -> int:
@@ -161,13 +161,13 @@ def main() -> int:
     for name in args.names:
         path = FOLDER / f"{name}.ipynb"
         notebook = executed(path)
-        found = problems(notebook)
+        lines = problems(notebook)
         if args.check and kinds(notebook) != kinds(read(path)):
-            found.append(f"kinds of outputs: {kinds(notebook)}; stored: {kinds(read(path))}")
+            lines.append(f"kinds of outputs: {kinds(notebook)}; stored: {kinds(read(path))}")
         if not args.check:
             nbformat.write(notebook, path)
-        print(f"{name}: {'; '.join(found) or 'ok'}", flush=True)
-        failed += bool(found)
+        print(f"{name}: {'; '.join(lines) or 'ok'}", flush=True)
+        failed += bool(lines)
     return failed
 
 

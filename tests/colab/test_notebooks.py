@@ -136,16 +136,16 @@ def test_an_error_and_a_warning_are_found():
     notebook.cells[0].outputs.append(
         nbformat.v4.new_output("error", ename="ValueError", evalue="no", traceback=[])
     )
-    found = execute.problems(notebook)
-    assert len(found) == 2 and "UserWarning" in found[0] and "ValueError: no" in found[1]
+    lines = execute.problems(notebook)
+    assert len(lines) == 2 and "UserWarning" in lines[0] and "ValueError: no" in lines[1]
 
 
 def test_a_large_picture_is_found():
     notebook = a_notebook()
     notebook.cells[0].outputs[2].data["image/png"] = large = png(200, "RGB")
-    (found,) = execute.problems(notebook)
+    (line,) = execute.problems(notebook)
     size = len(base64.b64decode(large))
-    assert f"at most 60000 bytes. Received: {size}" in found
+    assert f"at most 60000 bytes. Received: {size}" in line
     execute.clean(notebook)  # In few colours it fits.
     assert execute.problems(notebook) == []
 
@@ -153,8 +153,8 @@ def test_a_large_picture_is_found():
 def test_a_notebook_that_was_not_executed_is_found():
     notebook = a_notebook()
     notebook.cells[0].execution_count, notebook.cells[0].outputs = None, []
-    found = execute.problems(notebook)
-    assert len(found) == 2 and "from top to bottom" in found[0] and "no picture" in found[1]
+    lines = execute.problems(notebook)
+    assert len(lines) == 2 and "from top to bottom" in lines[0] and "no picture" in lines[1]
 
 
 def test_what_changes_from_run_to_run_is_left_out():

@@ -15,9 +15,9 @@ def test_from_the_last_layer_to_the_first():
 
 @given(st.lists(st.integers(0, 100)), st.integers(1, 100))
 def test_each_once_and_no_bucket_closes_too_early_or_too_late(sizes, limit):
-    found = buckets(sizes, limit)
-    assert [i for bucket in found for i in bucket] == list(reversed(range(len(sizes))))
-    for bucket in found[:-1]:
+    result = buckets(sizes, limit)
+    assert [i for bucket in result for i in bucket] == list(reversed(range(len(sizes))))
+    for bucket in result[:-1]:
         assert sum(sizes[i] for i in bucket) >= limit
-    for bucket in found:
+    for bucket in result:
         assert sum(sizes[i] for i in bucket[:-1]) < limit

@@ -15,28 +15,28 @@ FLAT = sorted(set(ALGORITHMS) - set(GROUPED) - {"double_binary_tree"})
 @given(st.sampled_from(FLAT), st.integers(1, 33))
 @settings(max_examples=40, deadline=None)
 def test_a_simulated_cluster_takes_what_the_formula_says(name, num_ranks):
-    found = simulate(ALGORITHMS[name].schedule(num_ranks), SIZES, WIRE)
+    seconds = simulate(ALGORITHMS[name].schedule(num_ranks), SIZES, WIRE)
     expected = [WIRE.seconds(name, num_ranks, size) for size in SIZES]
     if name in ("halving_doubling", "recursive_doubling") and num_ranks & (num_ranks - 1):
         # The formula lets nobody begin before the ranks that join a neighbour have.
-        assert all(a <= b * (1 + 1e-9) for a, b in zip(found, expected, strict=True))
+        assert all(a <= b * (1 + 1e-9) for a, b in zip(seconds, expected, strict=True))
     else:
         # Of a tree the root adds at once what others add one after the other.
-        assert found == pytest.approx(expected, rel=1e-9)
+        assert seconds == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.slow
 def test_a_ring_of_4096_ranks():
-    found = simulate(ALGORITHMS["ring"].schedule(4096), SIZES[:1], WIRE)
-    assert found == pytest.approx([WIRE.seconds("ring", 4096, SIZES[0])])
+    seconds = simulate(ALGORITHMS["ring"].schedule(4096), SIZES[:1], WIRE)
+    assert seconds == pytest.approx([WIRE.seconds("ring", 4096, SIZES[0])])
 
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_two_kinds_of_wire(name):
     model = CostModel(1e-6, 1e-11, 1e-11, across=Link(1e-5, 1e-10))
-    found = simulate(ALGORITHMS[name].schedule(256, 8), SIZES, model, 8)
+    seconds = simulate(ALGORITHMS[name].schedule(256, 8), SIZES, model, 8)
     expected = [model.seconds(name, 256, size, 8) for size in SIZES]
-    assert found == pytest.approx(expected)
+    assert seconds == pytest.approx(expected)
     # PERFORMANCE's formula: 2(g−1)α₁ + 2(g−1)/g·Sβ₁ + 2(k−1)α₂ + 2(k−1)/k·(S/g)β₂.
     if name == "hierarchical_ring":
         g, k, size = 8, 32, SIZES[1]
@@ -72,27 +72,27 @@ def test_a_fit_finds_the_numbers_and_predicts_ranks_that_it_has_not_seen(transpo
             for name in names for n in ranks for size in SIZES
         ]  # fmt: skip
 
-    found = fit(times([2, 4]), transport)
-    assert found.median_error < 1e-6
-    assert (found.alpha, found.beta, found.gamma, found.fixed) == pytest.approx(
+    fitted = fit(times([2, 4]), transport)
+    assert fitted.median_error < 1e-6
+    assert (fitted.alpha, fitted.beta, fitted.gamma, fitted.fixed) == pytest.approx(
         (3e-6, 4e-10, 2e-10, 5e-5), rel=1e-4
     )
-    assert found.seconds("ring", 8, 12345) == pytest.approx(true.seconds("ring", 8, 12345))
+    assert fitted.seconds("ring", 8, 12345) == pytest.approx(true.seconds("ring", 8, 12345))
 
 
 def test_ranks_that_share_a_core_take_turns():
-    own = CostModel(3e-6, 4e-10, 2e-10, 5e-5)
+    true = CostModel(3e-6, 4e-10, 2e-10, 5e-5)
     rows = [
-        Measurement(name, n, size, max(1, n / 2) * own.seconds(name, n, size))
+        Measurement(name, n, size, max(1, n / 2) * true.seconds(name, n, size))
         for name in ("ring", "tree", "recursive_doubling")
         for n in (2, 8)
         for size in SIZES
     ]
-    found = fit(rows, num_cores=2)
-    assert found.median_error < 1e-6
-    assert found.seconds("ring", 4, 12345) == pytest.approx(2 * own.seconds("ring", 4, 12345))
+    fitted = fit(rows, num_cores=2)
+    assert fitted.median_error < 1e-6
+    assert fitted.seconds("ring", 4, 12345) == pytest.approx(2 * true.seconds("ring", 4, 12345))
     # Two ranks a host have a core each, however many hosts there are.
-    assert found.seconds("ring", 64, 12345, 2) == pytest.approx(own.seconds("ring", 64, 12345))
+    assert fitted.seconds("ring", 64, 12345, 2) == pytest.approx(true.seconds("ring", 64, 12345))
 
 
 def _with_packets(model, num_ranks, size):
@@ -103,8 +103,8 @@ def _with_packets(model, num_ranks, size):
 
 def test_nothing_is_fitted_below_zero():
     rows = [Measurement("ring", 2, size, 1e-4 - 1e-13 * size) for size in SIZES]
-    found = fit([*rows, *rows])
-    assert min(found.alpha, found.beta, found.gamma, found.fixed) == 0
+    fitted = fit([*rows, *rows])
+    assert min(fitted.alpha, fitted.beta, fitted.gamma, fitted.fixed) == 0
 
 
 def test_crossovers_are_where_two_lines_meet():

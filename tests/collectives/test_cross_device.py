@@ -11,12 +11,12 @@ DEVICES = [f"CPU:{index}" for index in range(4)]
 
 
 def terms(shape, dtype, devices):
-    made = []
+    tensors = []
     for rank, device in enumerate(devices):
         with tf.device(device):
             numbers = tf.reshape(tf.range(np.prod(shape, dtype=int)), shape)
-            made.append(tf.cast(numbers + 5 * rank, dtype))
-    return made
+            tensors.append(tf.cast(numbers + 5 * rank, dtype))
+    return tensors
 
 
 @pytest.mark.slow
@@ -32,9 +32,9 @@ def check_sums(name, devices):
     # Fewer elements than ranks; none; two types, one of them twice.
     specs = [((), "float32"), ((3, 2), "float32"), ((1,), "float64"), ((0, 2), "float64")]
     specs += [((5,), "float16"), ((2, 3), "bfloat16")]
-    given = [terms(shape, dtype, devices) for shape, dtype in specs]
-    sums = tf.function(lambda: cross_device.all_reduce(ops, given), autograph=False)()
-    for (shape, dtype), of_all, term in zip(specs, sums, given, strict=True):
+    inputs = [terms(shape, dtype, devices) for shape, dtype in specs]
+    sums = tf.function(lambda: cross_device.all_reduce(ops, inputs), autograph=False)()
+    for (shape, dtype), of_all, term in zip(specs, sums, inputs, strict=True):
         expected = sum(np.asarray(one, np.float64) for one in term)
         assert len(of_all) == len(devices), name
         for total in of_all:

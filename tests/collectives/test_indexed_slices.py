@@ -22,16 +22,16 @@ def in_both_ways(table, tokens):
 
 
 def kinds_of(look_up):
-    table, found = tf.Variable(np.ones((5, 2), "float32")), []
+    table, kinds = tf.Variable(np.ones((5, 2), "float32")), []
 
     @tf.function(autograph=False)
     def step(tokens):
         with tf.GradientTape() as tape:
             looked_up = look_up(table, tokens)
-        found.extend(reading.kind for reading in readings(tape.gradient(looked_up, table)))
+        kinds.extend(reading.kind for reading in readings(tape.gradient(looked_up, table)))
 
     step.get_concrete_function(tf.TensorSpec([None, NUM_PLACES], tf.int32))
-    return found
+    return kinds
 
 
 @pytest.mark.parametrize(

@@ -53,11 +53,11 @@ def test_what_tensorflow_took_over_is_not_written_again():
         variable.assign(result)
         return result
 
-    kept = [step(tf.constant(float(k))) for k in range(4)]
-    assert [float(y[0]) for y in kept] == [0, 1, 2, 3]
+    results = [step(tf.constant(float(k))) for k in range(4)]
+    assert [float(y[0]) for y in results] == [0, 1, 2, 3]
     # The memory is TensorFlow's own by now: it aliases, and that is what saves the time.
-    assert np.asarray(memoryview(kept[3])).ctypes.data == addresses[3]
-    del kept
+    assert np.asarray(memoryview(results[3])).ctypes.data == addresses[3]
+    del results
     gc.collect()
     for k in range(20):
         step(tf.constant(float(k)))

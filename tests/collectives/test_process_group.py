@@ -67,8 +67,8 @@ def test_keys_are_as_many_as_shapes(workers):
         group.all_reduce([tf.ones([3])], "max")
         return list(group._signatures.values())
 
-    found = workers(keys, [None, None])
-    assert found[0] == found[1] == [0, 1, 2, 3]
+    by_worker = workers(keys, [None, None])
+    assert by_worker[0] == by_worker[1] == [0, 1, 2, 3]
 
 
 def test_tensors_of_a_type_travel_together(workers):
@@ -87,14 +87,14 @@ def test_tensors_of_a_type_travel_together(workers):
 
 def test_uneven_rows_are_joined_in_the_order_of_the_workers(workers):
     def joined(group, rows):
-        found = group.all_gather_uneven([tf.constant(rows), tf.constant(rows) > 2])
-        return [tensor.numpy().tolist() for tensor in found]
+        tensors = group.all_gather_uneven([tf.constant(rows), tf.constant(rows) > 2])
+        return [tensor.numpy().tolist() for tensor in tensors]
 
-    own = [np.arange(6, dtype="float32").reshape(3, 2), np.zeros((0, 2), "float32")]
-    whole = own[0].tolist()
-    for rows, mask in workers(joined, own):
+    local_rows = [np.arange(6, dtype="float32").reshape(3, 2), np.zeros((0, 2), "float32")]
+    whole = local_rows[0].tolist()
+    for rows, mask in workers(joined, local_rows):
         assert rows == whole
-        assert mask == (own[0] > 2).tolist()
+        assert mask == (local_rows[0] > 2).tolist()
 
 
 @pytest.mark.slow
@@ -109,15 +109,15 @@ def test_a_loop_takes_the_same_key_at_each_turn(workers):
 
         return loop(tf.constant([start, 1.0])).numpy().tolist(), len(group._signatures)
 
-    for found, num_keys in workers(looped, [1.0, 3.0]):
-        assert found == [2.0, 1.0]
+    for values, num_keys in workers(looped, [1.0, 3.0]):
+        assert values == [2.0, 1.0]
         assert num_keys == 1
 
 
-def test_what_users_call_has_keys_of_its_own(workers):
+def test_users_collectives_have_keys_of_their_own(workers):
     def keys(group, _):
-        own = group.for_users
-        return own._group_key != group._group_key, own._ordering_tokens is group._ordering_tokens
+        user = group.for_users
+        return user._group_key != group._group_key, user._ordering_tokens is group._ordering_tokens
 
     assert workers(keys, [None, None]) == [(True, True)] * 2
 
@@ -133,7 +133,7 @@ def test_bytes_are_counted_by_what_they_are(workers):
 
 def test_exchange(workers):
     contents = [{"name": "é", "shards": [1, 2]}, None]
-    assert workers(lambda group, own: group.exchange(own, "a test"), contents) == [contents] * 2
+    assert workers(lambda group, value: group.exchange(value, "a test"), contents) == [contents] * 2
 
 
 def test_a_text_cannot_be_sent(workers):
@@ -165,6 +165,6 @@ def test_workers_agree_on_nccl_by_what_each_offers(workers, monkeypatch):
         except ValueError as error:
             return [str(error), transport.joined(group, "tensorflow").transport]
 
-    found = workers(refused, [None, None])
-    assert found[0] == found[1] and found[0][1] == "ring_tuned"
-    assert "Received: all_reduce='nccl', and workers 0 and 1 share a GPU" in found[0][0]
+    by_worker = workers(refused, [None, None])
+    assert by_worker[0] == by_worker[1] and by_worker[0][1] == "ring_tuned"
+    assert "Received: all_reduce='nccl', and workers 0 and 1 share a GPU" in by_worker[0][0]

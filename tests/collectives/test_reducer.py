@@ -30,13 +30,18 @@ def no_sparse_ones():
 @pytest.mark.parametrize("algorithm", [None, "ring", "recursive_doubling"])
 def test_dense_gradients_are_summed_and_none_stays_none(algorithm):
     ops = algorithm and cross_device.make(algorithm, DEVICES)
-    given = [on_devices((3, 2)), [None] * 3, on_devices((), "float64", 1), on_devices((4,), seed=2)]
-    found = Reducer(ops, None).totals(given, no_sparse_ones)[0]
-    assert found[1] is None
-    for total, terms in zip(found[:1] + found[2:], given[:1] + given[2:], strict=True):
+    gradients = [
+        on_devices((3, 2)),
+        [None] * 3,
+        on_devices((), "float64", 1),
+        on_devices((4,), seed=2),
+    ]
+    totals = Reducer(ops, None).totals(gradients, no_sparse_ones)[0]
+    assert totals[1] is None
+    for total, terms in zip(totals[:1] + totals[2:], gradients[:1] + gradients[2:], strict=True):
         assert total.dtype == terms[0].dtype and total.shape == terms[0].shape
         np.testing.assert_array_equal(total, sum(term.numpy() for term in terms))
-    copies = reducer.on_each_device(found[0])
+    copies = reducer.on_each_device(totals[0])
     assert isinstance(copies, tf.Tensor) == (algorithm is None)
 
 
@@ -77,7 +82,7 @@ def test_workers_sum_dense_gradients_and_what_is_beside(workers):
         assert sorted(size for *_, size in collectives) == [2, 8]
 
 
-def test_what_is_beside_goes_with_the_first_bucket(workers):
+def test_extra_values_travel_in_the_first_bucket(workers):
     def totals(group, scale):
         group.bucket_bytes = 12
         gradients = [[scale * tf.ones([n])] for n in (5, 4, 2)]
@@ -97,27 +102,31 @@ def of_workers(group, terms, kind):
 
 def test_workers_lay_slices_of_rows_end_to_end(workers):
     """Worker 0 has two replicas, worker 1 has one slice less."""
-    own = [
+    gradients = [
         [slices([0, 3], [[1, 1], [2, 2]]), slices([3], [[3, 3]])],
         [slices([3], [[4, 4]]), slices([1], [[5, 5]])],
     ]
-    found = workers(lambda group, terms: of_workers(group, terms, indexed_slices.ROWS), own)
-    assert found == [([0, 3, 3, 3, 1], [1, 2, 3, 4, 5])] * 2
+    totals = workers(lambda group, terms: of_workers(group, terms, indexed_slices.ROWS), gradients)
+    assert totals == [([0, 3, 3, 3, 1], [1, 2, 3, 4, 5])] * 2
 
 
 def test_workers_add_slices_of_the_same_indices_place_by_place(workers):
-    own = [[slices([2, 0], [[k, k], [1, 1]]), slices([2, 0], [[1, 1], [k, k]])] for k in (2, 5)]
-    found = workers(lambda group, terms: of_workers(group, terms, indexed_slices.ONCE), own)
-    assert found == [([2, 0], [9, 9])] * 2  # 2 + 1 + 5 + 1
+    gradients = [
+        [slices([2, 0], [[k, k], [1, 1]]), slices([2, 0], [[1, 1], [k, k]])] for k in (2, 5)
+    ]
+    totals = workers(lambda group, terms: of_workers(group, terms, indexed_slices.ONCE), gradients)
+    assert totals == [([2, 0], [9, 9])] * 2  # 2 + 1 + 5 + 1
 
 
 def test_workers_add_the_slices_of_each_feature(workers):
-    own = [
+    gradients = [
         [slices([4, 0], [[1, 1], [2, 2]]), slices([0], [[3, 3]])],
         [slices([3, 4], [[4, 4], [5, 5]]), slices([3], [[6, 6]])],
     ]
-    found = workers(lambda group, terms: of_workers(group, terms, indexed_slices.DISTINCT), own)
-    assert found == [([4, 0, 3], [6, 5, 10])] * 2
+    totals = workers(
+        lambda group, terms: of_workers(group, terms, indexed_slices.DISTINCT), gradients
+    )
+    assert totals == [([4, 0, 3], [6, 5, 10])] * 2
 
 
 def test_sparse_gradients_keep_their_places_among_dense_ones(workers):

@@ -61,9 +61,9 @@ def test_a_plan_of_a_cluster(capsys, tmp_path):
     assert "64 ranks, 8 a host" in shown and "between hosts: 10 us a message, 25 GB/s" in shown
     assert "agree: hierarchical, hierarchical_ring, ring" in shown
     assert "fastest by formula: recursive_doubling from 4 KiB, " in shown
-    found = json.loads(report.read_text())
-    assert found["seconds"]["hierarchical"] == pytest.approx(
-        found["simulated_seconds"]["hierarchical"]
+    written = json.loads(report.read_text())
+    assert written["seconds"]["hierarchical"] == pytest.approx(
+        written["simulated_seconds"]["hierarchical"]
     )
 
 

@@ -38,10 +38,10 @@ def test_a_slow_worker_is_found_and_drawn(tmp_path):
         *(f"--json={tmp_path}/a.json", f"--plot={tmp_path}/a.png", "--inject=slow:worker=1,ms=50"),
     )
     assert code == 0, errors
-    found = json.loads((tmp_path / "a.json").read_text())
-    assert found["verdicts"]["2"].startswith("worker 1 is slow")
+    report = json.loads((tmp_path / "a.json").read_text())
+    assert report["verdicts"]["2"].startswith("worker 1 is slow")
     assert "2 workers: worker 1 is slow" in shown and "strong scaling" in shown
-    first, second = found["strong"][1]["splits"]
+    first, second = report["strong"][1]["splits"]
     assert first["waiting"] > 0.04 > second["waiting"] and second["between"] > 0.04
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert [run["global_batch_size"] for run in found["weak"]] == [64, 128]
+    assert [run["global_batch_size"] for run in report["weak"]] == [64, 128]

@@ -37,8 +37,8 @@ def test_one_device_divides_nothing(tmp_path):
         *("--device_type=cpu", "--steps=2", f"--report={path}"),
     )
     assert code == 0, shown + errors
-    told = "nothing is divided: add --num_devices=2 --device_type=cpu."
-    assert told in shown and told in json.loads(path.read_text())["notes"][-1]
+    note = "nothing is divided: add --num_devices=2 --device_type=cpu."
+    assert note in shown and note in json.loads(path.read_text())["notes"][-1]
     assert "retracing" not in errors
 
 
@@ -105,9 +105,9 @@ def test_a_network_whose_rounding_jumps_passes(tmp_path):
     assert code == 0, shown + errors
     assert re.search(r"OK: match: 6 digits .*\(26 match\)", shown) and f"wrote {plot}" in shown
     assert plot.read_bytes().startswith(b"\x89PNG")
-    found = json.loads(report.read_text())
-    assert [step["step"] for step in found["steps"]] == [1, 2, 4, 8, 16, 30]
-    assert found["steps"][0]["floor"] < 1e-5 and found["sharp_until"] >= 4
+    written = json.loads(report.read_text())
+    assert [step["step"] for step in written["steps"]] == [1, 2, 4, 8, 16, 30]
+    assert written["steps"][0]["floor"] < 1e-5 and written["sharp_until"] >= 4
 
 
 def test_the_tables_line_up():

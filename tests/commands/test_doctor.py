@@ -107,8 +107,8 @@ MACHINES = {
 @pytest.mark.parametrize("name", MACHINES)
 def test_what_is_suggested_suits_the_machine(name):
     machine, part = MACHINES[name]
-    found = suggested(machine)
-    assert part in found.command and found.why and found.then.startswith("tfparallel ")
+    advice = suggested(machine)
+    assert part in advice.command and advice.why and advice.then.startswith("tfparallel ")
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_a_command_has_a_flag_once():
 
 
 @pytest.mark.parametrize("condition", sorted({text for text, _ in conditions()}))
-def test_what_a_row_rests_on_is_a_flag_with_such_values(condition):
+def test_the_condition_of_a_row_names_a_flag_and_its_values(condition):
     name, _, words = condition.partition("=")
     commands = set.union(*(names for text, names in conditions() if text == condition))
     rows = [row for row in ROWS if row.name == name and commands & set(row.commands.split(", "))]
@@ -48,8 +48,8 @@ def test_what_is_absent_contradicts_nothing(command):
 def test_a_number_outside_of_its_row_is_told():
     values = defined("train")
     values(["train", "--seed=-1", "--epochs=0", "--start_timeout=nan", "--bucket_bytes=many"])
-    told = "\n".join(flag_problems("train", values))
-    assert "--seed must be from 0 to 4294967295. Received: --seed=-1." in told
-    assert "--epochs must be at least 1. Received: --epochs=0." in told
-    assert "--start_timeout must be above 0. Received: --start_timeout=nan." in told
-    assert "--bucket_bytes: A number of bytes such as 16GiB" in told
+    problems = "\n".join(flag_problems("train", values))
+    assert "--seed must be from 0 to 4294967295. Received: --seed=-1." in problems
+    assert "--epochs must be at least 1. Received: --epochs=0." in problems
+    assert "--start_timeout must be above 0. Received: --start_timeout=nan." in problems
+    assert "--bucket_bytes: A number of bytes such as 16GiB" in problems

@@ -260,8 +260,8 @@ def test_what_is_written_for_words_alone_trains(houses):
     rows = [line.split(",")[1:2] * 2 for line in text.splitlines()[1:]]
     words = "\n".join(["city,same", *(",".join(row) for row in rows)])
     (houses.parent / "words.csv").write_text(words + "\n")
-    given = [f"--data={houses.parent / 'words.csv'}", "--kind=table"]
-    assert main(["init", str(path), *given]) == 0
+    flags = [f"--data={houses.parent / 'words.csv'}", "--kind=table"]
+    assert main(["init", str(path), *flags]) == 0
     task = load_task(str(path))
     (x, y), _ = task.load_data()
     assert x.shape == (400, 4) and set(y) == {0, 1, 2}

@@ -13,7 +13,7 @@ import time
 import psutil
 import pytest
 
-from tests.cluster.processes import STUBBORN_FAMILY, family, left, wait_for
+from tests.cluster.processes import STUBBORN_FAMILY, family, survivors, wait_for
 from tests.cluster.test_output_filter import MARK, strange_lines
 from tests.commands.command_line import ROOT
 from tfparallel.cluster.ports import free_ports
@@ -66,7 +66,7 @@ TELL = (
 )
 
 
-def told(shown):
+def printed_by_worker(shown):
     """What the workers that ran TELL printed, by index."""
     lines = [line.partition("] ") for line in shown.splitlines()]
     return {int(name[1:]): json.loads(text) for name, _, text in lines if text.startswith("{")}
@@ -75,7 +75,7 @@ def told(shown):
 def test_workers_know_their_places():
     code, shown, errors = launch(["--nproc_per_node=3"], TELL)
     assert (code, errors) == (0, "")
-    workers = told(shown)
+    workers = printed_by_worker(shown)
     assert sorted(workers) == [0, 1, 2]
     configs = [json.loads(workers[index]["TF_CONFIG"]) for index in range(3)]
     assert [config["task"] for config in configs] == [
@@ -282,9 +282,9 @@ def peak_bytes(folder, begin, num_mib):
             [sys.executable, "-c", WEIGHED, *map(str, arguments)],
             cwd=ROOT, stderr=screen, timeout=DEADLINE_SECONDS,
         ).returncode  # fmt: skip
-    told = f"[0] {begin}".encode()
-    assert code == 0 and (folder / "screen").read_bytes()[: len(told)] == told
-    written = len(told) + (num_mib << 20)
+    first_line = f"[0] {begin}".encode()
+    assert code == 0 and (folder / "screen").read_bytes()[: len(first_line)] == first_line
+    written = len(first_line) + (num_mib << 20)
     assert 0 <= os.path.getsize(folder / "screen") - written <= 1  # It may end the last line.
     return 1024 * int((folder / "peak").read_text())
 
@@ -330,7 +330,7 @@ def test_a_signal_stops_all(tmp_path, name, code):
     _, errors = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == code
     assert errors.endswith(f"tfparallel launch: stopped by {name}\n")
-    assert left(processes) == []
+    assert survivors(processes) == []
 
 
 def test_workers_see_the_signal_and_may_finish():
@@ -385,7 +385,7 @@ def test_a_killed_launcher_leaves_nothing(tmp_path):
     assert len(set(processes)) == 11 and len(os.listdir(temporary)) == 1
     process.kill()
     process.communicate(timeout=DEADLINE_SECONDS)
-    wait_for(lambda: left(processes) == [], "all processes to end")
+    wait_for(lambda: survivors(processes) == [], "all processes to end")
     assert os.listdir(temporary) == []
 
 
@@ -401,10 +401,10 @@ def test_a_launcher_killed_while_it_starts_leaves_nothing(tmp_path, after_second
     process.communicate(timeout=DEADLINE_SECONDS)
 
     def marked():
-        return [found for found in psutil.process_iter(["cmdline"])
-                if mark in (found.info["cmdline"] or ())]  # fmt: skip
+        return [candidate for candidate in psutil.process_iter(["cmdline"])
+                if mark in (candidate.info["cmdline"] or ())]  # fmt: skip
 
-    wait_for(lambda: left(marked()) == [], "all processes to end")
+    wait_for(lambda: survivors(marked()) == [], "all processes to end")
 
 
 def test_nobody_reads_on():
@@ -420,14 +420,14 @@ def test_nobody_reads_on():
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_full_disk_is_an_error(unbuffered):
     code = "print('x', flush=True); import time; time.sleep(600)"
-    told = told_of_a_full_disk(command(["--grace_seconds=0.1"], code), unbuffered)
-    assert told == "tfparallel launch: [Errno 28] No space left on device\n"
+    message = told_of_a_full_disk(command(["--grace_seconds=0.1"], code), unbuffered)
+    assert message == "tfparallel launch: [Errno 28] No space left on device\n"
 
 
 def test_help_on_a_full_disk_is_an_error():
-    told = told_of_a_full_disk([sys.executable, "-m", "tfparallel", "launch", "--help"], "")
-    assert told.startswith("tfparallel launch: the output is not whole: [Errno 28]")
-    assert told.count("\n") == 1
+    message = told_of_a_full_disk([sys.executable, "-m", "tfparallel", "launch", "--help"], "")
+    assert message.startswith("tfparallel launch: the output is not whole: [Errno 28]")
+    assert message.count("\n") == 1
 
 
 def told_of_a_full_disk(arguments, unbuffered):
@@ -465,7 +465,7 @@ def test_two_nodes_make_one_job(endpoint):
     for process in (first, second):
         out, errors = process.communicate(timeout=DEADLINE_SECONDS)
         assert (process.returncode, errors) == (0, "")
-        shown |= told(out)
+        shown |= printed_by_worker(out)
     assert sorted(shown) == [0, 1, 2]
     clusters = [json.loads(worker["TF_CONFIG"])["cluster"] for worker in shown.values()]
     assert clusters[0] == clusters[1] == clusters[2] and len(set(clusters[0]["worker"])) == 3
@@ -504,7 +504,7 @@ def test_a_node_is_reached_where_it_says(endpoint):
     first = start(nodes(endpoint, 0), TELL)
     code, shown, errors = launch(nodes(endpoint, 1, "--local_addr=localhost"), TELL)
     assert (code, errors) == (0, "")
-    (worker,) = told(shown).values()
+    (worker,) = printed_by_worker(shown).values()
     hosts = [a.rpartition(":")[0] for a in json.loads(worker["TF_CONFIG"])["cluster"]["worker"]]
     assert hosts == ["127.0.0.1", "localhost"]
     assert first.wait(DEADLINE_SECONDS) == 0
@@ -523,7 +523,7 @@ def test_two_nodes_restart(endpoint):
     for process in processes:
         out, errors = process.communicate(timeout=DEADLINE_SECONDS)
         assert process.returncode == 0 and "restarting all workers (1 of 1)" in errors
-        shown |= told(out)
+        shown |= printed_by_worker(out)
     clusters = [json.loads(shown[rank]["TF_CONFIG"])["cluster"] for rank in (0, 1)]
     assert clusters[0] == clusters[1]
     assert [shown[rank]["TFPARALLEL_RESTART_COUNT"] for rank in (0, 1)] == ["1", "1"]

@@ -24,9 +24,9 @@ def test_usage_lists_the_commands_with_an_example(capsys, arguments, code):
 
 def test_an_unknown_command_is_a_usage_error(capsys):
     assert main(["fly"]) == 2
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
     names = "init, train, check, plan, launch, trace, doctor, bench"
-    assert f"must be one of {names}. Received: 'fly'" in told
+    assert f"must be one of {names}. Received: 'fly'" in message
 
 
 @pytest.mark.parametrize("command", ["train", "check"])
@@ -137,9 +137,9 @@ def test_a_mistake_is_told_in_a_sentence(capsys, arguments, message):
 def test_one_mistake_is_told_once(capsys):
     """Story: a batch of no rows was said to be too small for micro-batches, too."""
     assert main(["train", BLOBS, "--global_batch_size=0"]) == 2
-    told = capsys.readouterr().err
-    assert "must be at least 1. Received: --global_batch_size=0." in told
-    assert "micro_batches" not in told
+    message = capsys.readouterr().err
+    assert "must be at least 1. Received: --global_batch_size=0." in message
+    assert "micro_batches" not in message
 
 
 def test_help_of_a_command_is_found_in_each_order(capsys):

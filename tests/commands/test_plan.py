@@ -28,11 +28,11 @@ def test_plan_ranks_every_mesh(tmp_path):
         is_shown = re.search(rf"^{each}\b", shown, re.MULTILINE)
         assert bool(is_shown) == (each.sequence == 1), each
     assert re.search(r"^measured in \d+ s, layer by layer, at 8 and 64 rows;", shown, re.MULTILINE)
-    told = json.loads(report.read_text())
-    assert len(told["meshes"]) == 9 and told["why"] in why
-    shards = {each.get("shard") for each in told["meshes"] if each["mesh"]["data"] == 4}
+    plan = json.loads(report.read_text())
+    assert len(plan["meshes"]) == 9 and plan["why"] in why
+    shards = {each.get("shard") for each in plan["meshes"] if each["mesh"]["data"] == 4}
     assert shards == {None, "optimizer", "parameters"}
-    can = [each for each in told["meshes"] if "why_not" not in each and "shard" not in each]
+    can = [each for each in plan["meshes"] if "why_not" not in each and "shard" not in each]
     steps = [each["step_seconds"] for each in can]
     assert steps == sorted(steps) and min(steps) > 0
 
@@ -92,10 +92,10 @@ def test_auto_trains_to_the_weights_of_one_device(tmp_path):
     models = [keras.models.load_model(tmp_path / f"{name}.keras") for name in ("none", "auto")]
     for one, other in zip(*(model.get_weights() for model in models), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)  # Sums in another order.
-    told = json.loads((tmp_path / "auto.json").read_text())
-    first = told["plan"]["meshes"][0]
-    assert told["configuration"]["parallel"] == first["form"]
-    assert told["layout"]["mesh"] == first["mesh"]
+    written = json.loads((tmp_path / "auto.json").read_text())
+    first = written["plan"]["meshes"][0]
+    assert written["configuration"]["parallel"] == first["form"]
+    assert written["layout"]["mesh"] == first["mesh"]
 
 
 @pytest.mark.slow
@@ -124,9 +124,9 @@ def test_auto_shares_out_what_is_too_large_for_a_replica(tmp_path):
     )
     for whole, joined in zip(one.get_weights(), auto.get_weights(), strict=True):
         np.testing.assert_allclose(whole, joined, rtol=0, atol=1e-5)  # Sums in another order.
-    told = json.loads((tmp_path / "auto.json").read_text())
-    assert told["shard"] == told["configuration"]["shard"] == "parameters"
-    assert told["plan"]["meshes"][0]["shard"] == "parameters"
+    written = json.loads((tmp_path / "auto.json").read_text())
+    assert written["shard"] == written["configuration"]["shard"] == "parameters"
+    assert written["plan"]["meshes"][0]["shard"] == "parameters"
 
 
 @pytest.mark.slow
@@ -135,12 +135,12 @@ def test_auto_trains_what_was_the_fastest_when_tried(tmp_path):
     flags = ["--parallel=auto", "--num_devices=2", "--num_trials=3", f"--report={report}"]
     code, shown, said = run("train", BLOBS, "--epochs=1", *flags)
     assert code == 0, said
-    told = json.loads(report.read_text())
-    tried = [each for each in told["plan"]["meshes"] if "measured_seconds" in each]
-    assert len(tried) == 3 and told["plan"]["measured"]["trial_seconds"] > 0
+    written = json.loads(report.read_text())
+    tried = [each for each in written["plan"]["meshes"] if "measured_seconds" in each]
+    assert len(tried) == 3 and written["plan"]["measured"]["trial_seconds"] > 0
     fastest = min(tried, key=lambda each: each["measured_seconds"])
-    assert fastest == tried[0] and told["configuration"]["parallel"] == fastest["form"]
-    assert told["configuration"]["num_trials"] == 0
+    assert fastest == tried[0] and written["configuration"]["parallel"] == fastest["form"]
+    assert written["configuration"]["num_trials"] == 0
     assert re.search(r"^--parallel=auto takes .* (tried|alike)", shown, re.MULTILINE)
 
 

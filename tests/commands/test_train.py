@@ -91,8 +91,8 @@ def test_a_type_is_chosen(tmp_path):
 def test_callbacks_and_tensorboard_on_two_workers(tmp_path):
     """The task's callbacks run on each worker, its files and TensorBoard's are the chief's."""
     task = tmp_path / "task.py"
-    own = "\n\ndef callbacks():\n    return [keras.callbacks.CSVLogger(LOG)]\n"
-    task.write_text(f"{BLOBS.read_text()}\nLOG = {str(tmp_path / 'log.csv')!r}{own}")
+    hook = "\n\ndef callbacks():\n    return [keras.callbacks.CSVLogger(LOG)]\n"
+    task.write_text(f"{BLOBS.read_text()}\nLOG = {str(tmp_path / 'log.csv')!r}{hook}")
     code, shown, errors = tfparallel(
         "train", task, "--num_workers=2", "--epochs=2", f"--tensorboard={tmp_path / 'tb'}"
     )

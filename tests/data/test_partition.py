@@ -68,6 +68,6 @@ def test_every_weighted_share_is_within_one_row_of_its_weight(rows, weights):
 
 
 @pytest.mark.parametrize("weights", [[1], [1, 0], [1, 2.5], [1, 2, 3], [True, 1]])
-def test_what_are_no_weights(weights):
+def test_invalid_weights_raise(weights):
     with pytest.raises(ValueError, match="one whole number of at least 1 for each replica"):
         row_ranges(8, 2, weights)

@@ -36,10 +36,10 @@ WEIGHT = tf.Variable([1.0, 2.0])
 @pytest.mark.parametrize("source", ["argument", "iterator"])
 def test_a_tensor_is_made_of(name, source):
     make, expected = CASES[name]
-    found = []
+    sources = []
 
     def look(x):
-        found.append(made_of(make(x)))
+        sources.append(made_of(make(x)))
 
     if source == "argument":
         tf.function(look).get_concrete_function(tf.TensorSpec((None, None)))
@@ -47,7 +47,7 @@ def test_a_tensor_is_made_of(name, source):
         data = tf.data.Dataset.from_tensor_slices(np.ones((4, 3), "float32"))
         iterator = iter(data.batch(2).padded_batch(1).unbatch())
         tf.function(lambda: look(next(iterator))).get_concrete_function()
-    assert found == [expected]
+    assert sources == [expected]
 
 
 def test_an_eager_tensor_does_not_tell():

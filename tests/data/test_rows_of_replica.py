@@ -11,13 +11,13 @@ from tfparallel.data.rows_of_replica import Shard, current, of_any_number, worki
 ROWS = np.arange(12, dtype="float32").reshape(6, 2)
 
 
-def known(*shard):
-    """With rows that are known when a step is traced."""
+def of_static_size(*shard):
+    """Its rows are known when a step is traced."""
     return Shard(*shard)
 
 
-def unknown(replica, num_replicas, *numbers):
-    """With rows that are known only when a step runs."""
+def of_dynamic_size(replica, num_replicas, *numbers):
+    """Its rows are known only when a step runs."""
     return Shard(replica, num_replicas, *map(tf.constant, numbers))
 
 
@@ -36,50 +36,50 @@ def dense_of(tensor):
     return tensor.to_list() if isinstance(tensor, tf.RaggedTensor) else tensor.numpy().tolist()
 
 
-@pytest.mark.parametrize("make", [known, unknown])
+@pytest.mark.parametrize("make", [of_static_size, of_dynamic_size])
 @pytest.mark.parametrize("kind", [tf.constant, sparse, ragged])
 def test_a_replica_computes_its_own_rows(make, kind):
-    own = make(1, 3, 2, 3, 6).rows_used(kind(ROWS))
+    local_rows = make(1, 3, 2, 3, 6).rows_used(kind(ROWS))
     expected = [[4], [6, 7], [8]] if kind is ragged else ROWS[2:5].tolist()
-    assert dense_of(own) == expected
+    assert dense_of(local_rows) == expected
 
 
-@pytest.mark.parametrize("make", [known, unknown])
+@pytest.mark.parametrize("make", [of_static_size, of_dynamic_size])
 @pytest.mark.parametrize("kind", [tf.constant, sparse, ragged])
 def test_an_idle_replica_computes_the_last_row(make, kind):
-    own = make(3, 4, 6, 0, 6).rows_used(kind(ROWS))
-    assert dense_of(own) == ROWS[5:].tolist()
+    local_rows = make(3, 4, 6, 0, 6).rows_used(kind(ROWS))
+    assert dense_of(local_rows) == ROWS[5:].tolist()
 
 
-@pytest.mark.parametrize("make", [known, unknown])
+@pytest.mark.parametrize("make", [of_static_size, of_dynamic_size])
 @pytest.mark.parametrize("kind", [tf.constant, sparse, ragged])
 def test_rows_are_counted_from_the_first_of_the_inputs(make, kind):
     """Row 10 of a global batch of 40 is row 2 of inputs that hold rows 8 to 13 of it."""
-    own = make(5, 20, 10, 1, 40)._replace(inputs=(8, 14)).rows_used(kind(ROWS))
-    assert dense_of(own) == ([[4]] if kind is ragged else ROWS[2:3].tolist())
+    local_rows = make(5, 20, 10, 1, 40)._replace(inputs=(8, 14)).rows_used(kind(ROWS))
+    assert dense_of(local_rows) == ([[4]] if kind is ragged else ROWS[2:3].tolist())
     # An idle one takes the last row of its inputs, not of the global batch.
-    own = make(5, 20, 14, 0, 40)._replace(inputs=(8, 14)).rows_used(kind(ROWS))
-    assert dense_of(own) == ROWS[5:].tolist()
+    local_rows = make(5, 20, 14, 0, 40)._replace(inputs=(8, 14)).rows_used(kind(ROWS))
+    assert dense_of(local_rows) == ROWS[5:].tolist()
 
 
-@pytest.mark.parametrize("make", [known, unknown])
+@pytest.mark.parametrize("make", [of_static_size, of_dynamic_size])
 def test_a_single_row_stands_for_inputs_without_rows(make):
-    own = make(1, 2, 0, 0, 0)._replace(inputs=(0, 1)).rows_used(tf.constant(ROWS[:1]))
-    assert dense_of(own) == ROWS[:1].tolist()
+    local_rows = make(1, 2, 0, 0, 0)._replace(inputs=(0, 1)).rows_used(tf.constant(ROWS[:1]))
+    assert dense_of(local_rows) == ROWS[:1].tolist()
 
 
 def test_a_mask_goes_with_its_rows():
     tensor = tf.constant(ROWS)
     tensor._keras_mask = tf.constant(ROWS > 5)
-    own = Shard(1, 2, 2, 2, 6).rows_used(tensor)
-    assert own._keras_mask.numpy().tolist() == [[False, False], [True, True]]
+    local_rows = Shard(1, 2, 2, 2, 6).rows_used(tensor)
+    assert local_rows._keras_mask.numpy().tolist() == [[False, False], [True, True]]
     assert not hasattr(Shard(1, 2, 2, 2, 6).rows_used(tf.constant(ROWS)), "_keras_mask")
 
 
-@pytest.mark.parametrize("make", [known, unknown])
+@pytest.mark.parametrize("make", [of_static_size, of_dynamic_size])
 def test_the_dummy_row_counts_for_nothing(make):
     idle, busy = make(3, 4, 6, 0, 6), make(0, 4, 0, 2, 6)
-    assert idle.may_be_idle and busy.may_be_idle == (make is unknown)
+    assert idle.may_be_idle and busy.may_be_idle == (make is of_dynamic_size)
     outputs, term = tf.constant([[5.0]]), tf.constant([5.0, np.nan])
     assert idle.without_dummy_row(outputs).shape == (0, 1)
     assert idle.rows(tf.constant(ROWS)).shape == (0, 2)
@@ -92,7 +92,7 @@ def test_the_dummy_row_counts_for_nothing(make):
     assert busy.if_it_has_rows(tf.constant(7)).numpy() == 7
 
 
-@pytest.mark.parametrize("make", [known, unknown])
+@pytest.mark.parametrize("make", [of_static_size, of_dynamic_size])
 def test_weights_are_shares_of_the_global_batch(make):
     shards = [make(0, 3, 0, 1, 4), make(1, 3, 1, 3, 4), make(2, 3, 4, 0, 4)]
     weights = [shard.weight("float64") for shard in shards]
@@ -109,9 +109,9 @@ def test_a_trace_does_not_know_the_number_of_rows():
         seen.append(rows.shape.as_list())
         return rows
 
-    own = step(tf.constant(ROWS))
+    local_rows = step(tf.constant(ROWS))
     assert seen == [[None, 2]]
-    assert dense_of(own) == ROWS[2:5].tolist()
+    assert dense_of(local_rows) == ROWS[2:5].tolist()
     assert of_any_number(None) is None
 
 

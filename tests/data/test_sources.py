@@ -94,7 +94,7 @@ def test_files_give_the_examples_that_their_order_names(kind, tmp_path, digits, 
 def test_a_run_that_starts_in_the_middle_reads_nothing_before_it(tmp_path, digits):
     paths = write_shards(tmp_path, digits)
     whole = EpochBatches(NPZShards(paths, window=1), global_batch_size=4, seed=3)
-    wanted = list(whole.dataset)
+    expected = list(whole.dataset)
     source = NPZShards(paths, window=1)
     first_files = set(source._places(source.order(3, 0)[:8])[0].tolist())
     last_files = set(source._places(source.order(3, 0)[8:])[0].tolist())
@@ -104,7 +104,7 @@ def test_a_run_that_starts_in_the_middle_reads_nothing_before_it(tmp_path, digit
     resumed.start_at(0, 2)
     seen = list(resumed.dataset)
     assert [len(x) for x, _ in seen] == [0, 0, 4, 4, 1]
-    for (x, y), (wanted_x, wanted_y) in zip(seen[2:], wanted[2:], strict=True):
+    for (x, y), (wanted_x, wanted_y) in zip(seen[2:], expected[2:], strict=True):
         np.testing.assert_array_equal(x, wanted_x)
         np.testing.assert_array_equal(y, wanted_y)
 
@@ -121,8 +121,8 @@ def test_evaluation_and_check_read_files_in_order(kind, tmp_path, digits):
     seen = list(evaluation_batches(source, 8))
     np.testing.assert_array_equal(np.concatenate([y for _, y in seen]), digits[1])
     steps = batch_indices(NUM_EXAMPLES, 8, 3, 0, 3)
-    found = first_batches(source, global_batch_size=8, seed=3, num_batches=3)
-    for (_, y), step in zip(found, steps, strict=True):
+    batches = first_batches(source, global_batch_size=8, seed=3, num_batches=3)
+    for (_, y), step in zip(batches, steps, strict=True):
         np.testing.assert_array_equal(y, digits[1][step])
 
 
@@ -146,8 +146,8 @@ def test_the_batches_of_a_pydataset_are_reordered(digits):
     for epoch in range(3):
         batches.on_epoch_begin(epoch)
         order = np.concatenate(batch_indices(3, 1, 3, epoch * 3, 3))
-        wanted = [Pairs(digits)[index] for index in order]
-        for (x, y), (wanted_x, wanted_y) in zip(batches.dataset, wanted, strict=True):
+        expected = [Pairs(digits)[index] for index in order]
+        for (x, y), (wanted_x, wanted_y) in zip(batches.dataset, expected, strict=True):
             np.testing.assert_allclose(x["image"], wanted_x["image"], rtol=1e-6)
             np.testing.assert_array_equal(y, wanted_y)
     batches.on_epoch_begin(0)

@@ -244,9 +244,9 @@ def test_whole_numbers_must_be_equal_and_others_nearly(dtype, moved, is_named):
         inputs = keras.Input((2,))
         return keras.Model(inputs, Outputs(dtype, moved)(inputs))
 
-    given = (np.ones((2, 2), "float32"),)
-    found = first_difference(build_model, lambda build: build(), given, 1e-4)
-    assert (found is not None) is is_named
+    arrays = (np.ones((2, 2), "float32"),)
+    difference = first_difference(build_model, lambda build: build(), arrays, 1e-4)
+    assert (difference is not None) is is_named
 
 
 @pytest.mark.slow
@@ -277,9 +277,9 @@ def test_a_skipped_step_is_found_in_the_optimizer():
         return model
 
     report = check(build(), make)
-    found = {item.path: item for item in report.variables}
-    assert found["adam/iteration"].verdict == "differs"
-    assert found["adam/iteration"].absolute == 1.0
+    by_path = {item.path: item for item in report.variables}
+    assert by_path["adam/iteration"].verdict == "differs"
+    assert by_path["adam/iteration"].absolute == 1.0
 
 
 class Sampled(keras.layers.Layer):
@@ -461,8 +461,8 @@ def test_a_match_says_to_how_many_digits():
     )
     assert "OK: match: identical (" in str(exact) and exact.to_json()["digits"] == (6, 6)
     assert "match: identical" in str(exact).splitlines()[3], "a variable"
-    told = "OK: match: 13 digits after step 1, 6 after step 20, where rounding alone leaves 5 ("
-    assert told in str(near) and near.to_json()["digits"] == (13, 6)
+    verdict = "OK: match: 13 digits after step 1, 6 after step 20, where rounding alone leaves 5 ("
+    assert verdict in str(near) and near.to_json()["digits"] == (13, 6)
     assert dataclasses.replace(near, verdict="reproducible").digits is None
     later = dataclasses.replace(near, steps=(exact.steps[0], near.steps[1]))
     assert "OK: match: identical after step 1, 6 digits after step 20 (" in str(later)
@@ -471,9 +471,9 @@ def test_a_match_says_to_how_many_digits():
 @pytest.mark.slow
 def test_it_holds_back_what_tensorflow_says_of_its_many_trainings():
     """Story: "5 out of the last 9 calls … triggered tf.function retracing", twice in a check."""
-    told, logger = [], tf.get_logger()
+    messages, logger = [], tf.get_logger()
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     text = "5 out of the last 9 calls to f triggered tf.function retracing."
 
     def make_model(build):
@@ -484,9 +484,9 @@ def test_it_holds_back_what_tensorflow_says_of_its_many_trainings():
     logger.addHandler(handler)
     try:
         check(build(), make_model, batches=some_batches(1))
-        assert set(told) == {"another"}
+        assert set(messages) == {"another"}
         logger.warning(text)
-        assert told[-1] == text, "afterwards it is told again"
+        assert messages[-1] == text, "afterwards it is told again"
     finally:
         logger.removeHandler(handler)
 

@@ -8,9 +8,9 @@ from tfparallel.diagnostics.compare import digits_that_agree, distance_between, 
 
 def test_elements_are_held_against_the_largest_of_their_variable():
     expected = np.array([2.0, 1e-9])
-    found = distance_between(expected, expected + [0.0, 1e-5])
-    assert found.is_within(1e-5) and found.absolute == pytest.approx(1e-5)
-    assert found.relative == pytest.approx(5e-6)
+    distance = distance_between(expected, expected + [0.0, 1e-5])
+    assert distance.is_within(1e-5) and distance.absolute == pytest.approx(1e-5)
+    assert distance.relative == pytest.approx(5e-6)
     assert not distance_between(expected, expected + [0.0, 3e-5]).is_within(1e-5)
 
 
@@ -23,8 +23,8 @@ def test_what_is_no_float_is_equal_or_not():
 def test_a_weight_in_bfloat16_has_a_magnitude():
     """NumPy calls it no number: each of its differences was infinite, relative to a size of 0."""
     expected = np.array([2.0, 1.0], "bfloat16")
-    found = distance_between(expected, np.array([2.0, 1.125], "bfloat16"))
-    assert (found.absolute, found.magnitude, found.relative) == (0.125, 2.0, 0.0625)
+    distance = distance_between(expected, np.array([2.0, 1.125], "bfloat16"))
+    assert (distance.absolute, distance.magnitude, distance.relative) == (0.125, 2.0, 0.0625)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -68,5 +68,5 @@ def test_digits_that_agree(relative, dtype, digits):
 
 
 def test_the_imaginary_part_counts():
-    found = distance_between(np.array([3.0 + 4.0j]), np.array([3.0 + 4.5j]))
-    assert (found.absolute, found.magnitude) == (0.5, 5.0)
+    distance = distance_between(np.array([3.0 + 4.0j]), np.array([3.0 + 4.5j]))
+    assert (distance.absolute, distance.magnitude) == (0.5, 5.0)

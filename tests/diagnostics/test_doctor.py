@@ -28,9 +28,9 @@ def names_workers(monkeypatch):
 
 
 def by_check(findings):
-    found = {finding.check: finding for finding in findings}
-    assert len(found) == len(findings)
-    return found
+    checks = {finding.check: finding for finding in findings}
+    assert len(checks) == len(findings)
+    return checks
 
 
 def test_the_worst_verdict():
@@ -57,30 +57,30 @@ def test_a_cluster_before_and_while_it_starts(names_workers):
     names_workers(*(f"127.0.0.1:{port}" for port in (first, second, third)), index=1)
     with socket.create_server(("127.0.0.1", third)):
         cluster, findings = examine_cluster(PEER_SECONDS)
-    found = by_check(findings)
+    checks = by_check(findings)
     assert (cluster.num_workers, cluster.num_local_workers) == (3, 3)
-    assert worst(findings) == "ok" and set(found) == {"cluster", "own port", "peers"}
-    assert f"3 workers; this is worker 1, 127.0.0.1:{second}" in found["cluster"].meaning
-    assert found["peers"].meaning == "2 of 2 can be reached; nothing listens yet on 1 of them"
+    assert worst(findings) == "ok" and set(checks) == {"cluster", "own port", "peers"}
+    assert f"3 workers; this is worker 1, 127.0.0.1:{second}" in checks["cluster"].meaning
+    assert checks["peers"].meaning == "2 of 2 can be reached; nothing listens yet on 1 of them"
 
 
 def test_a_busy_port_and_who_holds_it(names_workers):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         names_workers(f"127.0.0.1:{port}", f"127.0.0.1:{free_ports(1)[0]}")
-        found = by_check(examine_cluster(PEER_SECONDS)[1])
-    assert found["own port"].verdict == "broken"
+        checks = by_check(examine_cluster(PEER_SECONDS)[1])
+    assert checks["own port"].verdict == "broken"
     # By this very process, whose command line is long.
-    assert f"{port} is held by process " in found["own port"].meaning
+    assert f"{port} is held by process " in checks["own port"].meaning
 
 
 def test_a_peer_whose_name_is_unknown(names_workers):
     # RFC 2606: no name under .invalid ever resolves.
     names_workers(f"127.0.0.1:{free_ports(1)[0]}", "no-such-host.invalid:2222")
-    found = by_check(examine_cluster(PEER_SECONDS)[1])
-    assert found["worker 1"].verdict == "broken"
-    assert found["worker 1"].meaning.startswith("no-such-host.invalid:2222 cannot be reached: ")
-    assert "peers" not in found
+    checks = by_check(examine_cluster(PEER_SECONDS)[1])
+    assert checks["worker 1"].verdict == "broken"
+    assert checks["worker 1"].meaning.startswith("no-such-host.invalid:2222 cannot be reached: ")
+    assert "peers" not in checks
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux drops what a full queue cannot take")
@@ -94,17 +94,17 @@ def test_a_peer_that_does_not_answer(names_workers):
         names_workers(
             f"127.0.0.1:{free_ports(1)[0]}", f"127.0.0.1:{silent.getsockname()[1]}"
         )
-        found = by_check(examine_cluster(PEER_SECONDS)[1])
-    assert found["worker 1"].verdict == "broken"
-    assert "cannot be reached: no answer in 0.5 s" in found["worker 1"].meaning
+        checks = by_check(examine_cluster(PEER_SECONDS)[1])
+    assert checks["worker 1"].verdict == "broken"
+    assert "cannot be reached: no answer in 0.5 s" in checks["worker 1"].meaning
 
 
 def test_an_address_of_another_host(names_workers):
     port, other = free_ports(2)
     names_workers(f"192.0.2.1:{port}", f"127.0.0.1:{other}")
-    found = by_check(examine_cluster(PEER_SECONDS)[1])
-    assert found["own address"].verdict == "warn"
-    assert "192.0.2.1 is no address of this host" in found["own address"].meaning
+    checks = by_check(examine_cluster(PEER_SECONDS)[1])
+    assert checks["own address"].verdict == "warn"
+    assert "192.0.2.1 is no address of this host" in checks["own address"].meaning
 
 
 def test_disk(tmp_path):
@@ -156,13 +156,13 @@ def test_versions_against_the_tested_ones(tmp_path, monkeypatch):
         "Requires-Dist: not-asked-for; extra == 'test'\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = by_check(list(doctor._examine_versions()))
-    assert {name: finding.verdict for name, finding in found.items()} == {
+    checks = by_check(list(doctor._examine_versions()))
+    assert {name: finding.verdict for name, finding in checks.items()} == {
         "Python": "warn", "keras": "warn", "no-such-package": "broken", "versions": "ok",
     }  # fmt: skip
-    assert "was not tested (<1,>=0.5 was)" in found["keras"].meaning
-    assert found["keras"].advice == "pip install 'keras<1,>=0.5'"
-    assert found["versions"].meaning.startswith("numpy ")
+    assert "was not tested (<1,>=0.5 was)" in checks["keras"].meaning
+    assert checks["keras"].advice == "pip install 'keras<1,>=0.5'"
+    assert checks["versions"].meaning.startswith("numpy ")
 
 
 def test_a_tensorflow_that_does_not_answer():

@@ -24,5 +24,5 @@ def test_a_network_passes_and_its_faults_do_not(name, dtype):
         pytest.skip("KerasHub is not installed, and no dependency")
     with precision(dtype):
         keras.utils.set_random_seed(0)
-        found = networks.verdicts(name, dtype)
-    assert found == dict.fromkeys(found, True)
+        verdicts = networks.verdicts(name, dtype)
+    assert verdicts == dict.fromkeys(verdicts, True)

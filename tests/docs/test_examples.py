@@ -123,7 +123,7 @@ def test_the_example_runs(name, tmp_path, monkeypatch):
     model = build_model()
     compile_model(model)
     keras.backend.clear_session()  # Names that an example shows begin anew.
-    known = {
+    names = {
         "tfparallel": tfparallel, "keras": keras, "np": np, "tf": tf, "build_model": build_model,
         "compile_model": compile_model, "model": model, "x": x, "y": y,
         "dataset": tf.data.Dataset.from_tensor_slices((x, y)).batch(16),
@@ -131,7 +131,7 @@ def test_the_example_runs(name, tmp_path, monkeypatch):
     text = inspect.getdoc(NAMES[name])
     if not tfparallel.devices.list_devices("GPU"):
         text = text.replace("GPU:", "CPU:")
-    test = doctest.DocTestParser().get_doctest(text, known, name, name, 0)
+    test = doctest.DocTestParser().get_doctest(text, names, name, name, 0)
     assert test.examples, f"{name} has no example"
     said = []
     runner = WithoutSource(ShownAlone(), verbose=False, optionflags=FLAGS)

@@ -84,8 +84,8 @@ def what_you_see(page):
     if page.name == "check.md":  # It shows the output of its command instead.
         return []
     block = r"^## What you see$.*?^```text\n(.*?)^```$"
-    found = re.search(block, page.read_text("utf-8"), re.M | re.S)
-    lines = found[1].splitlines() if found else []
+    match = re.search(block, page.read_text("utf-8"), re.M | re.S)
+    lines = match[1].splitlines() if match else []
     return [pattern(line) for line in lines if line != "..."]
 
 
@@ -114,7 +114,7 @@ def test_the_scripts_are_seen():
     assert sum(len(lines) > 2 for lines in shown) >= 6
 
 
-def test_what_varies_is_left_out_of_a_line():
+def test_patterns_ignore_what_varies_between_runs():
     epoch = "[0] 16/16 - 1s - 3ms/step - loss: 0.1"
     assert re.fullmatch(pattern("[0] 16/16 - 2s - 11ms/step - loss: 7.5566"), epoch)
     assert re.fullmatch(pattern("  stage 0  CPU:0  first"), "  stage 0  CPU:0  first, second")
@@ -191,17 +191,17 @@ def test_a_call_is_one(call, tmp_path, monkeypatch):
         name, arguments = of_two, arguments[1:]
     monkeypatch.setenv("TFPARALLEL_JOB_TOKEN", "a-secret-of-the-tests")
     monkeypatch.chdir(tmp_path)  # Files to write are looked for where the command runs.
-    here = []
+    words = []
     for word in arguments:
         if (word in PLACEHOLDERS or (TOP / word).is_file()) and name != "init":
             word = str(tmp_path / "task.py")
             pathlib.Path(word).touch()
-        here.append(word)
+        words.append(word)
     if name == "trace":
-        (tmp_path / here[0]).mkdir(parents=True)
+        (tmp_path / words[0]).mkdir(parents=True)
     if name == "launch":  # What stands behind "--" is looked at by itself.
-        here = [*(word for word in here if word.startswith("--")), "--", sys.executable]
-    checked(name, here)
+        words = [*(word for word in words if word.startswith("--")), "--", sys.executable]
+    checked(name, words)
 
 
 def messages():
@@ -222,7 +222,7 @@ def texts():
 
 
 def test_the_messages_are_those_of_the_package():
-    known, quoted = "\n".join(texts()), list(messages())
+    messages_of_package, quoted = "\n".join(texts()), list(messages())
     assert len(quoted) > 20
     parts = [part.strip() for text in quoted for part in text.split("…")]
-    assert not [part for part in parts if part not in known]
+    assert not [part for part in parts if part not in messages_of_package]

@@ -22,12 +22,12 @@ TOLERANCE = 1e-4
 
 def scripts():
     """(source, "before" or "after") -> the script, as the page shows it."""
-    found = {}
+    by_name = {}
     for section in PAGE.split("\n## From ")[1:]:
         name = section.splitlines()[0].split()[-1].lower()
         blocks = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
-        found[name, "before"], found[name, "after"] = blocks
-    return found
+        by_name[name, "before"], by_name[name, "after"] = blocks
+    return by_name
 
 
 SCRIPTS = scripts()
@@ -47,7 +47,7 @@ def on_two_workers(text, folder):
     return dict(run_script(text, folder, *launcher))
 
 
-def test_there_is_one_of_each():
+def test_each_source_has_a_script_before_and_after():
     assert sorted(SCRIPTS) == sorted(
         (source, when) for source in SOURCES for when in ("before", "after")
     )

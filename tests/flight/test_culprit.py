@@ -53,7 +53,7 @@ def test_what_the_records_of_one_host_tell(tmp_path):
     assert "Worker 1 stopped without a word" in waited_for(outcome(75), tmp_path, 0, 50.0)
 
 
-def test_whom_a_worker_had_lost(tmp_path):
+def test_the_record_names_the_worker_that_was_lost(tmp_path):
     keep(tmp_path, 0, ended="WorkerLostError: worker 1", lost=1)
     keep(tmp_path, 1, ended="KeyError: 'x'")
     assert [lost_by(worker, tmp_path, 0, 50.0) for worker in (0, 1, 2)] == [1, None, None]

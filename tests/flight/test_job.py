@@ -32,7 +32,7 @@ def test_who_has_not_come_is_named():
     assert doing(hangs) == "between steps, for 31.0 s"
 
 
-def test_who_is_in_the_same_step_and_has_not_come():
+def test_a_worker_of_the_same_step_that_has_not_reached_the_sum_is_behind():
     waits = record(0, now=("in a step", 10, 100.0, 130.0), marks=IN_SUM)
     reads = record(1, now=("in a step", 10, 100.0, 130.0), marks={"input": 90.0})
     assert behind([waits, reads])[0] == (1,)
@@ -62,9 +62,9 @@ def test_who_is_on_another_host_has_the_record_there():
     assert behind([alone])[0] == ()
 
 
-def test_that_all_were_told_to_end_is_said():
-    told = [record(worker, ended="Preempted: 75", ended_at=1.0) for worker in (0, 1)]
-    assert behind(told) == ((), "All workers were told to end, and have saved their state.")
+def test_the_report_says_that_all_workers_were_told_to_end():
+    records = [record(worker, ended="Preempted: 75", ended_at=1.0) for worker in (0, 1)]
+    assert behind(records) == ((), "All workers were told to end, and have saved their state.")
 
 
 def test_clocks_that_differ_make_nobody_silent():
@@ -77,12 +77,12 @@ def test_clocks_that_differ_make_nobody_silent():
     assert "stopped without a word" not in behind(records)[1]
 
 
-def test_that_all_is_well_is_said():
+def test_the_report_says_that_all_workers_ended_well():
     well = [record(worker, ended="well", ended_at=1.0) for worker in (0, 1)]
     assert behind(well) == ((), "All workers ended well.")
 
 
-def test_that_nobody_can_tell_is_said():
+def test_the_report_names_nobody_where_all_stand_in_one_place():
     same = [record(worker, now=("in a step", 10, 100.0, 130.0), marks=IN_SUM) for worker in (0, 1)]
     assert behind(same)[0] == () and "All workers stand in the same place" in behind(same)[1]
 

@@ -40,8 +40,8 @@ def test_marks_are_passed_in_order_and_kept(current):
         begin = time.time()
         step(tf.ones([1]))
         current.end_step(begin, time.time())
-    found = read_record(current.record.path)
-    events = {event.what: event for event in found.events if event.step == 1}
+    flight_record = read_record(current.record.path)
+    events = {event.what: event for event in flight_record.events if event.step == 1}
     assert list(events) == ["input", "sum float32[1]", "backward", "update", "step"]
     collective = events["sum float32[1]"]
     assert 0.05 <= collective.end - collective.begin < 0.5
@@ -85,7 +85,7 @@ def test_what_python_does_is_marked_too(current):
     assert event.what == "sum float32[9]" and 0.01 <= event.end - event.begin < 0.2
 
 
-def test_there_are_none_where_nobody_records(monkeypatch):
+def test_without_a_record_there_are_no_marks(monkeypatch):
     monkeypatch.setattr(marks.Marks, "current", None)
 
     @tf.function

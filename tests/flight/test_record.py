@@ -26,12 +26,12 @@ def test_what_is_written_is_read(record):
     record.alive(12.5)
     record.stands_at("a.py:1, in f\nb.py:2, in g")
     record.add([("step", 6, 8.0, 9.5)])
-    found = read_record(record.path)
-    assert (found.about, found.worker) == (ABOUT, 1)
-    assert found.now == Event("in a step", 7, 10.0, 12.5)
-    assert found.stack.splitlines() == ["a.py:1, in f", "b.py:2, in g"]
-    assert found.events == (Event("step", 6, 8.0, 9.5),)
-    assert list(found.marks) == ["input", "forward"]
+    read = read_record(record.path)
+    assert (read.about, read.worker) == (ABOUT, 1)
+    assert read.now == Event("in a step", 7, 10.0, 12.5)
+    assert read.stack.splitlines() == ["a.py:1, in f", "b.py:2, in g"]
+    assert read.events == (Event("step", 6, 8.0, 9.5),)
+    assert list(read.marks) == ["input", "forward"]
 
 
 def test_the_newest_events_take_the_place_of_the_oldest(record):
@@ -53,10 +53,10 @@ def test_what_is_too_long_is_cut(record):
     record.stands_at("y" * 100_000)
     record.add([("z" * 1000, 0, 0.0, 1.0)])
     record.name_marks(["long " * 100] * 100)
-    found = read_record(record.path)
-    assert len(found.now.what) == 256 and found.events[0].what == "z" * 52
-    assert set(found.stack) == {"y"} and found.about == ABOUT
-    assert list(found.marks) == ["long " * 100]  # All have this name; as many as have room.
+    read = read_record(record.path)
+    assert len(read.now.what) == 256 and read.events[0].what == "z" * 52
+    assert set(read.stack) == {"y"} and read.about == ABOUT
+    assert list(read.marks) == ["long " * 100]  # All have this name; as many as have room.
 
 
 def test_it_outlives_a_process_that_is_killed(tmp_path):
@@ -73,7 +73,7 @@ def test_it_outlives_a_process_that_is_killed(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"something else", b"tfparallel flight 1\n"])
-def test_what_is_none_is_refused(tmp_path, content):
+def test_a_file_that_is_no_flight_record_raises(tmp_path, content):
     (tmp_path / "a.flight").write_bytes(content)
     with pytest.raises(ValueError, match="A flight record of .* bytes is required"):
         read_record(tmp_path / "a.flight")

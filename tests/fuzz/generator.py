@@ -21,7 +21,7 @@ MAX_SIZE = 200  # Elements of an example between layers: what takes long is trac
 Choose = Callable[[int], int]
 
 
-def drawn(seed: int | str, known: frozenset[str] = frozenset()) -> tuple[Program, list[int]]:
+def drawn(seed: int | str, excluded: frozenset[str] = frozenset()) -> tuple[Program, list[int]]:
     """The program of a seed, and the choices that made it."""
     generator, choices = random.Random(seed), []
 
@@ -29,7 +29,7 @@ def drawn(seed: int | str, known: frozenset[str] = frozenset()) -> tuple[Program
         choices.append(generator.randrange(count))
         return choices[-1]
 
-    return draw_program(choose, known), choices
+    return draw_program(choose, excluded), choices
 
 
 def pick(choose: Choose, choices):
@@ -49,12 +49,12 @@ def filled(choose, text: str, drawn: dict[str, str]) -> str:
     return text.format(**{"layer": "{layer}", "x": "{x}", **drawn})
 
 
-def layer_of(choose, shape, known: frozenset[str], of_sequences: bool = False):
+def layer_of(choose, shape, excluded: frozenset[str], of_sequences: bool = False):
     """A block that takes `shape`, and the shape that it puts out."""
     fitting = [
         entry
         for entry in catalogue.LAYERS
-        if len(shape) in entry.ranks and entry.fits(shape) and not known & words(entry)
+        if len(shape) in entry.ranks and entry.fits(shape) and not excluded & words(entry)
     ]
     # Drawn in any case: the fewer choices depend on others, the smaller a finding becomes.
     if choose(3) and of_sequences:
@@ -81,14 +81,14 @@ def size_of(shape) -> int:
     return catalogue.flat(shape, {})[0]
 
 
-def draw_program(choose: Choose, known: frozenset[str] = frozenset()) -> Program:
+def draw_program(choose: Choose, excluded: frozenset[str] = frozenset()) -> Program:
     style = pick(choose, catalogue.STYLES)
     start = often(choose, "function", ["built", "compiled"], 4)
     of_sequences = often(choose, False, [True], 4)
     inputs, shape = draw_inputs(choose, style, of_sequences)
     blocks = []
     while len(blocks) < 4 and choose(5):
-        block, after = layer_of(choose, shape, known, of_sequences)
+        block, after = layer_of(choose, shape, excluded, of_sequences)
         stays = len(after) == 2 or not of_sequences
         if size_of(after) <= MAX_SIZE and stays:
             blocks, shape = [*blocks, block], after
@@ -156,8 +156,8 @@ def draw_inputs(choose, style: str, of_sequences: bool):
     """One input, or two that end in vectors, and the shape of what the blocks take."""
 
     def one(entries):
-        holds, shape, made, after = pick(choose, entries)
-        return Input(holds, shape, tuple(Block(make) for make in made)), after
+        holds, shape, makes, after = pick(choose, entries)
+        return Input(holds, shape, tuple(Block(make) for make in makes)), after
 
     first, shape = one(catalogue.SEQUENCES if of_sequences else catalogue.INPUTS)
     if style == "sequential" or len(shape) > 1 or choose(4) < 3:

@@ -106,7 +106,7 @@ class Sharded(Builder):
 
     def __init__(self, devices: list[str], shard: str):
         super().__init__(devices)
-        self.name, self.asked = f"shard={shard}", {"shard": shard}
+        self.name, self.builder_options = f"shard={shard}", {"shard": shard}
 
 
 @contextlib.contextmanager

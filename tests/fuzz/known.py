@@ -39,23 +39,23 @@ def family_of(program: Program, outcome: Outcome) -> str:
 def traits(program: Program) -> frozenset[str]:
     """What is out of the ordinary in a program: its layers, and the options that it sets."""
     plain = Program(inputs=(), blocks=(), heads=())
-    found = set()
+    names = set()
     for field in dataclasses.fields(Program):
         value = getattr(program, field.name)
         if field.name in ("inputs", "heads"):
             for each in value:
-                found |= {block.make.split("(")[0] for block in each.blocks}
-            found |= {f"two {field.name}"} if len(value) > 1 else set()
+                names |= {block.make.split("(")[0] for block in each.blocks}
+            names |= {f"two {field.name}"} if len(value) > 1 else set()
         elif field.name == "blocks":
             for block in value:
-                found |= {block.make.split("(")[0], block.after, block.call}
+                names |= {block.make.split("(")[0], block.after, block.call}
         elif value != getattr(plain, field.name):
-            found.add(f"{field.name}={value}")
+            names.add(f"{field.name}={value}")
     ordinary = {"", "layers.Dense", "layers.Flatten", "layers.Embedding", "{layer}({x})"}
     # How many there are is seldom the cause, and shrinks to what shows it.
     return frozenset(
         trait
-        for trait in found - ordinary
+        for trait in names - ordinary
         if not trait.startswith(("num_examples", "batch_size", "replicas", "schedule", "outputs"))
     )
 

@@ -93,9 +93,9 @@ def of_form(program: Program, form: str) -> list[str]:
     lines = lines if form.endswith(SHARED_PARAMETERS) else []
     if program.start == "function":
         return [*lines, f"model = tfparallel.{builder}(build_model, {arguments})", compiled]
-    made = ["model = build_model()", f"model = tfparallel.{builder}(model, {arguments})"]
-    made.insert(1 if program.start == "compiled" else 2, compiled)
-    return [*lines, *made]
+    building = ["model = build_model()", f"model = tfparallel.{builder}(model, {arguments})"]
+    building.insert(1 if program.start == "compiled" else 2, compiled)
+    return [*lines, *building]
 
 
 def report(program: Program, outcome: Outcome) -> str:
@@ -126,14 +126,18 @@ def summary(session) -> str:
     lines += [f"  {n} x {text}" for text, n in session.discarded.most_common()]
     lines.append(f"Refused: {session.refusals.total()}")
     lines += [f"  {n} x {form}: {text}" for (form, text), n in session.refusals.most_common()]
-    lines.append(f"Of known families: {session.known.total()}")
-    lines += [f"  {n} x {text}" for text, n in session.known.most_common()]
-    silent = sum(found.count for found in session.found if found.outcome.verdict != "crash")
-    crashes = sum(found.count for found in session.found if found.outcome.verdict == "crash")
+    lines.append(f"Of known families: {session.num_known.total()}")
+    lines += [f"  {n} x {text}" for text, n in session.num_known.most_common()]
+    silent = sum(
+        finding.count for finding in session.findings if finding.outcome.verdict != "crash"
+    )
+    crashes = sum(
+        finding.count for finding in session.findings if finding.outcome.verdict == "crash"
+    )
     lines.append(f"New: {silent} silent differences, {crashes} crashes")
-    for found in session.found:
+    for finding in session.findings:
         lines.append(
-            f"  {found.count} x {found.outcome.form}: {found.outcome.verdict}: "
-            f"{found.outcome.detail[:200]}"
+            f"  {finding.count} x {finding.outcome.form}: {finding.outcome.verdict}: "
+            f"{finding.outcome.detail[:200]}"
         )
     return "\n".join(lines)

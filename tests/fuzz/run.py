@@ -76,8 +76,8 @@ class Session:
         self.pairs: collections.Counter = collections.Counter()
         self.refusals: collections.Counter = collections.Counter()
         self.discarded: collections.Counter = collections.Counter()
-        self.known: collections.Counter = collections.Counter()
-        self.found: list[Finding] = []
+        self.num_known: collections.Counter = collections.Counter()
+        self.findings: list[Finding] = []
 
     def run(self, index: int, forms: tuple[str, ...] = ()) -> OneDevice | None:
         """Trains the program of an index; returns what workers need to train it too.
@@ -125,11 +125,11 @@ class Session:
         if not outcome.is_finding:
             return
         if family := known.family_of(program, outcome):
-            self.known[family] += 1
+            self.num_known[family] += 1
             return
-        for found in self.found:
-            if found.has(program, outcome):
-                found.count += 1
+        for finding in self.findings:
+            if finding.has(program, outcome):
+                finding.count += 1
                 return
         print(f"\n{outcome.form}: {outcome.verdict}. {outcome.detail}\nMaking it smaller …")
         if choices is not None:
@@ -137,7 +137,7 @@ class Session:
                 program, outcome = shrink(choices, outcome, left_out, self.shrink_seconds)
             except RuntimeError as error:
                 print(error)
-        self.found.append(Finding(program, outcome))
+        self.findings.append(Finding(program, outcome))
         print(report(program, outcome), flush=True)
 
     def write(self, index: int, program: Program, outcomes: list[Outcome]) -> None:
@@ -182,7 +182,7 @@ def main() -> int:
     if batch and not arguments.no_workers:
         session.run_workers(batch, next(shares))
     print(summary(session), flush=True)
-    return 1 if session.found else 0
+    return 1 if session.findings else 0
 
 
 if __name__ == "__main__":

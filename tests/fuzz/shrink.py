@@ -19,14 +19,17 @@ class Shown(Exception):
 
 
 def shrink(
-    choices: list[int], outcome: Outcome, known: frozenset[str] = frozenset(), seconds: float = 120
+    choices: list[int],
+    outcome: Outcome,
+    excluded: frozenset[str] = frozenset(),
+    seconds: float = 120,
 ) -> tuple[Program, Outcome]:
     """The smallest program that was found in `seconds`.
 
     Args:
         choices: Those that made the program, of `generator.drawn`.
         outcome: What it showed, and under which form.
-        known: What `generator.drawn` left out.
+        excluded: What `generator.drawn` left out.
         seconds: After that no further program is trained.
 
     Returns:
@@ -42,7 +45,7 @@ def shrink(
             return None
 
     def body(draw):
-        program = draw_program(lambda count: draw(st.integers(0, count - 1)), known)
+        program = draw_program(lambda count: draw(st.integers(0, count - 1)), excluded)
         if program not in tried:
             if tried and time.monotonic() > until:
                 reject()

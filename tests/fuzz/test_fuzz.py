@@ -86,9 +86,9 @@ def test_a_layer_puts_out_the_shape_that_the_catalogue_says(entry, in_float64):
 
 @pytest.mark.parametrize("entry", catalogue.INPUTS, ids=lambda entry: f"{entry[0]}-{entry[2]}")
 def test_an_input_makes_the_shape_that_the_catalogue_says(entry, in_float64):
-    holds, shape, made, after = entry
+    holds, shape, makes, after = entry
     # Keras 3.10 takes no model whose outputs are its inputs.
-    blocks = tuple(Block(make) for make in made) or (Block("layers.Identity()"),)
+    blocks = tuple(Block(make) for make in makes) or (Block("layers.Identity()"),)
     head = Head((), "real", after, "'mse'")
     model = load(Program((Input(holds, shape, blocks),), (), (head,)))["build_model"]()
     assert model.output_shape[1:] == after
@@ -228,16 +228,16 @@ def test_a_new_family_is_found_once_and_a_known_one_is_counted(capsys, monkeypat
     session.count(with_blocks("layers.ReLU()"), wrong)
     session.count(with_blocks("layers.ReLU()", "layers.PReLU()"), wrong)
     session.count(with_blocks("layers.ReLU()"), dataclasses.replace(wrong, form=workers.NAME))
-    assert [found.count for found in session.found] == [3]
+    assert [finding.count for finding in session.findings] == [3]
     session.count(with_blocks("layers.PReLU()"), wrong)
     session.count(with_blocks("layers.ReLU()"), dataclasses.replace(wrong, form="model_parallel"))
     for number in (3, 4):
         session.count(SMALLEST, Outcome("data_parallel", CRASH, f"KeyError: 'dense_{number}'"))
-    assert [found.count for found in session.found] == [3, 1, 1, 2]
+    assert [finding.count for finding in session.findings] == [3, 1, 1, 2]
     session.count(with_blocks("RunningSum()"), wrong)
     session.count(with_blocks("RunningSum()"), Outcome("data_parallel", REFUSED, "No."))
     session.count(SMALLEST, Outcome("data_parallel", EXACT))
-    assert len(session.found) == 4 and session.known.total() == 1
+    assert len(session.findings) == 4 and session.num_known.total() == 1
     assert "New: 5 silent differences, 2 crashes" in summary(session)
     assert capsys.readouterr().out.count("build_model()") >= 4
 
@@ -271,6 +271,6 @@ def test_fixed_seeds_in_every_form():
         batch += [one_device] if one_device else []
         index += 1
     session.run_workers(batch)
-    assert not session.found, summary(session)
+    assert not session.findings, summary(session)
     assert {form for form, _ in session.pairs} == {*FORMS, workers.NAME}
     assert sum(n for (_, verdict), n in session.pairs.items() if verdict == EXACT) >= 5

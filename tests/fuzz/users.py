@@ -494,9 +494,9 @@ class MaskedMean(layers.Layer):
     def call(self, x, mask=None):
         if mask is None:
             return x - ops.mean(x, axis=1, keepdims=True)
-        kept = ops.cast(mask, x.dtype)[..., None]
-        total = ops.sum(x * kept, axis=1, keepdims=True)
-        return x - total / ops.sum(kept, axis=1, keepdims=True)
+        weights = ops.cast(mask, x.dtype)[..., None]
+        total = ops.sum(x * weights, axis=1, keepdims=True)
+        return x - total / ops.sum(weights, axis=1, keepdims=True)
 
 
 @keras.saving.register_keras_serializable("fuzz")

@@ -40,9 +40,9 @@ def judge_all(
     outcomes: list[Outcome] = []
     while len(outcomes) < len(batch):
         with tempfile.TemporaryDirectory() as folder:
-            left = batch[len(outcomes) :]
-            Path(folder, "batch").write_bytes(pickle.dumps(left))
-            seconds = 60 + 60 * len(left)
+            remaining = batch[len(outcomes) :]
+            Path(folder, "batch").write_bytes(pickle.dumps(remaining))
+            seconds = 60 + 60 * len(remaining)
             failure = run_job(main, [folder, num_devices, shard], num_workers, seconds)
             outcomes += _read(folder)
         if len(outcomes) < len(batch):
@@ -85,8 +85,8 @@ def main(folder: str, num_devices: int, shard: str) -> None:
 
         @contextlib.contextmanager
         def directory(self):
-            with super().directory() as own:
-                yield strategy.workers.exchange(own, "a folder")[0]
+            with super().directory() as local_folder:
+                yield strategy.workers.exchange(local_folder, "a folder")[0]
                 strategy.workers.exchange(None, "a folder")
 
     batch: list[OneDevice] = pickle.loads(Path(folder, "batch").read_bytes())

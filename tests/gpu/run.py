@@ -114,29 +114,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--trial_timeout", type=float, default=600.0, help="seconds of each")
     parser.add_argument("--total_timeout", type=float, default=900.0, help="seconds of all")
     parser.add_argument("--report", type=pathlib.Path, help="a file (.json), and a page beside it")
-    given = parser.parse_args(arguments)
-    names = given.trials.split(",")
+    options = parser.parse_args(arguments)
+    names = options.trials.split(",")
     if unknown := set(names) - set(TRIALS):
         parser.error(f"--trials must be of {', '.join(TRIALS)}. Received: {', '.join(unknown)}.")
-    if gpu_is_missing(given.device_type):
+    if gpu_is_missing(options.device_type):
         print(MISSING)
         return 0
     findings = []
-    for finding in examine_gpus(given.device_type, given.trial_timeout, names, given.total_timeout):
+    for finding in examine_gpus(
+        options.device_type, options.trial_timeout, names, options.total_timeout
+    ):
         findings.append(finding)
         print(f"{finding.verdict:<6}  {finding.check}: {finding.meaning}", flush=True)
         if finding.advice:
             print(f"        -> {finding.advice}", flush=True)
     verdict = worst(findings)
     print(f"verdict: {verdict}")
-    if given.report is not None:
+    if options.report is not None:
         report = {
             "versions": versions(),
             "verdict": verdict,
             "findings": [dataclasses.asdict(finding) for finding in findings],
         }
-        write_report(str(given.report), report)
-        given.report.with_suffix(".md").write_text(page(report), encoding="utf-8")
+        write_report(str(options.report), report)
+        options.report.with_suffix(".md").write_text(page(report), encoding="utf-8")
     return 1 if verdict == "broken" else 0
 
 

@@ -34,8 +34,8 @@ def test_a_network_trains_in_parts_as_on_one_device(name):
     network = NETWORKS[name]
     expected = training.trained(network, lambda model: model)
     for make in (data_parallel, tensor_parallel):
-        found = training.trained(network, lambda model, make=make: make(model, devices=PAIR))
-        assert training.compared(expected, found)
+        actual = training.trained(network, lambda model, make=make: make(model, devices=PAIR))
+        assert training.compared(expected, actual)
     for change in (0.1, np.nan):
         other = expected._replace(weights=[weights + change for weights in expected.weights])
         with pytest.raises(AssertionError, match="weights differ by"):
@@ -52,11 +52,11 @@ def test_half_precision_is_what_trains():
     for make in (lambda model: model, lambda model: data_parallel(model, devices=PAIR)):
         models = []
 
-        def kept(model, make=make, models=models):
+        def listed(model, make=make, models=models):
             models.append(make(model))
             return models[-1]
 
-        training.trained(network, kept)
+        training.trained(network, listed)
         assert models[0].layers[-1].compute_dtype == "float16"
     in_float32 = training.Network(lambda: _in("float32"), network.batches)
     with pytest.raises(RuntimeError, match="must compute in float16. Received: float32"):
@@ -221,6 +221,6 @@ def test_figures_to_reach():
 
 
 @pytest.mark.slow
-def test_what_does_not_train_is_no_lost_worker():
+def test_a_task_that_fails_is_not_reported_as_a_lost_worker():
     with pytest.raises(AssertionError, match="exit code 2"):
         trials._lost("kill:worker=1,step=3", "gpu")

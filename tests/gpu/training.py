@@ -84,12 +84,12 @@ def trained(
 def apart(expected: list[np.ndarray], received: list[np.ndarray]) -> float:
     """Returns the largest difference of two lists of arrays, relative to each array's largest."""
     largest = 0.0
-    for wanted, value in zip(expected, received, strict=True):
-        if np.issubdtype(wanted.dtype, np.floating) and wanted.size:
-            scale = max(np.max(np.abs(wanted)), 1e-3)
+    for array, value in zip(expected, received, strict=True):
+        if np.issubdtype(array.dtype, np.floating) and array.size:
+            scale = max(np.max(np.abs(array)), 1e-3)
             # A NaN, which no comparison finds, is a difference without end.
             largest = max(
-                largest, float(np.nan_to_num(np.max(np.abs(wanted - value)), nan=np.inf)) / scale
+                largest, float(np.nan_to_num(np.max(np.abs(array - value)), nan=np.inf)) / scale
             )
     return largest
 

@@ -151,9 +151,9 @@ def _sums_by(algorithm, names) -> str:
 
             expected = len(names) * (len(names) + 1) / 2
             for total in tf.function(reduce, autograph=False)():
-                found = tf.cast(total, tf.float64).numpy()
-                if found.shape != (size,) or not (found == expected).all():
-                    raise AssertionError(f"{dtype.name} of {size}: {found[:3]}, not {expected}")
+                values = tf.cast(total, tf.float64).numpy()
+                if values.shape != (size,) or not (values == expected).all():
+                    raise AssertionError(f"{dtype.name} of {size}: {values[:3]}, not {expected}")
     return "five types, 1 to 2^20 elements"
 
 
@@ -240,12 +240,12 @@ def summed_by_xla(device_type: str) -> Iterator[Row]:
 
         def compare(network=network):
             expected = trained(network, lambda model: model, jit_compile=True)
-            found = trained(
+            actual = trained(
                 network,
                 lambda model: data_parallel(model, devices=names, all_reduce="xla"),
                 jit_compile=True,
             )
-            return compared(expected, found)
+            return compared(expected, actual)
 
         yield from tried(f"all_reduce='xla', {title}", compare, "xla sums by NCCL: .*")
 
@@ -299,13 +299,13 @@ def workers(device_type: str) -> Iterator[Row]:
     device_lib.hide_gpus()
 
     def compare():
-        transport, found = spawn(
+        transport, actual = spawn(
             _train_as_worker, num_devices=1, device_type=device_type, timeout_seconds=180
         )
         if device_type == "gpu" and transport != "nccl":
             raise AssertionError(f"joined by {transport}, not by NCCL")
         network = networks.NETWORKS["MLP with dropout"]
-        return f"{compared(trained(network, lambda model: model), found)}, by {transport}"
+        return f"{compared(trained(network, lambda model: model), actual)}, by {transport}"
 
     yield from tried("two workers", compare)
 
@@ -314,8 +314,8 @@ def _train_as_worker():
     make_deterministic(operations=False)
     strategy = MultiWorkerMirroredStrategy()
     network = networks.NETWORKS["MLP with dropout"]
-    found = trained(network, lambda model: data_parallel(model, strategy))
-    return strategy.workers.transport, found
+    result = trained(network, lambda model: data_parallel(model, strategy))
+    return strategy.workers.transport, result
 
 
 _TASK = """\

@@ -95,8 +95,8 @@ def hosts(number: int, *, translated: Sequence[int] = ()) -> Iterator[Hosts]:
             stack.callback(_run, "ip", "netns", "del", name)
         _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
         _run("ip", "-n", switch, "link", "set", "bridge", "up")
-        made = Hosts(names)
-        for index, (name, address) in enumerate(zip(names, made.addresses, strict=True)):
+        network = Hosts(names)
+        for index, (name, address) in enumerate(zip(names, network.addresses, strict=True)):
             port = f"port{index}"
             if index in translated:
                 gateway = f"{name}_gateway"
@@ -111,15 +111,15 @@ def hosts(number: int, *, translated: Sequence[int] = ()) -> Iterator[Hosts]:
                 _run("ip", "-n", name, "link", "set", device, "up")
             _run("ip", "-n", switch, "link", "set", port, "master", "bridge")
             _run("ip", "-n", switch, "link", "set", port, "up")
-        yield made
+        yield network
 
 
 def _put_behind(gateway, name, address):
     """Joins a host to its gateway, which translates between the host's address and its own."""
     ends = ["netns", name, "type", "veth", "peer", "name", "inside", "netns", gateway]
     _run("ip", "link", "add", "name", WIRE, *ends)
-    for there, device, own in ((name, WIRE, _PRIVATE), (gateway, "inside", _GATEWAY)):
-        _run("ip", "-n", there, "address", "add", f"{own}/24", "dev", device)
+    for there, device, own_address in ((name, WIRE, _PRIVATE), (gateway, "inside", _GATEWAY)):
+        _run("ip", "-n", there, "address", "add", f"{own_address}/24", "dev", device)
         for each in ("lo", device):
             _run("ip", "-n", there, "link", "set", each, "up")
     _run("ip", "-n", name, "route", "add", "default", "via", _GATEWAY)

@@ -64,10 +64,10 @@ class Job:
 
     def add(self, host):
         network, launch, train, environment = self._arguments
-        own = [flag.format(host=host, address=network.addresses[host]) for flag in launch]
+        flags = [flag.format(host=host, address=network.addresses[host]) for flag in launch]
         train = [sys.executable, "-m", "tfparallel", "train", TASKS / "blobs.py", *train]
         train = self._program or train
-        command = [sys.executable, "-m", "tfparallel", "launch", *own, "--", *train]
+        command = [sys.executable, "-m", "tfparallel", "launch", *flags, "--", *train]
         with open(self._folder / f"host_{host}", "ab") as output:
             self.launchers[host] = subprocess.Popen(
                 network.command(host, *command),
@@ -115,17 +115,17 @@ def start_jobs(tmp_path):
 @pytest.fixture(name="alone", scope="module")
 def trained_alone(tmp_path_factory):
     """By number of epochs, the weights that one device gives."""
-    found = {}
+    by_epochs = {}
 
     def weights(epochs):
-        if epochs not in found:
+        if epochs not in by_epochs:
             path = tmp_path_factory.mktemp("alone") / "a.keras"
             code, _, errors = tfparallel(
                 "train", TASKS / "blobs.py", *FLAGS, f"--epochs={epochs}", f"--save={path}"
             )
             assert code == 0, errors
-            found[epochs] = keras.models.load_model(path).get_weights()
-        return found[epochs]
+            by_epochs[epochs] = keras.models.load_model(path).get_weights()
+        return by_epochs[epochs]
 
     return weights
 
@@ -137,8 +137,8 @@ def meeting(network, number=2):
 
 
 def are_equal(path, weights):
-    for expected, found in zip(weights, keras.models.load_model(path).get_weights(), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    for expected, weight in zip(weights, keras.models.load_model(path).get_weights(), strict=True):
+        np.testing.assert_allclose(weight, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("transport", ["tensorflow", "mpi"])
@@ -151,8 +151,8 @@ def test_hosts_train_to_the_weights_of_one_device(two, start, alone, tmp_path, w
     assert job.wait() == [0, 0], job.said(0) + job.said(1)
     are_equal(tmp_path / "a.keras", alone(4))
     assert json.loads((tmp_path / "a.json").read_text())["num_workers"] == 2 * workers
-    told = [job.said(host).count("is open to other hosts") for host in range(2)]
-    assert told == [1, 0], job.said(0) + job.said(1)
+    counts = [job.said(host).count("is open to other hosts") for host in range(2)]
+    assert counts == [1, 0], job.said(0) + job.said(1)
 
 
 def test_a_proxy_of_the_environment_captures_nothing(two, start, alone, tmp_path):
@@ -213,8 +213,8 @@ def test_a_link_that_is_cut_ends_both_sides_and_is_named(two, slow_job):
     two.cut(1)
     assert all(code != 0 for code in job.wait())
     for host in (0, 1):
-        told = r"launcher of node \d is gone|connection to (worker \d|another worker) was lost"
-        assert re.search(told, job.said(host)), job.said(host)
+        pattern = r"launcher of node \d is gone|connection to (worker \d|another worker) was lost"
+        assert re.search(pattern, job.said(host)), job.said(host)
     assert "connection to worker 1 was lost" in job.said(0)
 
 
@@ -225,9 +225,9 @@ def test_of_a_link_that_is_cut_one_way_both_sides_say_whom_they_lost(two, slow_j
     assert all(code != 0 for code in job.wait())
     for host in (0, 1):
         assert f"connection to worker {1 - host} was lost" in job.said(host), job.said(host)
-        told = r"worker (\d)( of node \d)? exited with code 75 .* \(it had lost worker (\d), or"
-        found = re.search(told, job.said(host))
-        assert found and {found[1], found[3]} == {"0", "1"}, job.said(host)
+        pattern = r"worker (\d)( of node \d)? exited with code 75 .* \(it had lost worker (\d), or"
+        match = re.search(pattern, job.said(host))
+        assert match and {match[1], match[3]} == {"0", "1"}, job.said(host)
 
 
 def elastic(network, least, most):
@@ -246,11 +246,11 @@ def test_a_host_that_is_cut_off_is_gone_and_the_others_go_on(three, start, alone
     first = next(host for host in range(3) if "round 0: node 0 of 3" in job.said(host))
     job.until(first, "Epoch 3/")
     three.cut(first)
-    left = [host for host in range(3) if host != first]
-    for host in left:
+    remaining = [host for host in range(3) if host != first]
+    for host in remaining:
         job.until(host, r"round 1: node \d of 2 hosts")
     codes = job.wait()
-    assert [codes[host] for host in left] == [0, 0], job.said(left[0])
+    assert [codes[host] for host in remaining] == [0, 0], job.said(remaining[0])
     assert codes[first] == 1 and "behind a broken link" in job.said(first)
     are_equal(tmp_path / "a.keras", alone(30))
 

@@ -76,8 +76,8 @@ def train(model, build=residual, epochs=3, **options):
     return history | {"evaluated": seen, "predicted": model.predict(x, verbose=0)}, state_of(model)
 
 
-def assert_equal(found, expected):
-    comparison.assert_equal(found, expected, rtol=1e-10, atol=1e-12)
+def assert_equal(actual, expected):
+    comparison.assert_equal(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 def assert_copies_are_equal(model):
@@ -148,8 +148,8 @@ def test_swapped_averages_and_rates_of_a_callback_reach_all_copies():
 
     make = OPTIMIZERS["moving averages of weights"]
     model = compile_model(hybrid(), make())
-    found = train(model, callbacks=callbacks())
-    assert_equal(found, train(compile_model(seeded(residual), make()), callbacks=callbacks()))
+    actual = train(model, callbacks=callbacks())
+    assert_equal(actual, train(compile_model(seeded(residual), make()), callbacks=callbacks()))
     assert_copies_are_equal(model)
 
 
@@ -456,8 +456,8 @@ def test_factors_that_come_later_have_copies_too():
         return train(compile_model(model, keras.optimizers.Adam(0.01)))
 
     model = hybrid()
-    found, expected = adapted(model), adapted(seeded(residual))
-    comparison.assert_equal(found, expected, rtol=1e-5, atol=1e-6)  # Keras's factors are float32.
+    actual, expected = adapted(model), adapted(seeded(residual))
+    comparison.assert_equal(actual, expected, rtol=1e-5, atol=1e-6)  # Keras's factors are float32.
     assert_copies_are_equal(model)
 
 
@@ -500,12 +500,12 @@ def test_a_batch_without_rows_adds_no_loss(build_parallel):
             [keras.Input((4,)), layers.Dense(4, activity_regularizer="l2"), layers.Dense(1)]
         )
 
-    def told(make):
+    def losses(make):
         model = seeded(lambda: make(build))
         model.compile("sgd", "mse")
         batches = [(np.ones((rows, 4)), np.ones((rows, 1))) for rows in (6, 0)]
         of_any = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)
         return model.fit(of_any, verbose=0).history["loss"], model.evaluate(of_any, verbose=0)
 
-    np.testing.assert_allclose(told(build_parallel)[0], told(lambda make: make())[0], rtol=1e-5)
-    np.testing.assert_allclose(told(build_parallel)[1], told(lambda make: make())[1], rtol=1e-5)
+    np.testing.assert_allclose(losses(build_parallel)[0], losses(lambda make: make())[0], rtol=1e-5)
+    np.testing.assert_allclose(losses(build_parallel)[1], losses(lambda make: make())[1], rtol=1e-5)

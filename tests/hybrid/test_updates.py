@@ -116,8 +116,8 @@ def trained(model, optimizer, function):
     return model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
 
 
-def difference(found, expected):
-    pairs = zip(found, expected, strict=True)
+def difference(actual, expected):
+    pairs = zip(actual, expected, strict=True)
     return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
 
 
@@ -153,9 +153,9 @@ def test_each_replica_may_keep_its_share_of_the_optimizer(in_float64, tmp_path, 
     assert difference(loaded.optimizer.variables, one.optimizer.variables) < 1e-9
     optimizers = [model.optimizer, *wrapped_by(model.optimizer)]
     shares = [v for each in optimizers for v in each._variables if hasattr(v, "_sharded")]
-    held = sum(int(np.prod(copies_of(share)[0].shape)) for share in shares)
+    num_elements = sum(int(np.prod(copies_of(share)[0].shape)) for share in shares)
     whole = sum(int(np.prod(share._sharded.shape)) for share in shares)
-    assert whole / 2 <= held < 0.6 * whole
+    assert whole / 2 <= num_elements < 0.6 * whole
     assert all(len(copies_of(share)) == 2 for share in shares)
 
 
@@ -166,10 +166,10 @@ def test_a_built_model_brings_its_slots_into_shares(in_float64, mesh):
     model = tfparallel.hybrid_parallel(
         one, mesh, DEVICES[:4], num_micro_batches=2, shard="optimizer"
     )
-    found: list[dict] = [{}, {}]
-    for each, slots in zip((one, model), found, strict=True):
+    states: list[dict] = [{}, {}]
+    for each, slots in zip((one, model), states, strict=True):
         each.optimizer.save_own_variables(slots)
-    assert difference(*(list(map(np.asarray, slots.values())) for slots in found)) == 0
+    assert difference(*(list(map(np.asarray, slots.values())) for slots in states)) == 0
 
 
 @pytest.mark.parametrize("form", ["mesh", "replicas"])
@@ -189,14 +189,14 @@ def eight_devices():
     """The largest difference on meshes of eight devices."""
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
-    found, case = [], "Adam, clipped"
+    differences, case = [], "Adam, clipped"
     for mesh in (Mesh(data=2, pipeline=2, tensor=2), Mesh(data=4, pipeline=2)):
         options = {"sync": f"accumulate:{STEPS}", "shard": "optimizer"}
         model = on_mesh(accumulated.CASES[case][0], mesh, num_micro_batches=1, **options)
         accumulated.trained(model, case, accumulated.ROWS)
         one = of_one_step(case)
-        found.append(difference(model.get_weights(), one.get_weights()))
-    return max(found)
+        differences.append(difference(model.get_weights(), one.get_weights()))
+    return max(differences)
 
 
 ON_EIGHT = """

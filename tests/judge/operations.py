@@ -13,7 +13,7 @@ B = 5  # The number of rows; no other axis is as long.
 MIXED = "mixed"
 
 
-class Given(NamedTuple):
+class Input(NamedTuple):
     """An input.
 
     Attributes:
@@ -37,42 +37,42 @@ class Case(NamedTuple):
     Attributes:
         kind: Its type, as `tf.Operation` names it.
         function: Of tensors.
-        given: The inputs.
+        inputs: Where their rows are, and what they hold.
         right: The placement of each output, or `MIXED`.
     """
 
     kind: str
     function: Callable
-    given: tuple[Given, ...]
+    inputs: tuple[Input, ...]
     right: tuple | str
 
 
 CASES: list[Case] = []
 
 
-def rows(*shape, axis=0, power=0, **more) -> Given:
+def rows(*shape, axis=0, power=0, **more) -> Input:
     """Rows along an axis."""
-    return Given(Shard(axis, power), shape, **more)
+    return Input(Shard(axis, power), shape, **more)
 
 
-def same(*shape, power=0, **more) -> Given:
+def same(*shape, power=0, **more) -> Input:
     """What is the same of all pieces, but for a power of B."""
-    return Given(Replicate(power), shape, **more)
+    return Input(Replicate(power), shape, **more)
 
 
-def total(*shape, power=0, **more) -> Given:
+def total(*shape, power=0, **more) -> Input:
     """A sum over the rows; a mean with `power=-1`."""
-    return Given(Sum(power), shape, **more)
+    return Input(Sum(power), shape, **more)
 
 
-def mean(*shape, **more) -> Given:
+def mean(*shape, **more) -> Input:
     return total(*shape, power=-1, **more)
 
 
-def case(kind: str, function, given, *right) -> None:
+def case(kind: str, function, inputs, *right) -> None:
     """Adds a case; without a placement it is `MIXED`."""
-    given = given if isinstance(given, list) else [given]
-    CASES.append(Case(kind, function, tuple(given), right or MIXED))
+    inputs = inputs if isinstance(inputs, list) else [inputs]
+    CASES.append(Case(kind, function, tuple(inputs), right or MIXED))
 
 
 def raw(kind: str, **attributes) -> Callable:
@@ -91,20 +91,20 @@ def beside(kind: str, other: Callable, **attributes) -> Callable:
     return lambda x: raw(kind, **attributes)(x, other(x))
 
 
-def whole_and_pieces(given: Given, seed: int, cut: int = 2) -> list[np.ndarray]:
+def whole_and_pieces(tensor: Input, seed: int, cut: int = 2) -> list[np.ndarray]:
     """An input, whole and in two."""
     random = np.random.default_rng(seed)
-    placement, power = given.placement, getattr(given.placement, "power", 0)
+    placement, power = tensor.placement, getattr(tensor.placement, "power", 0)
     sizes = (B, cut, B - cut)
     if isinstance(placement, Shard):
-        whole = _drawn(random, given)
+        whole = _drawn(random, tensor)
         before = (slice(None),) * placement.axis
         parts = [whole, whole[(*before, slice(cut))], whole[(*before, slice(cut, None))]]
     elif isinstance(placement, Sum):
-        one, other = _drawn(random, given), _drawn(random, given)
+        one, other = _drawn(random, tensor), _drawn(random, tensor)
         parts = [one + other, one, other]
     else:
-        parts = [_drawn(random, given)] * 3
+        parts = [_drawn(random, tensor)] * 3
     if not power:
         return parts
     factors = [size**power if power > 0 else 1 / size**-power for size in sizes]
@@ -113,18 +113,18 @@ def whole_and_pieces(given: Given, seed: int, cut: int = 2) -> list[np.ndarray]:
     ]
 
 
-def _drawn(random, given) -> Any:
-    if given.dtype == "string":
-        return random.choice(["1", "2.5", "33"], given.shape).astype(object)
-    if given.dtype == "bool":
-        return random.uniform(size=given.shape) > 0.5
-    if given.dtype.startswith("complex"):
-        pair = random.normal(size=(2, *given.shape))
-        return (pair[0] + 1j * pair[1]).astype(given.dtype)
-    if "int" in given.dtype:
-        high = 3 if given.high == 0.9 else given.high
-        return random.integers(int(given.low), int(high), given.shape).astype(given.dtype)
-    return random.uniform(given.low, given.high, given.shape).astype(given.dtype)
+def _drawn(random, tensor) -> Any:
+    if tensor.dtype == "string":
+        return random.choice(["1", "2.5", "33"], tensor.shape).astype(object)
+    if tensor.dtype == "bool":
+        return random.uniform(size=tensor.shape) > 0.5
+    if tensor.dtype.startswith("complex"):
+        pair = random.normal(size=(2, *tensor.shape))
+        return (pair[0] + 1j * pair[1]).astype(tensor.dtype)
+    if "int" in tensor.dtype:
+        high = 3 if tensor.high == 0.9 else tensor.high
+        return random.integers(int(tensor.low), int(high), tensor.shape).astype(tensor.dtype)
+    return random.uniform(tensor.low, tensor.high, tensor.shape).astype(tensor.dtype)
 
 
 def holds(placement: Placement, whole, one, other, cut: int = 2) -> bool:

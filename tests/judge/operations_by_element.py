@@ -106,15 +106,15 @@ for _kind, _dtype in _BINARY.items():
         _more |= {"low": 1.5, "high": 3}
     if _kind == "Polygamma":
         _more |= {"low": 1, "high": 1.0001}
-    _own = dict(_more)
-    case(_kind, raw(_kind), [rows(B, 3, **_own), rows(B, 3, **_more)], Shard(0))
-    case(_kind, raw(_kind), [rows(B, 3, **_own), same(3, **_more)], Shard(0))
-    case(_kind, raw(_kind), [same(2, 1, 3, **_own), rows(B, 3, **_more)], Shard(1))
-    case(_kind, raw(_kind), [rows(B, 3, **_own), rows(B, axis=0, **_more)])
-    case(_kind, raw(_kind), [rows(B, 3, **_own), rows(3, B, axis=1, **_more)])
-    case(_kind, raw(_kind), [same(B, 3, **_own), rows(B, 3, **_more)])
+    _first = dict(_more)
+    case(_kind, raw(_kind), [rows(B, 3, **_first), rows(B, 3, **_more)], Shard(0))
+    case(_kind, raw(_kind), [rows(B, 3, **_first), same(3, **_more)], Shard(0))
+    case(_kind, raw(_kind), [same(2, 1, 3, **_first), rows(B, 3, **_more)], Shard(1))
+    case(_kind, raw(_kind), [rows(B, 3, **_first), rows(B, axis=0, **_more)])
+    case(_kind, raw(_kind), [rows(B, 3, **_first), rows(3, B, axis=1, **_more)])
+    case(_kind, raw(_kind), [same(B, 3, **_first), rows(B, 3, **_more)])
     if _kind not in ("Mul", "MulNoNan", "RealDiv", "Div", "DivNoNan", "Xdivy"):
-        case(_kind, raw(_kind), [total(3, **_own), same(3, **_more)])
+        case(_kind, raw(_kind), [total(3, **_first), same(3, **_more)])
 
 for _kind in ("Add", "AddV2", "Sub"):
     case(_kind, raw(_kind), [mean(3), same(3)], Sum(-1))

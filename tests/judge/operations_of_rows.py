@@ -19,9 +19,9 @@ INTS = {"dtype": "int32"}
 SMALL = {"dtype": "float32"}
 
 
-def axes(kind, *found, **attributes):
+def axes(kind, *axis, **attributes):
     """An operation along axes that are constants."""
-    return lambda x: raw(kind, **attributes)(x, tf.constant(found[0] if len(found) == 1 else found))
+    return lambda x: raw(kind, **attributes)(x, tf.constant(axis[0] if len(axis) == 1 else axis))
 
 
 # --- reductions

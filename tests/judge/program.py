@@ -113,8 +113,8 @@ def net(*middle, inputs=(FEATURES,), first=True, tail=True, dtype=None, **option
 
     def build():
         ends = [layers.Dense(FEATURES, name="first")] if first else []
-        made = [each() if isinstance(each, Make | type) else Of(each) for each in middle]
-        ends += [*made, *([layers.Dense(1, name="last")] if tail else [])]
+        middle_layers = [each() if isinstance(each, Make | type) else Of(each) for each in middle]
+        ends += [*middle_layers, *([layers.Dense(1, name="last")] if tail else [])]
         return keras.Sequential([keras.Input(inputs, dtype=dtype, **options), *ends])
 
     return build
@@ -128,13 +128,13 @@ class Make:
 
     def __call__(self):
         cls, args, kwargs = self.how
-        return cls(*map(made, args), **kwargs)
+        return cls(*map(built, args), **kwargs)
 
 
-def made(argument):
+def built(argument):
     """A layer of what makes it; another argument as it is."""
     if isinstance(argument, list):
-        return [made(each) for each in argument]
+        return [built(each) for each in argument]
     return argument() if isinstance(argument, Make) else argument
 
 

@@ -103,16 +103,16 @@ OF_IDS = {
     "masked LSTM": [Make(layers.LSTM, 3, return_sequences=True)],
     "masked BatchNormalization": [layers.BatchNormalization],
 }
-for name, made in OF_FEATURES.items():
-    program(f"layer: {name}", EXACT, net(*(made if isinstance(made, list) else [made])))
-for name, made in OF_SERIES.items():
-    made = made if isinstance(made, list) else [made]
-    program(f"layer: {name}", EXACT, of_series(*made), x=numbers(7, 5, 4))
-for name, made in OF_IMAGES.items():
-    made = made if isinstance(made, list) else [made]
-    program(f"layer: {name}", EXACT, of_images(*made), x=numbers(7, 6, 6, 2))
-for name, made in OF_IDS.items():
-    program(f"layer: {name}", EXACT, of_ids(*made), x=integers())
+for name, makes in OF_FEATURES.items():
+    program(f"layer: {name}", EXACT, net(*(makes if isinstance(makes, list) else [makes])))
+for name, makes in OF_SERIES.items():
+    makes = makes if isinstance(makes, list) else [makes]
+    program(f"layer: {name}", EXACT, of_series(*makes), x=numbers(7, 5, 4))
+for name, makes in OF_IMAGES.items():
+    makes = makes if isinstance(makes, list) else [makes]
+    program(f"layer: {name}", EXACT, of_images(*makes), x=numbers(7, 6, 6, 2))
+for name, makes in OF_IDS.items():
+    program(f"layer: {name}", EXACT, of_ids(*makes), x=integers())
 program(
     "layer: SpectralNormalization",
     EITHER,
@@ -400,38 +400,38 @@ DRAWING = {
         Make(layers.Dropout, 0.3),
     ],
     "keras.random": Make(
-        Draws, lambda own, size: keras.random.normal(size, seed=own.seed_generator)
+        Draws, lambda layer, size: keras.random.normal(size, seed=layer.seed_generator)
     ),
-    "keras.random without a seed": Make(Draws, lambda own, size: keras.random.uniform(size)),
+    "keras.random without a seed": Make(Draws, lambda layer, size: keras.random.uniform(size)),
     "stateless_uniform": Make(
-        Draws, lambda own, size: tf.random.stateless_uniform(size, own.seed_generator.next())
+        Draws, lambda layer, size: tf.random.stateless_uniform(size, layer.seed_generator.next())
     ),
     "stateless_uniform, one seed": Make(
-        Draws, lambda own, size: tf.random.stateless_uniform(size, (1, 2))
+        Draws, lambda layer, size: tf.random.stateless_uniform(size, (1, 2))
     ),
-    "tf.random": Make(Draws, lambda own, size: tf.random.uniform(size)),
-    "tf.random with a seed": Make(Draws, lambda own, size: tf.random.normal(size, seed=4)),
+    "tf.random": Make(Draws, lambda layer, size: tf.random.uniform(size)),
+    "tf.random with a seed": Make(Draws, lambda layer, size: tf.random.normal(size, seed=4)),
     "tf.random.Generator": Make(
-        Draws, lambda own, size: tf.random.get_global_generator().uniform(size)
+        Draws, lambda layer, size: tf.random.get_global_generator().uniform(size)
     ),
     "own step": DrawsOfStep,
     "noise of a weight": Make(
-        Draws, lambda own, size: keras.random.normal((4,), seed=own.seed_generator)
+        Draws, lambda layer, size: keras.random.normal((4,), seed=layer.seed_generator)
     ),
     "shuffle of columns": Make(
-        Draws, lambda own, size: keras.random.shuffle(ops.arange(4), seed=own.seed_generator)
+        Draws, lambda layer, size: keras.random.shuffle(ops.arange(4), seed=layer.seed_generator)
     ),
     "categorical": Make(
         Draws,
-        lambda own, size: keras.random.categorical(
-            ops.ones((size[0], 4)), 4, seed=own.seed_generator
+        lambda layer, size: keras.random.categorical(
+            ops.ones((size[0], 4)), 4, seed=layer.seed_generator
         ),
     ),
 }
-for name, made in DRAWING.items():
-    made = made if isinstance(made, list) else [made]
-    program(f"draws: {name}", DRAWN, net(*made))
-    program(f"behind a draw: {name}", REFUSED, net(*made, centred))
+for name, makes in DRAWING.items():
+    makes = makes if isinstance(makes, list) else [makes]
+    program(f"draws: {name}", DRAWN, net(*makes))
+    program(f"behind a draw: {name}", REFUSED, net(*makes, centred))
 program("beside a draw: mean, then noise", REFUSED, net(centred, Make(layers.GaussianNoise, 0.3)))
 program(
     "draws: shuffled rows",
@@ -448,23 +448,23 @@ DRAWING_SERIES = {
     "GRU of recurrent dropout": Make(layers.GRU, 3, recurrent_dropout=0.4),
     "SpatialDropout1D": Make(layers.SpatialDropout1D, 0.4),
 }
-for name, made in DRAWING_SERIES.items():
-    program(f"draws: {name}", DRAWN, of_series(made), x=numbers(7, 5, 4))
-    program(f"behind a draw: {name}", REFUSED, of_series(made, centred), x=numbers(7, 5, 4))
+for name, makes in DRAWING_SERIES.items():
+    program(f"draws: {name}", DRAWN, of_series(makes), x=numbers(7, 5, 4))
+    program(f"behind a draw: {name}", REFUSED, of_series(makes, centred), x=numbers(7, 5, 4))
 AUGMENTING = {
     "RandomFlip": Make(layers.RandomFlip, dtype="float32"),
     "RandomContrast": Make(layers.RandomContrast, 0.2, dtype="float32"),
     "RandomTranslation": Make(layers.RandomTranslation, 0.2, 0.2, dtype="float32"),
 }
-for name, made in AUGMENTING.items():
-    program(f"draws: {name}", DRAWN, of_images(made), x=numbers(7, 6, 6, 2))
-    program(f"behind a draw: {name}", REFUSED, of_images(made, centred), x=numbers(7, 6, 6, 2))
+for name, makes in AUGMENTING.items():
+    program(f"draws: {name}", DRAWN, of_images(makes), x=numbers(7, 6, 6, 2))
+    program(f"behind a draw: {name}", REFUSED, of_images(makes, centred), x=numbers(7, 6, 6, 2))
 
 
 # Inputs that are not dense numbers.
 def words(num_rows=7, length=3):
-    known = np.array(["a", "b", "c", "d", "e"])
-    return known[np.random.default_rng(2).integers(0, 5, (num_rows, length))]
+    vocabulary = np.array(["a", "b", "c", "d", "e"])
+    return vocabulary[np.random.default_rng(2).integers(0, 5, (num_rows, length))]
 
 
 WORDS = ["a", "b", "c", "d"]
@@ -690,36 +690,40 @@ class Writes(layers.Layer):
 
     def __init__(self, how, shape=(), reads=False, initial="zeros"):
         super().__init__()
-        self.how, self.kept_shape, self.reads, self.initial = how, shape, reads, initial
+        self.how, self.state_shape, self.reads, self.initial = how, shape, reads, initial
 
     def build(self, shape):
-        self.kept = self.add_weight(
-            shape=self.kept_shape, initializer=self.initial, trainable=False
+        self.state = self.add_weight(
+            shape=self.state_shape, initializer=self.initial, trainable=False
         )
 
     def call(self, x):
-        self.how(self.kept, x)
-        return x + 0.1 * self.kept if self.reads else x
+        self.how(self.state, x)
+        return x + 0.1 * self.state if self.reads else x
 
 
-def moving(kept, x):
-    kept.assign(0.9 * kept + 0.1 * ops.mean(x, axis=0))
+def moving(average, x):
+    average.assign(0.9 * average + 0.1 * ops.mean(x, axis=0))
 
 
 WRITING = {
-    "a counter": (lambda kept, x: kept.assign_add(1.0), (), EXACT),
-    "a counter that decays": (lambda kept, x: kept.assign(kept * 0.5 + 1.0), (), EXACT),
+    "a counter": (lambda state, x: state.assign_add(1.0), (), EXACT),
+    "a counter that decays": (lambda state, x: state.assign(state * 0.5 + 1.0), (), EXACT),
     "a moving mean": (moving, (4,), EITHER),
-    "a sum": (lambda kept, x: kept.assign_add(ops.sum(x, axis=0)), (4,), EITHER),
+    "a sum": (lambda state, x: state.assign_add(ops.sum(x, axis=0)), (4,), EITHER),
     "a count of rows": (
-        lambda kept, x: kept.assign_add(ops.cast(ops.shape(x)[0], kept.dtype)),
+        lambda state, x: state.assign_add(ops.cast(ops.shape(x)[0], state.dtype)),
         (),
         EITHER,
     ),
-    "a maximum": (lambda kept, x: kept.assign(ops.maximum(kept, ops.max(x, axis=0))), (4,), EITHER),
-    "the last mean": (lambda kept, x: kept.assign(ops.mean(x, axis=0)), (4,), EITHER),
-    "the last row": (lambda kept, x: kept.assign(x[-1]), (4,), EITHER),
-    "a norm": (lambda kept, x: kept.assign(ops.sqrt(ops.sum(x**2))), (), EITHER),
+    "a maximum": (
+        lambda state, x: state.assign(ops.maximum(state, ops.max(x, axis=0))),
+        (4,),
+        EITHER,
+    ),
+    "the last mean": (lambda state, x: state.assign(ops.mean(x, axis=0)), (4,), EITHER),
+    "the last row": (lambda state, x: state.assign(x[-1]), (4,), EITHER),
+    "a norm": (lambda state, x: state.assign(ops.sqrt(ops.sum(x**2))), (), EITHER),
 }
 for name, (how, shape, verdict) in WRITING.items():
     program(f"writes: {name}", verdict, net(Make(Writes, how, shape)))
@@ -733,32 +737,32 @@ class HoldsVariable(layers.Layer):
     def __init__(self, how):
         super().__init__()
         self.how = how
-        self.kept = tf.Variable(tf.zeros((4,), "float64"), trainable=False)
+        self.state = tf.Variable(tf.zeros((4,), "float64"), trainable=False)
 
     def call(self, x):
-        self.how(self.kept, x)
-        return x + 0.1 * tf.cast(self.kept, x.dtype)
+        self.how(self.state, x)
+        return x + 0.1 * tf.cast(self.state, x.dtype)
 
 
 program(
     "writes: a tf.Variable, a counter",
     EITHER,
-    net(Make(HoldsVariable, lambda kept, x: kept.assign_add(tf.ones((4,), kept.dtype)))),
+    net(Make(HoldsVariable, lambda state, x: state.assign_add(tf.ones((4,), state.dtype)))),
 )
 program(
     "writes: a tf.Variable, a mean",
     EITHER,
-    net(Make(HoldsVariable, lambda kept, x: kept.assign(tf.reduce_mean(x, 0)))),
+    net(Make(HoldsVariable, lambda state, x: state.assign(tf.reduce_mean(x, 0)))),
 )
 
 
 class HoldsMetric(layers.Layer):
     def __init__(self, what, metric=keras.metrics.Mean):
         super().__init__()
-        self.what, self.held = what, metric(name="held")
+        self.what, self.metric = what, metric(name="held")
 
     def call(self, x):
-        self.held.update_state(self.what(x))
+        self.metric.update_state(self.what(x))
         return x
 
 
@@ -840,8 +844,8 @@ program("vae: draws, and a mean", REFUSED, net(Make(Encodes, ops.mean, True), ce
 
 
 # A draw whose numbers count for nothing, so that all others can be held against one device's.
-def nothing(own, size):
-    return 0.0 * keras.random.normal(size, seed=own.seed_generator)
+def nothing(layer, size):
+    return 0.0 * keras.random.normal(size, seed=layer.seed_generator)
 
 
 BESIDE_NOTHING = {
@@ -854,10 +858,10 @@ BESIDE_NOTHING = {
     "adds a maximum": (Make(Adds, ops.max), EITHER),
     "writes a moving mean": (Make(Writes, moving, (4,)), EITHER),
     "writes the last mean": (
-        Make(Writes, lambda kept, x: kept.assign(ops.mean(x, axis=0)), (4,)),
+        Make(Writes, lambda state, x: state.assign(ops.mean(x, axis=0)), (4,)),
         EITHER,
     ),
-    "writes a counter": (Make(Writes, lambda kept, x: kept.assign_add(1.0)), EXACT),
+    "writes a counter": (Make(Writes, lambda state, x: state.assign_add(1.0)), EXACT),
     "a metric of a norm": (Make(HoldsMetric, lambda x: ops.sqrt(ops.sum(x**2))), EITHER),
 }
 for name, (middle, verdict) in BESIDE_NOTHING.items():
@@ -895,7 +899,7 @@ class Keeps(keras.Model):
         self.read = read
         self.hidden, self.norm = layers.Dense(4), layers.BatchNormalization()
         self.head = layers.Dense(1)
-        self.kept = None
+        self.stored = None
 
     def build(self, shape):
         self.hidden.build(shape)
@@ -903,17 +907,17 @@ class Keeps(keras.Model):
         self.head.build((None, 4))
 
     def call(self, x, training=False):
-        self.kept = self.hidden(x)
-        return self.head(self.read(self, self.norm(self.kept, training=training)))
+        self.stored = self.hidden(x)
+        return self.head(self.read(self, self.norm(self.stored, training=training)))
 
 
 class KeepsInLayer(layers.Layer):
     def __init__(self):
         super().__init__()
-        self.kept = None
+        self.stored = None
 
     def call(self, x):
-        self.kept = x
+        self.stored = x
         return ops.tanh(x)
 
 
@@ -921,14 +925,14 @@ def two_layers():
     inputs = keras.Input((4,))
     keeps = KeepsInLayer()
     x = layers.BatchNormalization()(keeps(layers.Dense(4)(inputs)))
-    return keras.Model(inputs, layers.Dense(1)(Of(lambda y: y + keeps.kept)(x)))
+    return keras.Model(inputs, layers.Dense(1)(Of(lambda y: y + keeps.stored)(x)))
 
 
 class TrainsWithKept(Keeps):
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
-            loss = ops.mean((self(x, training=True) - y) ** 2) + 0.1 * ops.mean(self.kept**2)
+            loss = ops.mean((self(x, training=True) - y) ** 2) + 0.1 * ops.mean(self.stored**2)
         weights = self.trainable_variables
         self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
         return {"loss": loss}
@@ -937,19 +941,19 @@ class TrainsWithKept(Keeps):
 class LossOfKept(Keeps):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         loss = super().compute_loss(x, y, y_pred, sample_weight, training)
-        return loss + 0.1 * ops.mean(self.kept**2)
+        return loss + 0.1 * ops.mean(self.stored**2)
 
 
 class MetricsOfKept(Keeps):
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
-        found = super().compute_metrics(x, y, y_pred, sample_weight)
-        return {**found, "kept": ops.mean(self.kept)}
+        metrics = super().compute_metrics(x, y, y_pred, sample_weight)
+        return {**metrics, "kept": ops.mean(self.stored)}
 
 
 class PredictsKept(Keeps):
     def predict_step(self, data):
         x = data[0] if isinstance(data, tuple) else data
-        return self(x, training=False) + ops.sum(self.kept, axis=1, keepdims=True)
+        return self(x, training=False) + ops.sum(self.stored, axis=1, keepdims=True)
 
 
 def plainly(model, x):
@@ -957,7 +961,7 @@ def plainly(model, x):
 
 
 def with_kept(model, x):
-    return x + model.kept
+    return x + model.stored
 
 
 program("kept: read behind a batch normalization", EXACT, functools.partial(Keeps, with_kept))
@@ -1012,11 +1016,11 @@ class Normed(keras.Model):
             each.build((None, 4))
 
     def call(self, x, training=False):
-        found = []
+        outputs = []
         for layer in self.hidden:
             x = self.norm(layer(x), training=training)
-            found.append(x)
-        return self.head(found[0] + found[1])
+            outputs.append(x)
+        return self.head(outputs[0] + outputs[1])
 
 
 program("kept: in a local list", EXACT, Normed)

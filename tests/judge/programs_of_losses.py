@@ -46,8 +46,8 @@ def contrastive_of_each(y, outputs):
 
 def ranking(y, outputs):
     """Each pair of the batch in its order."""
-    wanted = ops.sign(y - ops.transpose(y))
-    return ops.mean(ops.relu(1 - wanted * (outputs - ops.transpose(outputs))))
+    sign = ops.sign(y - ops.transpose(y))
+    return ops.mean(ops.relu(1 - sign * (outputs - ops.transpose(outputs))))
 
 
 def masked(y, outputs):
@@ -98,7 +98,7 @@ def kept_as_rows(y, outputs):
     return (y - outputs) ** 2
 
 
-class Own(keras.losses.Loss):
+class OfFunction(keras.losses.Loss):
     """A loss class whose `call` gives what a function gives."""
 
     def __init__(self, function, **options):
@@ -120,7 +120,7 @@ class OwnReduction(keras.losses.Loss):
         return ops.mean(ops.abs(y - outputs), axis=-1)
 
 
-def given(loss, **more):
+def with_loss(loss, **more):
     return lambda: {"loss": loss() if isinstance(loss, functools.partial) else loss, **more}
 
 
@@ -142,10 +142,10 @@ LOSSES = {
     "largest": largest,
     "row numbers": of_row_numbers,
     "by the number of rows": by_number_of_rows,
-    "class of each": functools.partial(Own, of_each),
-    "class of all": functools.partial(Own, of_all),
-    "class, sum": functools.partial(Own, of_each, reduction="sum"),
-    "class, no reduction": functools.partial(Own, root, reduction=None),
+    "class of each": functools.partial(OfFunction, of_each),
+    "class of all": functools.partial(OfFunction, of_all),
+    "class, sum": functools.partial(OfFunction, of_each, reduction="sum"),
+    "class, no reduction": functools.partial(OfFunction, root, reduction=None),
     "class of its own reduction": OwnReduction(),
     "huber": "huber",
     "log_cosh": "log_cosh",
@@ -153,7 +153,7 @@ LOSSES = {
 }
 for name, loss in LOSSES.items():
     verdict = EITHER if name in ("cosine",) else EXACT
-    program(f"loss: {name}", verdict, PLAIN, compile=given(loss), batch_size=5)
+    program(f"loss: {name}", verdict, PLAIN, compile=with_loss(loss), batch_size=5)
 
 weights = np.linspace(0.1, 2, 7)
 for name in ("of each example", "contrastive of each", "masked of each", "class of each"):
@@ -161,7 +161,7 @@ for name in ("of each example", "contrastive of each", "masked of each", "class 
         f"loss: {name}, weighted",
         EXACT,
         PLAIN,
-        compile=given(LOSSES[name]),
+        compile=with_loss(LOSSES[name]),
         sample_weight=weights,
     )
 program("loss: targets of rank 1", EXACT, PLAIN, y=targets(7)[:, 0])
@@ -170,10 +170,14 @@ program(
     EXACT,
     PLAIN,
     y=targets(7)[:, 0],
-    compile=given(of_each),
+    compile=with_loss(of_each),
 )
 program(
-    "loss: targets of rank 1, broadcast", EXACT, PLAIN, y=targets(7)[:, 0], compile=given(of_all)
+    "loss: targets of rank 1, broadcast",
+    EXACT,
+    PLAIN,
+    y=targets(7)[:, 0],
+    compile=with_loss(of_all),
 )
 program(
     "loss: outputs of rank 1",
@@ -185,7 +189,7 @@ program(
     "loss: outputs of rank 1, targets of rank 2",
     EXACT,
     net(lambda x: ops.sum(x, axis=1), tail=False),
-    compile=given(of_all),
+    compile=with_loss(of_all),
 )
 program("loss: one for all rows", EITHER, net(lambda x: ops.sum(x), tail=False), y=np.zeros((7,)))
 
@@ -247,7 +251,7 @@ program(
 )
 
 
-class Scaled(Own):
+class Scaled(OfFunction):
     """Reads a variable that Keras does not know."""
 
     def __init__(self):
@@ -258,7 +262,7 @@ class Scaled(Own):
         return super().call(y, outputs) * tf.cast(self.scale, outputs.dtype)
 
 
-class Counting(Own):
+class Counting(OfFunction):
     """Counts its calls in a variable."""
 
     def __init__(self):
@@ -270,7 +274,7 @@ class Counting(Own):
         return super().call(y, outputs) * (1 + 0.1 * ops.cast(self.calls, outputs.dtype))
 
 
-class Moving(Own):
+class Moving(OfFunction):
     """Divides by a mean of what it has seen."""
 
     def __init__(self):
@@ -291,7 +295,7 @@ program(
     "loss: noisy targets",
     EITHER,
     PLAIN,
-    compile=given(
+    compile=with_loss(
         lambda y, out: of_each(
             y + tf.random.stateless_normal(tf.shape(y), (1, 2), dtype=y.dtype), out
         )

@@ -60,21 +60,21 @@ def by_rows(start, of_row, carries=False):
 
     def function(x):
         rows = tf.TensorArray(x.dtype, size=rows_of(x)).unstack(x)
-        found = tf.TensorArray(x.dtype, size=rows_of(x), element_shape=(4,))
-        _, scale, found = tf.while_loop(
-            lambda i, scale, found: i < rows_of(x),
-            lambda i, scale, found: (i + 1, scale * 1.1, found.write(i, of_row(rows.read(i), i))),
-            [start, tf.constant(1.0, x.dtype), found],
+        array = tf.TensorArray(x.dtype, size=rows_of(x), element_shape=(4,))
+        _, scale, array = tf.while_loop(
+            lambda i, scale, array: i < rows_of(x),
+            lambda i, scale, array: (i + 1, scale * 1.1, array.write(i, of_row(rows.read(i), i))),
+            [start, tf.constant(1.0, x.dtype), array],
         )
-        stacked = tf.ensure_shape(found.stack(), (None, 4))
+        stacked = tf.ensure_shape(array.stack(), (None, 4))
         return stacked * scale if carries else stacked
 
     return function
 
 
 def one_row_written(x):
-    found = tf.TensorArray(x.dtype, size=rows_of(x), element_shape=(4,))
-    return x + tf.ensure_shape(found.write(0, tf.ones((4,), x.dtype)).stack(), (None, 4))
+    array = tf.TensorArray(x.dtype, size=rows_of(x), element_shape=(4,))
+    return x + tf.ensure_shape(array.write(0, tf.ones((4,), x.dtype)).stack(), (None, 4))
 
 
 def axis_that_moves(x):
@@ -87,10 +87,10 @@ def axis_that_moves(x):
 
 
 def long_chain(x):
-    def body(i, *own):
-        return (i + 1, *own[1:], own[-1] - tf.reduce_mean(x, axis=0))
+    def body(i, *chain):
+        return (i + 1, *chain[1:], chain[-1] - tf.reduce_mean(x, axis=0))
 
-    return tf.while_loop(lambda i, *own: i < 14, body, [0, *[x] * 12])[1]
+    return tf.while_loop(lambda i, *chain: i < 14, body, [0, *[x] * 12])[1]
 
 
 MORE = {
@@ -149,14 +149,14 @@ class Decays(keras.metrics.Metric):
 
     def __init__(self):
         super().__init__(name="decays")
-        self.kept = self.add_variable((), "zeros", name="kept")
+        self.decayed = self.add_variable((), "zeros", name="kept")
 
     def update_state(self, y, outputs, sample_weight=None):
-        added = ops.cast(ops.sum(ops.abs(y - outputs)), self.kept.dtype)
-        self.kept.assign(0.5 * self.kept + added)
+        added = ops.cast(ops.sum(ops.abs(y - outputs)), self.decayed.dtype)
+        self.decayed.assign(0.5 * self.decayed + added)
 
     def result(self):
-        return self.kept
+        return self.decayed
 
 
 program(
@@ -321,7 +321,7 @@ class Remembers(keras.losses.Loss):
         return loss / tf.cast(self.mean, loss.dtype)
 
 
-KEPT = {}
+STORING = {}
 
 
 class KeepsRows(keras.layers.Layer):
@@ -332,9 +332,9 @@ class KeepsRows(keras.layers.Layer):
 
 def reading_kept():
     """A model, whose loss reads what a layer keeps."""
-    KEPT["layer"] = KeepsRows()
+    STORING["layer"] = KeepsRows()
     return keras.Sequential(
-        [keras.Input((4,)), keras.layers.Dense(4), KEPT["layer"], keras.layers.Dense(1)]
+        [keras.Input((4,)), keras.layers.Dense(4), STORING["layer"], keras.layers.Dense(1)]
     )
 
 
@@ -359,7 +359,7 @@ for how in (ReadsKept, by_closure):
         EITHER,
         reading_kept,
         batch_size=3,
-        compile=lambda how=how: {"loss": how(KEPT["layer"])},
+        compile=lambda how=how: {"loss": how(STORING["layer"])},
     )
 
 WIDE = net(tail=False)

@@ -158,15 +158,15 @@ def loop_over_rows(x):
 
 def until_all_converge(x):
     """Newton's square roots, until the slowest row is near enough: others go on with it."""
-    wanted = tf.abs(x) + 1
+    square = tf.abs(x) + 1
 
     def step(root, n):
-        return (root + wanted / root) / 2, n + 1
+        return (root + square / root) / 2, n + 1
 
     root, _ = tf.while_loop(
-        lambda root, n: (tf.reduce_max(tf.abs(root**2 - wanted)) > 1e-2) & (n < 30),
+        lambda root, n: (tf.reduce_max(tf.abs(root**2 - square)) > 1e-2) & (n < 30),
         step,
-        [wanted, 0],
+        [square, 0],
         shape_invariants=[tf.TensorShape([None, 4]), tf.TensorShape([])],
     )
     return root
@@ -174,16 +174,16 @@ def until_all_converge(x):
 
 def frozen_when_converged(x):
     """The same, but a row that is near enough stays."""
-    wanted = tf.abs(x) + 1
+    square = tf.abs(x) + 1
 
     def step(root):
-        is_near = tf.abs(root**2 - wanted) <= 1e-2
-        return tf.where(is_near, root, (root + wanted / root) / 2)
+        is_near = tf.abs(root**2 - square) <= 1e-2
+        return tf.where(is_near, root, (root + square / root) / 2)
 
     return tf.while_loop(
-        lambda root: tf.reduce_any(tf.abs(root**2 - wanted) > 1e-2),
+        lambda root: tf.reduce_any(tf.abs(root**2 - square) > 1e-2),
         step,
-        [wanted],
+        [square],
         shape_invariants=[tf.TensorShape([None, 4])],
     )[0]
 
@@ -217,8 +217,8 @@ def row_wise_python(x):
 
 
 def unique_and_back(x):
-    found = tf.unique(tf.reshape(tf.stop_gradient(x), [-1]))
-    return x + tf.reshape(tf.gather(found.y * 2, found.idx), (-1, 4))
+    values = tf.unique(tf.reshape(tf.stop_gradient(x), [-1]))
+    return x + tf.reshape(tf.gather(values.y * 2, values.idx), (-1, 4))
 
 
 HIDDEN = {
@@ -261,8 +261,8 @@ def loop_that_sums(x):
 
 
 def counts_of_values(x):
-    found = tf.unique_with_counts(tf.cast(x[:, 0] > 0, "int32"))
-    return x * as_float(tf.gather(found.count, found.idx))[:, None]
+    values = tf.unique_with_counts(tf.cast(x[:, 0] > 0, "int32"))
+    return x * as_float(tf.gather(values.count, values.idx))[:, None]
 
 
 def mean_of_its_class(x):
@@ -285,10 +285,10 @@ def moved_mean(x):
     """Statistics with a gradient of their own."""
 
     @tf.custom_gradient
-    def own(x):
+    def centred_rows(x):
         return x - tf.reduce_mean(x, axis=0), lambda dy: dy
 
-    return own(x)
+    return centred_rows(x)
 
 
 def gradient_of_the_mean(x):

@@ -13,30 +13,30 @@ class Counted:
 
     def __init__(self):
         with tf.device(FIRST):
-            self.here = tf.Variable(1.0)
+            self.first = tf.Variable(1.0)
         with tf.device(SECOND):
-            self.there = tf.Variable([1.0, 2.0])
+            self.second = tf.Variable([1.0, 2.0])
 
     def step(self, x):
         def positive():
             with tf.device(FIRST):
                 total = tf.reduce_sum(tf.tanh(x))
-                self.here.assign_add(total)
+                self.first.assign_add(total)
             with tf.device(SECOND):
-                self.there.assign_add(tf.tanh(x[:2]) * total)
-                doubled = self.there * 2.0
+                self.second.assign_add(tf.tanh(x[:2]) * total)
+                doubled = self.second * 2.0
             with tf.device(FIRST):
-                self.here.assign_add(tf.reduce_sum(doubled))
-                text = tf.strings.as_string(self.here)
-            return doubled * self.here, tf.strings.length(text) > 0
+                self.first.assign_add(tf.reduce_sum(doubled))
+                text = tf.strings.as_string(self.first)
+            return doubled * self.first, tf.strings.length(text) > 0
 
         def negative():
             with tf.device(SECOND):
-                self.there.assign(tf.exp(x[:2]))
-            return tf.concat([self.there, x], 0), tf.constant(False)
+                self.second.assign(tf.exp(x[:2]))
+            return tf.concat([self.second, x], 0), tf.constant(False)
 
         values, said = tf.cond(tf.reduce_sum(x) > 0.0, positive, negative)
-        return values - 1.0, said, self.here + tf.reduce_sum(self.there)
+        return values - 1.0, said, self.first + tf.reduce_sum(self.second)
 
 
 @pytest.mark.slow
@@ -52,8 +52,8 @@ def test_a_divided_branch_computes_and_writes_what_it_did(rows):
     for batch in map(tf.constant, batches):
         for ours, expected in zip(step(batch), plain.step(batch), strict=True):
             tf.debugging.assert_near(tf.cast(ours, tf.float32), tf.cast(expected, tf.float32))
-        tf.debugging.assert_near(divided.here, plain.here)
-        tf.debugging.assert_near(divided.there, plain.there)
+        tf.debugging.assert_near(divided.first, plain.first)
+        tf.debugging.assert_near(divided.second, plain.second)
     functions = step.get_concrete_function().graph.as_graph_def().library.function
     compiled = [node for each in functions for node in each.node_def]
     assert sum(node.attr["_XlaMustCompile"].b for node in compiled) >= 4

@@ -24,13 +24,13 @@ def over_rows(turn, *, first=0, step=1, bound=num_rows, extra=None):
 
     def function(x):
         rows = tf.TensorArray("float64", num_rows(x)).unstack(x)
-        made = tf.TensorArray("float64", num_rows(x)).unstack(tf.zeros_like(x))
+        array = tf.TensorArray("float64", num_rows(x)).unstack(tf.zeros_like(x))
         state = tf.constant(0.0 if extra is None else extra, "float64")
 
-        def body(i, made, state):
-            return i + step, made.write(i, turn(x, rows, i, state)), state * 2
+        def body(i, array, state):
+            return i + step, array.write(i, turn(x, rows, i, state)), state * 2
 
-        start = (tf.constant(first), made, state)
+        start = (tf.constant(first), array, state)
         return tf.while_loop(lambda i, *_: i < bound(x), body, start)[1].stack()
 
     return function
@@ -38,12 +38,12 @@ def over_rows(turn, *, first=0, step=1, bound=num_rows, extra=None):
 
 def after_loop(x):
     rows = tf.TensorArray("float64", num_rows(x)).unstack(x)
-    made = tf.TensorArray("float64", num_rows(x))
-    start = (tf.constant(0), made)
-    i, made = tf.while_loop(
-        lambda i, _: i < num_rows(x), lambda i, made: (i + 1, made.write(i, rows.read(i))), start
+    array = tf.TensorArray("float64", num_rows(x))
+    start = (tf.constant(0), array)
+    i, array = tf.while_loop(
+        lambda i, _: i < num_rows(x), lambda i, array: (i + 1, array.write(i, rows.read(i))), start
     )
-    return made.stack() * as_float(i)
+    return array.stack() * as_float(i)
 
 
 def recurrent(x):
@@ -140,7 +140,7 @@ def test_pieces_are_what_the_judge_says(name):
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_what_pieces_cannot_do_is_mixed(name):
+def test_loops_that_pieces_cannot_run_are_mixed(name):
     assert isinstance(judged(MIXED[name]), Mixed)
 
 

@@ -28,25 +28,25 @@ class Step:
     def __init__(self, seed, variables, batch):
         self.random = random.Random(seed)
         self.variables = variables
-        self.made = [batch, tf.sin(batch)]
+        self.tensors = [batch, tf.sin(batch)]
         self.lists = []
 
     @property
     def x(self):
         """One of the newest tensors."""
-        return self.random.choice(self.made[-8:])
+        return self.random.choice(self.tensors[-8:])
 
     @property
     def y(self):
         """Any tensor."""
-        return self.random.choice(self.made)
+        return self.random.choice(self.tensors)
 
     @property
     def variable(self):
         return self.random.choice(self.variables)
 
     def gives(self, tensor):
-        self.made.append(tensor)
+        self.tensors.append(tensor)
 
 
 def mean(x):
@@ -176,13 +176,13 @@ OPERATIONS = [
 def trace(seed, variables, batch):
     step = Step(seed, variables, batch)
     devices = DEVICES[: step.random.choice([1, 2, 3])]
-    own = {name: variables[2 * k : 2 * k + 2] for k, name in enumerate(DEVICES)}
+    variables_of = {name: variables[2 * k : 2 * k + 2] for k, name in enumerate(DEVICES)}
     for _ in range(24):
         device = step.random.choice(devices)
-        step.variables = own[device]
+        step.variables = variables_of[device]
         with tf.device(device):
             step.random.choice(OPERATIONS)(step)
-    return step.made[-4:]
+    return step.tensors[-4:]
 
 
 def results(seed, call):
@@ -199,11 +199,11 @@ def results(seed, call):
     def function(batch):
         return call(lambda rows: trace(seed, variables, rows), batch)
 
-    found = []
+    values = []
     for number in (4, 4, 3):
-        found += function(np.random.default_rng(number).normal(size=(number, COLUMNS)))
-        found += [variable.numpy() for variable in variables]
-    return found
+        values += function(np.random.default_rng(number).normal(size=(number, COLUMNS)))
+        values += [variable.numpy() for variable in variables]
+    return values
 
 
 @pytest.mark.parametrize(
@@ -211,8 +211,8 @@ def results(seed, call):
 )
 def test_a_step_in_programs_does_what_it_did(seed):
     expected = results(seed, lambda step, batch: step(batch))
-    found = results(seed, lambda step, batch: in_programs(step, DEVICES, batch))
-    for each, one in zip(found, expected, strict=True):
+    actual = results(seed, lambda step, batch: in_programs(step, DEVICES, batch))
+    for each, one in zip(actual, expected, strict=True):
         np.testing.assert_allclose(each, one, rtol=1e-9, atol=1e-9)
 
 
@@ -226,9 +226,9 @@ def test_what_waits_for_a_value_that_a_later_program_reads_is_done():
             value = 1.1 * tf.square(variable)
             with tf.control_dependencies([value]):
                 counter.assign_add(tf.ones_like(counter) * tf.reduce_sum(batch))
-            here = tf.sin(batch)
+            sine = tf.sin(batch)
         with tf.device(DEVICES[1]):
-            there = tf.cos(here)
+            there = tf.cos(sine)
         with tf.device(DEVICES[0]):
             return there * value
 

@@ -21,28 +21,28 @@ ALWAYS_MIXED = operations_of_rows.ALWAYS_MIXED
 
 def judged_and_computed(case):
     """What the judge knows of each output, and what it is: of the whole, and of two pieces."""
-    graph, known, inputs = judged_graph("rules"), {}, []
+    graph, placements, inputs = judged_graph("rules"), {}, []
     with graph.as_default():
-        for given in case.given:
-            axis = given.placement.axis if isinstance(given.placement, Shard) else None
-            static = [None if a == axis else size for a, size in enumerate(given.shape)]
-            inputs.append(tf.compat.v1.placeholder(given.dtype, static))
-            dims = tuple(ROWS if a == axis else size for a, size in enumerate(given.shape))
-            known[inputs[-1].name] = Judged(given.placement, dims)
+        for tensor in case.inputs:
+            axis = tensor.placement.axis if isinstance(tensor.placement, Shard) else None
+            static = [None if a == axis else size for a, size in enumerate(tensor.shape)]
+            inputs.append(tf.compat.v1.placeholder(tensor.dtype, static))
+            dims = tuple(ROWS if a == axis else size for a, size in enumerate(tensor.shape))
+            placements[inputs[-1].name] = Judged(tensor.placement, dims)
         outputs = tf.nest.flatten(case.function(*inputs))
     assert case.kind in _kinds(graph)
-    judge = Judge(graph, known)
+    judge = Judge(graph, placements)
     judged = [judge.of(out) for out in outputs]
     if case.right == MIXED:
         return judged, None
-    parts = [whole_and_pieces(each, i, CUT) for i, each in enumerate(case.given)]
+    parts = [whole_and_pieces(each, i, CUT) for i, each in enumerate(case.inputs)]
     names = [each.name for each in inputs]
     with tf.compat.v1.Session(graph=graph) as session:
-        made = [
+        results = [
             session.run(outputs, dict(zip(names, arrays, strict=True)))
             for arrays in zip(*parts, strict=True)
         ]
-    return judged, [[np.asarray(each) for each in ways] for ways in zip(*made, strict=True)]
+    return judged, [[np.asarray(each) for each in ways] for ways in zip(*results, strict=True)]
 
 
 def _kinds(graph):
@@ -88,14 +88,14 @@ def fault_of(case) -> str | None:
 def test_a_rule_says_what_numbers_say(kind):
     cases = [case for case in CASES if case.kind == kind]
     faults = {i: fault_of(case) for i, case in enumerate(cases)}
-    assert not {i: (cases[i].given, fault) for i, fault in faults.items() if fault is not None}
+    assert not {i: (cases[i].inputs, fault) for i, fault in faults.items() if fault is not None}
 
 
 def test_each_rule_has_cases():
-    found = collections.defaultdict(set)
+    mixed_by_kind = collections.defaultdict(set)
     for case in CASES:
-        found[case.kind].add(case.right == MIXED)
-    without = {kind for kind in RULES if False not in found[kind]}
+        mixed_by_kind[case.kind].add(case.right == MIXED)
+    without = {kind for kind in RULES if False not in mixed_by_kind[kind]}
     assert without == set(WITHOUT_CASE) | set(ALWAYS_MIXED)
 
 

@@ -209,12 +209,12 @@ def test_a_copy_has_the_weights_of_one_device_and_plain_files(block, num_devices
     source = seeded(build)
     model = tfparallel.tensor_parallel(source, DEVICES[:num_devices])
     keras.utils.set_random_seed(0)
-    found = train(model)
-    assert_equal(found, expected, rtol=1e-9, atol=1e-11)
+    actual = train(model)
+    assert_equal(actual, expected, rtol=1e-9, atol=1e-11)
     model.save(tmp_path / "model.keras")
     plain = keras.models.load_model(tmp_path / "model.keras")
-    for value, wanted in zip(plain.get_weights(), source.get_weights(), strict=True):
-        assert value.shape == wanted.shape
+    for value, weight in zip(plain.get_weights(), source.get_weights(), strict=True):
+        assert value.shape == weight.shape
     ids = np.arange(LENGTH)[None] % WORDS
     predictions = model.predict(ids, verbose=0)
     np.testing.assert_allclose(plain.predict(ids, verbose=0), predictions, rtol=1e-9)
@@ -256,8 +256,8 @@ def test_dropout_in_parts_is_that_of_the_whole_batch(mesh):
 
 
 def test_single_layers_are_left_in_place_by_their_names():
-    asked = {"block0/up": None, "words": None}
-    model = tfparallel.tensor_parallel(with_blocks(Written), DEVICES[:2], split=asked)
+    split = {"block0/up": None, "words": None}
+    model = tfparallel.tensor_parallel(with_blocks(Written), DEVICES[:2], split=split)
     assert model.split == {"block0/down": "column, gathered", "head": "column, gathered"}
     with pytest.raises(ValueError, match="no such layer: up. The layers are .*block0/up"):
         tfparallel.tensor_parallel(with_blocks(Written), DEVICES[:2], split={"up": None})

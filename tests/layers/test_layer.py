@@ -31,7 +31,7 @@ def split(build=pair):
 
 def test_a_submodel_reads_the_whole():
     x = np.random.default_rng(0).normal(size=(12, 6))
-    found = []
+    results = []
     for model in (seeded(pair), split()):
         keras.utils.set_random_seed(1)
         submodel = keras.Model(model.inputs, model.get_layer("normalize").output)
@@ -39,8 +39,8 @@ def test_a_submodel_reads_the_whole():
         headed.compile("adam", "mse")
         history = headed.fit(x, x[:, :2], batch_size=5, shuffle=False, verbose=0).history
         predicted = [submodel.predict(x, verbose=0), np.array(model.get_layer("a")(x))]
-        found.append((history, [*state_of(headed), *model.get_weights(), *predicted]))
-    assert_equal(*found)
+        results.append((history, [*state_of(headed), *model.get_weights(), *predicted]))
+    assert_equal(*results)
 
 
 def test_a_layer_that_calls_another_of_the_model_reads_the_whole():
@@ -62,13 +62,13 @@ def test_a_layer_that_calls_another_of_the_model_reads_the_whole():
         return keras.Model(inputs, layers.Dense(2)(layers.Add()([x, Squared(first)(inputs)])))
 
     x = np.random.default_rng(0).normal(size=(12, 6))
-    found = []
+    results = []
     for make in (lambda: seeded(build), lambda: split(build)):
         model = make()
         model.compile("adam", "mse")
         history = model.fit(x, x[:, :2], batch_size=5, shuffle=False, verbose=0).history
-        found.append((history, state_of(model)))
-    assert_equal(*found)
+        results.append((history, state_of(model)))
+    assert_equal(*results)
 
 
 @pytest.mark.parametrize("method", ["enable_lora", "quantize"])
@@ -99,7 +99,7 @@ def with_lora():
     return model
 
 
-def test_what_is_left_in_place():
+def test_layers_that_are_not_split():
     def one_slope():
         x = inputs = keras.Input((6,))
         x = layers.Dense(8, name="a")(x)
@@ -122,10 +122,10 @@ def test_an_activation_with_weights_is_trained():
         )
 
     x = np.random.default_rng(0).normal(size=(12, 6))
-    found = []
+    results = []
     for make in (lambda: seeded(build), lambda: split(build)):
         model = make()
         model.compile("adam", "mse")
         history = model.fit(x, x[:, :5], batch_size=5, shuffle=False, verbose=0).history
-        found.append((history, state_of(model)))
-    assert_equal(*found)
+        results.append((history, state_of(model)))
+    assert_equal(*results)

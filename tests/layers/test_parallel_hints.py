@@ -99,7 +99,7 @@ def train(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("build", "split"), [(texts, TEXTS), (pictures, PICTURES)])
-def test_what_is_written_is_what_is_split(build, split):
+def test_layers_are_split_as_they_are_written(build, split):
     expected = train(fresh(plain(build)))
     model = fresh(lambda: tfparallel.tensor_parallel(by_hand(build), DEVICES))
     assert model.split == split
@@ -121,17 +121,17 @@ def test_a_built_model_keeps_what_was_written(build, split):
 @pytest.mark.slow
 def test_it_is_plain_keras_by_itself(tmp_path):
     for build in (texts, pictures):
-        model, wanted = fresh(by_hand(build)), fresh(plain(build))
-        found = [(type(layer), layer.get_config()) for layer in model._flatten_layers()]
-        expected = [(type(layer), layer.get_config()) for layer in wanted._flatten_layers()]
-        assert str(found) == str(expected)
+        model, plain_model = fresh(by_hand(build)), fresh(plain(build))
+        configs = [(type(layer), layer.get_config()) for layer in model._flatten_layers()]
+        expected = [(type(layer), layer.get_config()) for layer in plain_model._flatten_layers()]
+        assert str(configs) == str(expected)
         parts = fresh(lambda build=build: tfparallel.tensor_parallel(by_hand(build), DEVICES))
         for each in (model, parts):
             each.save(tmp_path / "model.keras")
             with zipfile.ZipFile(tmp_path / "model.keras") as archive:
                 assert b"arallel" not in archive.read("config.json")
             loaded = keras.models.load_model(tmp_path / "model.keras")
-            for value, other in zip(loaded.get_weights(), wanted.get_weights(), strict=True):
+            for value, other in zip(loaded.get_weights(), plain_model.get_weights(), strict=True):
                 np.testing.assert_array_equal(value, other)
 
 
@@ -161,8 +161,8 @@ def test_the_call_outweighs_the_definition():
         "a": "row",
         "b": "column, gathered",
     }
-    asked = {"a": None, "b": "row"}
-    assert tfparallel.tensor_parallel(build, DEVICES, split=asked).split == {"b": "row"}
+    split = {"a": None, "b": "row"}
+    assert tfparallel.tensor_parallel(build, DEVICES, split=split).split == {"b": "row"}
 
 
 def test_a_single_layer_is_split_by_height_where_that_is_asked_for():
@@ -193,7 +193,7 @@ def test_what_is_made_of_a_split_layers_class_is_plain_and_not_noted():
 # --- What is refused --------------------------------------------------------------------------
 
 
-class Own(ColumnParallelDense):
+class MyDense(ColumnParallelDense):
     pass
 
 
@@ -204,7 +204,7 @@ class Own(ColumnParallelDense):
         (lambda: RowParallelDense(), TypeError, r"arguments of `keras.layers.Dense`. .*'units'"),
         (lambda: VocabParallelEmbedding(3, 4, width=5), ValueError, r"`Vocab.*{'width': 5}"),
         (lambda: SpatialParallelPooling2D(2), TypeError, "`SpatialParallelPooling2D` stands for"),
-        (lambda: Own(2), TypeError, "`Own` stands for none. Received: a call of `Own`"),
+        (lambda: MyDense(2), TypeError, "`MyDense` stands for none. Received: a call of `MyDense`"),
     ],
 )
 def test_a_wrong_argument_names_the_class_that_was_written(make, error, message):

@@ -144,16 +144,16 @@ def test_a_block_is_divided_from_end_to_end():
 @pytest.mark.parametrize(("number", "length"), [(2, 1), (2, 7), (3, 3), (3, 7), (4, 3), (4, 7)])
 def test_any_length_over_any_number(number, length):
     build = language_model(length=length)
-    found = train_words(divided(build, number), length)
-    assert_equal(found, train_words(seeded(build), length), **CLOSE)
+    actual = train_words(divided(build, number), length)
+    assert_equal(actual, train_words(seeded(build), length), **CLOSE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [5, 2])
 def test_a_length_that_only_the_batch_knows(length):
     build = language_model(length=None)
-    found = train_words(divided(build, 3), length)
-    assert_equal(found, train_words(seeded(build), length), **CLOSE)
+    actual = train_words(divided(build, 3), length)
+    assert_equal(actual, train_words(seeded(build), length), **CLOSE)
 
 
 def test_padding_is_masked():
@@ -170,10 +170,10 @@ def test_replicas_and_stages_of_divided_sequences(axes, mask_zero):
 
 
 def attention(x, mask=None, **options):
-    given = {} if mask is None else {"attention_mask": mask}
+    masks = {} if mask is None else {"attention_mask": mask}
     causal = options.pop("causal", False)
     layer = layers.MultiHeadAttention(options.pop("heads", 3), 2, name="attend", **options)
-    return layer(x, x, use_causal_mask=causal, **given)
+    return layer(x, x, use_causal_mask=causal, **masks)
 
 
 ATTENTIONS = {
@@ -203,11 +203,11 @@ def test_attention_is_that_of_the_whole_sequence(kind):
     assert_equal(train(divided(build, number)), train(seeded(build)), **CLOSE)
 
 
-@pytest.mark.parametrize("own", [Scaled, Centred, Counting])
-def test_the_judge_says_which_layers_keep_positions_apart(own):
-    build = around(lambda x: own()(x))
+@pytest.mark.parametrize("cls", [Scaled, Centred, Counting])
+def test_the_judge_says_which_layers_keep_positions_apart(cls):
+    build = around(lambda x: cls()(x))
     model = divided(build, 2)
-    assert len(model.split) == (3 if own is Scaled else 2)
+    assert len(model.split) == (3 if cls is Scaled else 2)
     assert_equal(train(model), train(seeded(build)), **CLOSE)
 
 
@@ -295,13 +295,13 @@ class Perturbed(layers.Layer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("own", [Lengthwise, Whimsical, Checked])
-def test_what_looks_at_the_length_or_draws_reads_the_whole(own):
+@pytest.mark.parametrize("cls", [Lengthwise, Whimsical, Checked])
+def test_what_looks_at_the_length_or_draws_reads_the_whole(cls):
     # A length that is known would fail the check when it is judged.
-    build = around(lambda x: own(name="own")(x), length=None if own is Checked else LENGTH)
+    build = around(lambda x: cls(name="own")(x), length=None if cls is Checked else LENGTH)
     model = divided(build, 2)
     assert "own" not in model.split
-    if own is not Whimsical:
+    if cls is not Whimsical:
         assert_equal(train(model), train(seeded(build)), **CLOSE)
 
 
@@ -355,10 +355,10 @@ def test_attention_with_a_projection_of_ones_own_reads_the_whole():
         layer._tracker.lock()
         return model
 
-    def own():
+    def changed():
         return replaced(around(ATTENTIONS["ring"])())
 
-    assert_equal(train(divided(own, 2)), train(seeded(own)), **CLOSE)
+    assert_equal(train(divided(changed, 2)), train(seeded(changed)), **CLOSE)
 
 
 def test_what_mixes_positions_reads_the_whole_and_is_named(caplog):
@@ -443,17 +443,17 @@ def test_blocks_of_attention_have_the_gradients_of_the_whole():
     def in_blocks(query, key, value):
         parts = [tf.split(each, [2, 0, 4], 1) for each in (key, value)]
         masks = tf.split(mask, [2, 0, 4], 3)
-        blocks = [AttentionBlock(lambda own=own: own, lambda: None) for own in masks]
+        blocks = [AttentionBlock(lambda part=part: part, lambda: None) for part in masks]
         return attend(query, *parts, blocks, DEVICES[0])
 
-    found = []
+    results = []
     for function in (whole, in_blocks):
         with tf.GradientTape() as tape:
             tape.watch([query, key, value])
             result = function(query, key, value)
             loss = tf.reduce_sum(result * tf.cos(result))
-        found.append([result, *tape.gradient(loss, [query, key, value])])
-    for one, other in zip(*found, strict=True):
+        results.append([result, *tape.gradient(loss, [query, key, value])])
+    for one, other in zip(*results, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-11, atol=1e-13)
 
 
@@ -466,15 +466,15 @@ def test_the_cheaper_exchange_is_taken():
 
 
 def test_devices_hold_their_positions_alone():
-    found = []
+    lengths_and_devices = []
 
     class Watched(layers.Layer):
         def call(self, x):
-            found.append((x.shape[1], x.device))
+            lengths_and_devices.append((x.shape[1], x.device))
             return x * 2
 
     model = divided(around(lambda x: Watched()(x)), 2)
-    found.clear()
+    lengths_and_devices.clear()
     tf.function(model)(tf.ones((2, LENGTH, WIDTH)))
-    assert [length for length, _ in found[-2:]] == [2, 3]  # Before, it was judged.
-    assert [device[-5:] for _, device in found[-2:]] == DEVICES[:2]
+    assert [length for length, _ in lengths_and_devices[-2:]] == [2, 3]  # Before, it was judged.
+    assert [device[-5:] for _, device in lengths_and_devices[-2:]] == DEVICES[:2]

@@ -53,8 +53,8 @@ def test_windows_of_all_kinds_are_those_of_the_whole_picture():
             assert model.split.get(f"layer{index}") == ("height" if is_split else None)
         x = np.random.default_rng(0).normal(size=(2, height, 7, 2)) - 2  # Below the padding, too.
         expected = plain.predict(x, verbose=0)
-        found = model.predict(x, verbose=0)
-        for one, other, case in zip(found, expected, WINDOWS, strict=True):
+        actual = model.predict(x, verbose=0)
+        for one, other, case in zip(actual, expected, WINDOWS, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-14, err_msg=str(case))
 
 
@@ -98,15 +98,15 @@ def test_it_trains_to_the_weights_of_one_device(num_devices):
         model.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy")
         model.fit(x, y, batch_size=8, shuffle=False, verbose=0, epochs=2)
         trained.append(model)
-    plain, found = trained
+    plain, divided = trained
     names = ["stem", "normalize", "rectify", "drop", "pad", "second", "skip", "join", "halve"]
-    assert [n for n, kind in found.split.items() if kind == "height"] == [*names, "mean"]
-    for one, other in zip(plain.variables, found.variables, strict=True):
+    assert [n for n, kind in divided.split.items() if kind == "height"] == [*names, "mean"]
+    for one, other in zip(plain.variables, divided.variables, strict=True):
         np.testing.assert_allclose(
             other.numpy(), one.numpy(), rtol=1e-9, atol=1e-11, err_msg=one.path
         )
     np.testing.assert_allclose(
-        found.predict(x, verbose=0), plain.predict(x, verbose=0), rtol=1e-9
+        divided.predict(x, verbose=0), plain.predict(x, verbose=0), rtol=1e-9
     )
 
 
@@ -117,15 +117,15 @@ def test_the_split_of_convolutions_has_a_name():
 
 def weights_of_both(make, x, y, learning_rate):
     """The weights on one device, and on two by height."""
-    found = []
+    weights = []
     for build in (
         make, lambda: tfparallel.tensor_parallel(make, DEVICES[:2], convolutions="height")
     ):  # fmt: skip
         model = seeded(build)
         model.compile(keras.optimizers.SGD(learning_rate), "mse")
         model.fit(x, y, batch_size=5, shuffle=False, verbose=0)
-        found.append([variable.numpy() for variable in model.variables])
-    return model, found
+        weights.append([variable.numpy() for variable in model.variables])
+    return model, weights
 
 
 @pytest.mark.slow
@@ -142,9 +142,9 @@ def test_pixels_that_tie_share_the_gradient_of_the_largest(kernel, keepdims):
 
     random = np.random.default_rng(0)
     x, y = random.integers(2, size=(12, 7, 7, 1)) * 1.0, random.normal(size=(12, 1, 1, 1))
-    model, (plain, found) = weights_of_both(make, x, y if keepdims else y[:, 0, 0], 0.01)
+    model, (plain, divided) = weights_of_both(make, x, y if keepdims else y[:, 0, 0], 0.01)
     assert model.split["largest"] == "height"
-    for one, other in zip(plain, found, strict=True):
+    for one, other in zip(plain, divided, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-9, atol=1e-11)
 
 
@@ -165,7 +165,7 @@ def test_an_activation_of_ones_own_is_computed_of_the_whole_picture():
 
     random = np.random.default_rng(0)
     x, y = random.normal(size=(12, 8, 5, 2)), random.normal(size=(12, 1))
-    model, (plain, found) = weights_of_both(make, x, y, 1e-3)
+    model, (plain, divided) = weights_of_both(make, x, y, 1e-3)
     assert "first" in model.split and not {"second", "third"} & set(model.split)
-    for one, other in zip(plain, found, strict=True):
+    for one, other in zip(plain, divided, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-9, atol=1e-11)

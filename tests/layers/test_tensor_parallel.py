@@ -93,9 +93,9 @@ def train(model, **options):
     return history, state_of(model)
 
 
-def assert_equal(found, expected):
+def assert_equal(actual, expected):
     # A bias before batch normalization, or of an attention key, has no true gradient: noise.
-    comparison.assert_equal(found, expected, rtol=1e-10, atol=1e-11)
+    comparison.assert_equal(actual, expected, rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_it_trains_to_the_weights_of_one_device(build, num_devices):
     model = tfparallel.tensor_parallel(lambda: seeded(build), DEVICES[:num_devices])
     for variable in model.variables:
         if isinstance(variable, SplitVariable):
-            found = [short(part.value.device) for part in variable.parts]
-            assert found == DEVICES[:num_devices]
+            devices = [short(part.value.device) for part in variable.parts]
+            assert devices == DEVICES[:num_devices]
     assert_equal(train(compile_model(model)), expected)
 
 
@@ -122,16 +122,16 @@ def masked_skip():
 def test_the_mask_is_taken_off_where_keras_takes_it_off():
     """Story: off each device's copy, so that the loss was masked, as on one device it is not."""
     tokens = np.random.default_rng(0).integers(1, 9, (8, 5)) * (np.arange(5) < 3)
-    found = []
+    results = []
     for model in (seeded(masked_skip), tfparallel.tensor_parallel(lambda: seeded(masked_skip), 2)):
         model.compile("sgd", "mse")
         y = np.ones((8, 5, NUM_CLASSES))
         history = model.fit(tokens, y, epochs=2, shuffle=False, verbose=0).history
-        found.append((history, state_of(model)))
-    assert_equal(found[1], found[0])
+        results.append((history, state_of(model)))
+    assert_equal(results[1], results[0])
 
 
-def test_what_a_layer_takes_off_the_whole_is_off_the_parts():
+def test_a_mask_removed_from_the_whole_is_removed_from_its_parts():
     """Another layer that reads the parts finds no mask either."""
     with tf.device("CPU:0"):
         parts = Parts([tf.ones((2, 3, 1))] * 2, -1, DEVICES[:2], mask=tf.ones((2, 3), tf.bool))
@@ -160,9 +160,9 @@ def test_what_is_split():
         "e": "column, gathered",
     }
     # Two groups of heads are too few for three devices.
-    found = split(attention, 3)
-    assert found["attend"] == "heads" and "grouped" not in found
-    assert [kind for name, kind in found.items() if name.startswith("dense")] == ["column", "row"]
+    kinds = split(attention, 3)
+    assert kinds["attend"] == "heads" and "grouped" not in kinds
+    assert [kind for name, kind in kinds.items() if name.startswith("dense")] == ["column", "row"]
 
 
 def test_a_layer_whose_call_was_replaced_is_left_in_place():
@@ -265,12 +265,12 @@ def traced(model, *specs):
 
 def reductions(graph):
     """Sums of terms from several devices, and the layers that they are under."""
-    found = []
+    names = []
     for op in graph.get_operations():
         devices = {short(device_of(tensor.op)) for tensor in op.inputs}
         if op.type in ("AddN", "AddV2") and len(devices - {""}) > 1:
-            found.append(op.name)
-    return found
+            names.append(op.name)
+    return names
 
 
 def test_a_pair_has_one_reduction_forward_and_one_backward():
@@ -285,10 +285,10 @@ def test_a_pair_has_one_reduction_forward_and_one_backward():
     model = tfparallel.tensor_parallel(build, DEVICES[:2])
     model.compile("sgd", "mse")
     graph = traced(model, ((8,), "float64"), ((8,), "float64"))
-    found = reductions(graph)
-    assert len(found) == 2, found
-    assert sum("b" in name.split("/") or "b_1" in name.split("/") for name in found) == 1
-    assert sum(name.startswith("gradients/") for name in found) == 1
+    names = reductions(graph)
+    assert len(names) == 2, names
+    assert sum("b" in name.split("/") or "b_1" in name.split("/") for name in names) == 1
+    assert sum(name.startswith("gradients/") for name in names) == 1
     products = collections.Counter(
         short(device_of(op)) for op in graph.get_operations() if op.type == "MatMul"
     )
@@ -338,9 +338,9 @@ def test_a_softmax_loss_needs_no_whole_logits():
 
 
 def test_a_trained_model_comes_along_and_is_saved_as_plain_keras(tmp_path):
-    given = compile_model(seeded(two_layers))
-    train(given)
-    model = tfparallel.tensor_parallel(given, DEVICES[:2])
+    source = compile_model(seeded(two_layers))
+    train(source)
+    model = tfparallel.tensor_parallel(source, DEVICES[:2])
     model.save(tmp_path / "split.keras")
     model.save_weights(tmp_path / "split.weights.h5")
     with zipfile.ZipFile(tmp_path / "split.keras") as archive:
@@ -351,12 +351,12 @@ def test_a_trained_model_comes_along_and_is_saved_as_plain_keras(tmp_path):
     assert type(loaded.get_layer("a")) is layers.Dense
     again = tfparallel.tensor_parallel(two_layers, DEVICES)
     again.load_weights(tmp_path / "split.weights.h5")
-    for value, other, wanted in zip(
-        loaded.get_weights(), again.get_weights(), given.get_weights(), strict=True
+    for value, other, weight in zip(
+        loaded.get_weights(), again.get_weights(), source.get_weights(), strict=True
     ):
-        np.testing.assert_array_equal(value, wanted)
-        np.testing.assert_array_equal(other, wanted)
-    expected = train(given)
+        np.testing.assert_array_equal(value, weight)
+        np.testing.assert_array_equal(other, weight)
+    expected = train(source)
     # On other devices, from the file: slots came along too.
     assert_equal(train(tfparallel.tensor_parallel(loaded, DEVICES)), expected)
     assert_equal(train(model), expected)
@@ -383,8 +383,8 @@ def test_an_input_split_by_features_meets_a_row_parallel_layer():
 
 
 def test_a_layer_reads_rows_where_that_is_asked_for():
-    asked = tfparallel.tensor_parallel(two_layers, DEVICES[:2], split={"a": "row"})
-    assert asked.split == {"a": "row", "b": "column", "e": "row"}
+    by_rows = tfparallel.tensor_parallel(two_layers, DEVICES[:2], split={"a": "row"})
+    assert by_rows.split == {"a": "row", "b": "column", "e": "row"}
     # Behind a softmax, which looks at all features, and beside another reader.
     inputs = keras.Input((6,))
     x = layers.Dense(8, activation="softmax", name="a")(inputs)
@@ -449,8 +449,8 @@ def test_a_label_that_is_no_class(monkeypatch):
     with pytest.raises(tf.errors.InvalidArgumentError, match="A label is negative"):
         cross_entropy(tf.constant([0, -1, 2, 4]), logits, tf.float32)
     monkeypatch.setattr(softmax_loss, "_raises_for_bad_labels", lambda device: False)
-    found = cross_entropy(tf.constant([0, -1, 5, 4]), logits, tf.float32).numpy()
-    np.testing.assert_allclose(found, [np.log(5), np.nan, np.nan, np.log(5)], rtol=1e-6)
+    losses = cross_entropy(tf.constant([0, -1, 5, 4]), logits, tf.float32).numpy()
+    np.testing.assert_allclose(losses, [np.log(5), np.nan, np.nan, np.log(5)], rtol=1e-6)
 
 
 def test_keras_refuses_a_tensor_in_parts():
@@ -531,7 +531,7 @@ def own_step():
         ),
     ],
 )
-def test_what_cannot_be_split(model, options, message):
+def test_models_that_cannot_be_split_raise(model, options, message):
     with pytest.raises(ValueError, match=message):
         tfparallel.tensor_parallel(model, **({"devices": DEVICES} | options))
 

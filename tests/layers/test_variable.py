@@ -51,10 +51,10 @@ def loop(model, optimizer, in_graph):
     return losses, model.get_weights()
 
 
-def assert_close(found, expected):
-    for value, wanted in zip(found, expected, strict=True):
+def assert_close(actual, expected):
+    for value, expected_value in zip(actual, expected, strict=True):
         # A bias of an attention key has no true gradient: noise.
-        np.testing.assert_allclose(value, wanted, rtol=1e-10, atol=1e-11)
+        np.testing.assert_allclose(value, expected_value, rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize("in_graph", [False, True])
@@ -80,20 +80,20 @@ def test_a_loop_of_the_users_own(name, options, compiled, in_graph):
             optimizer = make()
         optimizer.build(model.trainable_variables)
         results.append(loop(model, optimizer, in_graph))
-    for found, expected in zip(results[1], results[0], strict=True):
-        assert_close(found, expected)
+    for actual, expected in zip(results[1], results[0], strict=True):
+        assert_close(actual, expected)
 
 
 def test_an_optimizer_that_looks_at_whole_weights_sees_them_in_a_loop():
     results = []
     for model in (seeded(text), split(3)):
         results.append(loop(model, keras.optimizers.Lamb(0.01), in_graph=False))
-    for found, expected in zip(results[1], results[0], strict=True):
-        assert_close(found, expected)
+    for actual, expected in zip(results[1], results[0], strict=True):
+        assert_close(actual, expected)
 
 
 def test_gradients_are_those_of_the_whole():
-    found = []
+    gradients = []
     x, _ = data()
     for model in (seeded(text), split(3)):
         kernel, table = model.get_layer("a").kernel, model.get_layer("embed").embeddings
@@ -103,9 +103,9 @@ def test_gradients_are_those_of_the_whole():
         sparse = tape.gradient(total, table)
         assert isinstance(sparse, tf.IndexedSlices)
         assert tape.gradient(alone, table) is None
-        found.append([tape.gradient(total, kernel), tape.gradient(alone, {"k": kernel})["k"],
+        gradients.append([tape.gradient(total, kernel), tape.gradient(alone, {"k": kernel})["k"],
                       tf.convert_to_tensor(sparse)])  # fmt: skip
-    assert_close(found[1], found[0])
+    assert_close(gradients[1], gradients[0])
 
 
 def checkpointed(model):

@@ -45,19 +45,19 @@ def graphs(draw):
 @given(graphs())
 def test_no_other_cut_is_better(graph):
     costs, edges, peaks, num_stages = graph
-    found = partition(num_stages, Weighed(costs, edges, peaks=peaks))
-    assert len(found) == num_stages and sum(found) == len(costs) and min(found) >= 1
+    stages = partition(num_stages, Weighed(costs, edges, peaks=peaks))
+    assert len(stages) == num_stages and sum(stages) == len(costs) and min(stages) >= 1
     best = min(
         cost_of(np.diff([0, *cuts, len(costs)]), costs, edges, peaks)
         for cuts in itertools.combinations(range(1, len(costs)), num_stages - 1)
     )
-    assert cost_of(found, costs, edges, peaks) == pytest.approx(best)
+    assert cost_of(stages, costs, edges, peaks) == pytest.approx(best)
 
 
 @pytest.mark.parametrize(
     "edges, stages", [(None, [2, 2]), ({1: (5, [2])}, [1, 3]), ({0: (1, [1, 2, 3])}, [2, 2])]
 )
-def test_what_is_sent_moves_the_cut(edges, stages):
+def test_communication_moves_the_cut(edges, stages):
     assert partition(2, Weighed([3, 1, 1, 3], edges)) == stages
 
 
@@ -83,16 +83,16 @@ def test_no_other_cut_of_two_things_under_a_cap_is_better(graph, data):
     sizes = data.draw(st.lists(st.integers(1, 9), min_size=len(costs), max_size=len(costs)))
     cap = data.draw(st.integers(1, sum(sizes)))
     whole = sum(costs) or 1.0
-    met = [
+    largest_shares = [
         max(cost_of(stages, costs, edges)[0] / whole, cost_of(stages, sizes, {})[0] / sum(sizes))
         for cuts in itertools.combinations(range(1, len(costs)), num_stages - 1)
         if cost_of(stages := np.diff([0, *cuts, len(costs)]), sizes, {})[0] <= cap
     ]
-    if met:
-        found = partition(num_stages, Weighed(costs, edges), Weighed(sizes, cap=cap))
-        time, memory = cost_of(found, costs, edges)[0], cost_of(found, sizes, {})[0]
+    if largest_shares:
+        best = partition(num_stages, Weighed(costs, edges), Weighed(sizes, cap=cap))
+        time, memory = cost_of(best, costs, edges)[0], cost_of(best, sizes, {})[0]
         assert memory <= cap
-        assert max(time / whole, memory / sum(sizes)) == pytest.approx(min(met))
+        assert max(time / whole, memory / sum(sizes)) == pytest.approx(min(largest_shares))
     else:
         with pytest.raises(NoPartition):
             partition(num_stages, Weighed(costs, edges), Weighed(sizes, cap=cap))

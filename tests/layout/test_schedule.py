@@ -10,7 +10,7 @@ from tfparallel.layout.simulator import StageSeconds, simulate, theoretical_bubb
 
 
 def rows(*arguments):
-    return [" ".join(map(str, own)) for own in make_schedule(*arguments).instructions]
+    return [" ".join(map(str, row)) for row in make_schedule(*arguments).instructions]
 
 
 def test_gpipe():
@@ -31,7 +31,7 @@ def test_1f1b_with_fewer_micro_batches_than_devices():
 
 def test_interleaved():
     schedule = make_schedule("interleaved", 2, 4)
-    stages = [[f"{i}@{i.stage}" for i in own] for own in schedule.instructions]
+    stages = [[f"{i}@{i.stage}" for i in of_device] for of_device in schedule.instructions]
     assert stages[0] == (
         "F0@0 F1@0 F0@2 F1@2 F2@0 B0@2 F3@0 B1@2 F2@2 B0@0 F3@2 B1@0 B2@2 B3@2 B2@0 B3@0".split()
     )
@@ -74,8 +74,8 @@ def test_everything_is_done_once_behind_what_it_needs(schedule):
 @given(schedules())
 def test_equal_stages_leave_the_bubble_of_the_formula(schedule):
     times = [StageSeconds(1.0, 2.0)] * schedule.num_stages
-    found = simulate(schedule, times)
-    assert found.bubble == pytest.approx(theoretical_bubble(schedule))
+    timeline = simulate(schedule, times)
+    assert timeline.bubble == pytest.approx(theoretical_bubble(schedule))
 
 
 @given(schedules(), st.data())
@@ -85,35 +85,35 @@ def test_no_device_does_two_things_at_once_and_nothing_comes_before_it_is_sent(s
         StageSeconds(data.draw(seconds), data.draw(seconds), data.draw(st.floats(0.0, 1.0)))
         for _ in range(schedule.num_stages)
     ]
-    found = simulate(schedule, times)
-    for own in schedule.instructions:
-        spans = [found.seconds[instruction] for instruction in own]
+    timeline = simulate(schedule, times)
+    for of_device in schedule.instructions:
+        spans = [timeline.seconds[instruction] for instruction in of_device]
         for (_, end), (begin, _) in zip(spans, spans[1:], strict=False):
             assert end <= begin
-        for instruction in own:
+        for instruction in of_device:
             for needed in schedule.needs(instruction):
-                assert found.seconds[needed][1] <= found.seconds[instruction][0]
-    assert 0 <= found.bubble < 1
+                assert timeline.seconds[needed][1] <= timeline.seconds[instruction][0]
+    assert 0 <= timeline.bubble < 1
 
 
 @given(st.integers(1, 6), st.integers(1, 12))
 def test_1f1b_holds_as_many_micro_batches_as_there_are_stages_behind(devices, number):
-    own = make_schedule("1f1b", devices, number).most_in_flight()
-    assert own == [min(devices - d, number) for d in range(devices)]
+    in_flight = make_schedule("1f1b", devices, number).most_in_flight()
+    assert in_flight == [min(devices - d, number) for d in range(devices)]
     assert make_schedule("gpipe", devices, number).most_in_flight() == [number] * devices
 
 
 def test_unequal_stages_take_what_the_formula_says():
     times = [StageSeconds(1.0, 2.0), StageSeconds(2.0, 4.0)]
-    found = simulate(make_schedule("gpipe", 2, 8), times)
-    assert found.makespan == 3 + 6 + 7 * 6
-    assert found.most_in_flight() == [8, 8]
+    timeline = simulate(make_schedule("gpipe", 2, 8), times)
+    assert timeline.makespan == 3 + 6 + 7 * 6
+    assert timeline.most_in_flight() == [8, 8]
 
 
 def test_a_trace_has_each_instruction():
     schedule = make_schedule("1f1b", 2, 3)
-    found = as_trace(simulate(schedule, [StageSeconds(1.0, 2.0, 0.1)] * 2), ["CPU:0", "CPU:1"])
-    spans = [event for event in found["traceEvents"] if event["ph"] == "X"]
+    trace = as_trace(simulate(schedule, [StageSeconds(1.0, 2.0, 0.1)] * 2), ["CPU:0", "CPU:1"])
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert [(e["name"], e["ts"]) for e in spans[:2]] == [("F0", 0.0), ("F1", 1e6)]
     assert len(spans) == 12
 

@@ -115,7 +115,7 @@ class Step:
 
     def edges(self) -> list[Edge]:
         """The tensors that change their memory; each once for each memory that wants it."""
-        found = {}
+        edges = {}
         for node in self._nodes.values():
             if node.op in _PASSED_ON:
                 continue
@@ -128,8 +128,8 @@ class Step:
                 if made_in != wanted_in and dtype not in (tf.resource, tf.variant):
                     tensor = (source.device, source.name, output)
                     edge = (_short(source.name), source.op, node.op, dtype, made_in, wanted_in)
-                    found.setdefault((*tensor, wanted_in), Edge(*edge, tensor))
-        return list(found.values())
+                    edges.setdefault((*tensor, wanted_in), Edge(*edge, tensor))
+        return list(edges.values())
 
     def made_by(self, device: str, name: str) -> tuple:
         """The operation behind an input, through what only passes it on, and which output it is."""
@@ -254,9 +254,11 @@ def _plain(op: str) -> str:
 def _kernels_of(op: str):
     plain = _plain(op)
     names = [op] if plain == op else [plain, f"_{plain}"]
-    found = [kernel for n in names for kernel in kernels.get_registered_kernels_for_op(n).kernel]
-    own = [kernel for kernel in found if kernel.device_type == "GPU" and not kernel.label]
-    return own + [kernel for kernel in found if kernel.device_type == "DEFAULT"]
+    registered = [
+        kernel for n in names for kernel in kernels.get_registered_kernels_for_op(n).kernel
+    ]
+    of_gpu = [kernel for kernel in registered if kernel.device_type == "GPU" and not kernel.label]
+    return of_gpu + [kernel for kernel in registered if kernel.device_type == "DEFAULT"]
 
 
 def _kernel(node):
@@ -300,12 +302,12 @@ def _arguments(node, definitions) -> tuple[list[tf.DType], list[str]]:
     dtypes, names = [], []
     for definition in definitions:
         if definition.type_list_attr:
-            own = [tf.as_dtype(t) for t in node.attr[definition.type_list_attr].list.type]
+            types = [tf.as_dtype(t) for t in node.attr[definition.type_list_attr].list.type]
         else:
             attr = definition.type_attr
             dtype = tf.as_dtype(node.attr[attr].type if attr else definition.type)
             count = node.attr[definition.number_attr].i if definition.number_attr else 1
-            own = [dtype] * count
-        dtypes += own
-        names += [definition.name] * len(own)
+            types = [dtype] * count
+        dtypes += types
+        names += [definition.name] * len(types)
     return dtypes, names

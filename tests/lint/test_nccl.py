@@ -61,21 +61,21 @@ def is_behind(later, earlier):
 
 def faults(operations):
     """What NCCL would not do, or not do twice in the same order."""
-    found = []
+    messages = []
     for op in operations:
         hint, dtype = op.get_attr("communication_hint").decode(), op.get_attr("T")
         if dtype.is_floating and (hint != "nccl" or op.device != GPU or dtype not in OF_NCCL):
-            found.append(f"{op.name} of {dtype.name} by {hint} on {op.device}")
+            messages.append(f"{op.name} of {dtype.name} by {hint} on {op.device}")
         if not dtype.is_floating and (hint != "ring" or op.device != HOST):
-            found.append(f"{op.name} of {dtype.name} by {hint} on {op.device}")
+            messages.append(f"{op.name} of {dtype.name} by {hint} on {op.device}")
     for device in (GPU, HOST):
-        own = [op for op in operations if op.device == device]
-        found += [
+        of_device = [op for op in operations if op.device == device]
+        messages += [
             f"{later.name} is not behind {earlier.name}"
-            for earlier, later in itertools.pairwise(own)
+            for earlier, later in itertools.pairwise(of_device)
             if not is_behind(later, earlier)
         ]
-    return found
+    return messages
 
 
 @pytest.fixture(name="group")
@@ -105,14 +105,14 @@ def test_the_lint_sees_a_second_order(group):
 
 def test_the_lint_sees_a_type_that_nccl_lacks(group, monkeypatch):
     monkeypatch.setattr(process_group, "_WIDENED", ())
-    found = collectives_of(lambda: group.all_reduce([tf.ones([3], tf.bfloat16)]))
-    assert any("bfloat16" in fault for fault in faults(found))
+    operations = collectives_of(lambda: group.all_reduce([tf.ones([3], tf.bfloat16)]))
+    assert any("bfloat16" in fault for fault in faults(operations))
 
 
 def test_a_vector_has_no_more_elements_than_31_bits_count(monkeypatch, group):
     monkeypatch.setattr(packing, "_MAX_ELEMENTS", 10)
-    found = collectives_of(lambda: group.all_reduce([tf.ones([n]) for n in (4, 5, 3, 20, 6)]))
-    assert [op.inputs[0].shape[0] for op in found] == [9, 3, 20, 6]
+    operations = collectives_of(lambda: group.all_reduce([tf.ones([n]) for n in (4, 5, 3, 20, 6)]))
+    assert [op.inputs[0].shape[0] for op in operations] == [9, 3, 20, 6]
 
 
 def test_nor_has_one_in_a_process(monkeypatch):
@@ -183,17 +183,17 @@ STEPS = {
 )
 def test_replicas_are_summed_by_nccl_on_every_device(name):
     """A device that leaves its operation out has the others wait for ever."""
-    found = sums_of(cross_device.NcclAllReduce(), **STEPS[name])
-    assert {op.get_attr("T") for op, _ in found} == {tf.float32}
-    runs = [op.device[-5:] for op, is_needed in found if is_needed]
-    assert sorted(runs) == sorted(op.device[-5:] for op, _ in found)
+    sums = sums_of(cross_device.NcclAllReduce(), **STEPS[name])
+    assert {op.get_attr("T") for op, _ in sums} == {tf.float32}
+    runs = [op.device[-5:] for op, is_needed in sums if is_needed]
+    assert sorted(runs) == sorted(op.device[-5:] for op, _ in sums)
     assert set(runs) == {"CPU:0", "CPU:1"}
 
 
 @pytest.mark.slow
 def test_the_lint_sees_a_sum_that_nobody_reads():
-    found = sums_of(tf.distribute.NcclAllReduce(), **STEPS["mixed_float16"])
-    assert [op.device[-5:] for op, is_needed in found if not is_needed] == ["CPU:1"]
+    sums = sums_of(tf.distribute.NcclAllReduce(), **STEPS["mixed_float16"])
+    assert [op.device[-5:] for op, is_needed in sums if not is_needed] == ["CPU:1"]
 
 
 def test_tensorflows_nccl_has_no_bfloat16():

@@ -154,9 +154,9 @@ WAITS = {
 }
 
 
-def more_waits(found, network, num_times=1):
+def more_waits(wait_edges, network, num_times=1):
     """The edges that a network does not have on one GPU, so many times."""
-    counted = collections.Counter((edge.op, edge.consumer) for edge in found)
+    counted = collections.Counter((edge.op, edge.consumer) for edge in wait_edges)
     counted[IDS] += counted.pop(IDS_OF_A_STAGE, 0)
     allowed = {kind: num_times * count for kind, count in WAITS[network].items()}
     return counted - collections.Counter(allowed)
@@ -164,23 +164,23 @@ def more_waits(found, network, num_times=1):
 
 @pytest.mark.parametrize("network", NETWORKS)
 def test_where_the_host_waits_for_one_gpu_is_known(network):
-    found = collections.Counter((edge.op, edge.consumer) for edge in waits(traced(network)))
-    assert found == WAITS[network]
+    counts = collections.Counter((edge.op, edge.consumer) for edge in waits(traced(network)))
+    assert counts == WAITS[network]
 
 
 @pytest.mark.parametrize(("form", "network"), PAIRS)
 def test_the_host_waits_no_more_for_several_gpus(form, network):
-    found = waits(traced(network, form))
+    wait_edges = waits(traced(network, form))
     if form in ("data", "tensor"):  # Each does what one would do.
         for gpu in GPUS:
-            own = [edge for edge in found if edge.made_in == gpu]
-            assert not more_waits(own, network), own
+            of_gpu = [edge for edge in wait_edges if edge.made_in == gpu]
+            assert not more_waits(of_gpu, network), of_gpu
     elif form == "model":
-        assert not more_waits(found, network), found
+        assert not more_waits(wait_edges, network), wait_edges
     else:
         # Each micro-batch does; and the divisor of the loss asks for a shape once more.
-        more = more_waits(found, network, num_times=2)
-        assert more <= collections.Counter({SHAPE_OF_LABELS: 1}), found
+        more = more_waits(wait_edges, network, num_times=2)
+        assert more <= collections.Counter({SHAPE_OF_LABELS: 1}), wait_edges
 
 
 # What the host sends back, having been asked for it by a layer of Keras's or by a gradient.
@@ -235,13 +235,13 @@ def test_the_lint_sees_all_rows_sent_to_a_replica(monkeypatch):
 
 def test_the_lint_sees_all_rows_sent_to_each_replica(monkeypatch):
     monkeypatch.setattr(shard.Shard, "rows_used", all_rows)
-    found = rows_and_sent(traced.__wrapped__("mlp", "data"), "mlp", "data")
-    assert all(sent > 1.5 * rows for rows, sent in found)
+    rows_and_sends = rows_and_sent(traced.__wrapped__("mlp", "data"), "mlp", "data")
+    assert all(sent > 1.5 * rows for rows, sent in rows_and_sends)
 
 
-def all_rows(own, tensor):
-    with tf.device(GPUS[own.replica]):
-        return tensor[own.start : own.start + own.num_rows]
+def all_rows(piece, tensor):
+    with tf.device(GPUS[piece.replica]):
+        return tensor[piece.start : piece.start + piece.num_rows]
 
 
 def cut_on_gpus(monkeypatch):
@@ -342,5 +342,5 @@ def test_the_lint_sees_rows_on_a_wrong_gpu(monkeypatch):
 def test_the_lint_sees_sizes_on_a_gpu(monkeypatch):
     """How a dropout mask was drawn: with the sizes of all rows in 64 bits, on the device."""
     monkeypatch.setattr(random.math, "prod", lambda sizes: None)
-    found = waits(traced.__wrapped__("mlp", "data"))
-    assert more_waits([edge for edge in found if edge.made_in == GPUS[1]], "mlp")
+    wait_edges = waits(traced.__wrapped__("mlp", "data"))
+    assert more_waits([edge for edge in wait_edges if edge.made_in == GPUS[1]], "mlp")

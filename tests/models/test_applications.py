@@ -175,6 +175,6 @@ def test_no_year_to_be_forecast_was_trained_on():
 def test_a_vae_reconstructs_and_generates():
     model = load("vae").build_model()
     (images, _), _ = load("vae").load_data()
-    told = keras.ops.convert_to_numpy(model(images[:5]))
-    assert told.shape == (5, 8, 8, 1) and 0 < told.min() and told.max() < 1
+    pictures = keras.ops.convert_to_numpy(model(images[:5]))
+    assert pictures.shape == (5, 8, 8, 1) and 0 < pictures.min() and pictures.max() < 1
     assert model.decoder(np.zeros((3, 4), "float32")).shape == (3, 8, 8, 1)

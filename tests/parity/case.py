@@ -131,7 +131,7 @@ class Plain:
     """One device, plain Keras."""
 
     name = "one device"
-    asked: dict[str, Any] = {}  # What the builder is given besides, by `run`.
+    builder_options: dict[str, Any] = {}  # Set by `run`, from the case.
 
     def model(self, case: Case) -> keras.Model:
         return self.make(case.build, case.compile)
@@ -166,7 +166,7 @@ class Builder(Plain):
     def make(self, build, compile=None) -> keras.Model:
         import tfparallel
 
-        model = tfparallel.data_parallel(build, devices=self.devices, **self.asked)
+        model = tfparallel.data_parallel(build, devices=self.devices, **self.builder_options)
         if compile is not None:
             compile(model)
         return model
@@ -245,7 +245,7 @@ class Pipeline(Plain):
         import tfparallel
 
         model = tfparallel.pipeline_parallel(
-            build, self.devices, allow_empty_stages=True, **self.options, **self.asked
+            build, self.devices, allow_empty_stages=True, **self.options, **self.builder_options
         )
         if compile is not None:
             compile(model)
@@ -276,7 +276,7 @@ class Hybrid(Plain):
             balance="memory",
             allow_empty_stages=True,
             **self.options,
-            **self.asked,
+            **self.builder_options,
         )
         if compile is not None:
             compile(model)
@@ -313,7 +313,7 @@ def precision(dtype: str) -> Iterator[None]:
 def run(case: Case, form: Plain, *, baseline: bool = False) -> Observed:
     """Trains `case` under `form` from its own seed, in its own precision."""
     train = (case.baseline if baseline else None) or case.train or fit
-    form.asked = {} if baseline else case.options
+    form.builder_options = {} if baseline else case.options
     keras.backend.clear_session()  # Before the dtype policy is set: it resets that, too.
     with precision(case.dtype):
         keras.utils.set_random_seed(SEED)
@@ -422,10 +422,10 @@ def observe(model: keras.Model, history: dict | None = None, **outputs) -> Obser
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """The compiled optimizer, and those that the model holds as attributes."""
-    found = [getattr(model, "optimizer", None)]
-    found += [value for _, value in sorted(vars(model).items(), key=lambda item: item[0])]
+    candidates = [getattr(model, "optimizer", None)]
+    candidates += [value for _, value in sorted(vars(model).items(), key=lambda item: item[0])]
     unique = []
-    for value in found:
+    for value in candidates:
         if isinstance(value, keras.optimizers.Optimizer) and not any(value is u for u in unique):
             unique.append(value)
     return unique
@@ -466,22 +466,22 @@ def compare(expected: Observed, seen: Observed) -> list[Difference]:
             f"Missing: {sorted(missing)}; not on one device: {sorted(surplus)}"
         )
     differences = []
-    for name, wanted in expected.items():
+    for name, reference in expected.items():
         value = seen[name]
-        if wanted.shape != value.shape:
-            raise AssertionError(f"{name}: shape {value.shape}, on one device {wanted.shape}")
-        differences.append(Difference(name, relative_difference(name, wanted, value)))
+        if reference.shape != value.shape:
+            raise AssertionError(f"{name}: shape {value.shape}, on one device {reference.shape}")
+        differences.append(Difference(name, relative_difference(name, reference, value)))
     return sorted(differences, key=lambda difference: -difference.relative)
 
 
-def relative_difference(name: str, wanted: np.ndarray, value: np.ndarray) -> float:
+def relative_difference(name: str, expected: np.ndarray, value: np.ndarray) -> float:
     """max|a - b| / max|a|, with the floor of the name's kind; inf where NaN is new."""
-    if wanted.size == 0:
+    if expected.size == 0:
         return 0.0
-    same = (wanted == value) | (np.isnan(wanted) & np.isnan(value))
+    same = (expected == value) | (np.isnan(expected) & np.isnan(value))
     if same.all():
         return 0.0
-    apart = np.max(np.abs(np.where(same, 0.0, value - wanted)))
-    finite = np.abs(wanted[np.isfinite(wanted)])
+    apart = np.max(np.abs(np.where(same, 0.0, value - expected)))
+    finite = np.abs(expected[np.isfinite(expected)])
     scale = max(finite.max() if finite.size else 0.0, FLOOR[name.split(":")[0]])
     return float(apart / scale) if np.isfinite(apart) else float("inf")

@@ -95,9 +95,9 @@ def main() -> None:
     keras.utils.set_random_seed(0)
     warnings.simplefilter("ignore")
     counts: collections.Counter[str] = collections.Counter()
-    left = arguments.seconds - (time.monotonic() - begin)
+    remaining_seconds = arguments.seconds - (time.monotonic() - begin)
     with open(arguments.json or "/dev/null", "w") as file:
-        for row in rows(names, share, num_shares, left):
+        for row in rows(names, share, num_shares, remaining_seconds):
             counts[row[3]] += 1
             print(json.dumps(row), file=file, flush=True)
             if row[3] == WRONG:

@@ -107,9 +107,9 @@ def cell(verdict: str, detail: float | str) -> Cell:
 
 def worst(cells: list[Cell]) -> Cell:
     """The cell that is true of all of them; of different refusals it names each."""
-    found = max(cells, key=lambda c: (SEVERITY.index(c.verdict), c.largest))
-    if found.verdict != REFUSED:
-        return found
+    result = max(cells, key=lambda c: (SEVERITY.index(c.verdict), c.largest))
+    if result.verdict != REFUSED:
+        return result
     said = {c.message for c in cells if c.verdict == REFUSED}
     return Cell(REFUSED, message=_OR.join(sorted(said)))
 
@@ -257,15 +257,15 @@ def runs(cases: list[Case]) -> list[str]:
 
 def render(cases: list[Case], peers: list[str], page: str = "") -> str:
     """The page, from everything seen in this session, and rows that it did not run from `page`."""
-    kept, lines = parse(page), [INTRODUCTION, *runs(cases)]
+    old_rows, lines = parse(page), [INTRODUCTION, *runs(cases)]
     notes: dict[str, int] = {}
 
-    def text(found: Cell | None) -> str:
-        if found is None:
+    def text(result: Cell | None) -> str:
+        if result is None:
             return "not run"
-        if found.verdict != REFUSED:
-            return str(found)
-        said = [notes.setdefault(each, len(notes) + 1) for each in found.message.split(_OR)]
+        if result.verdict != REFUSED:
+            return str(result)
+        said = [notes.setdefault(each, len(notes) + 1) for each in result.message.split(_OR)]
         return REFUSED + "".join(f"[^{number}]" for number in said)
 
     for group, of_group in itertools.groupby(unique_rows(cases), lambda case: case.group):
@@ -274,7 +274,7 @@ def render(cases: list[Case], peers: list[str], page: str = "") -> str:
             if is_asked_for(case.feature):
                 rows[case.feature] = row(case.feature)
             else:
-                rows[case.feature] = [kept.get((case.feature, form)) for form in COLUMNS]
+                rows[case.feature] = [old_rows.get((case.feature, form)) for form in COLUMNS]
         lines.append(f"\n## {group}\n")
         everywhere = [feature for feature, cells in rows.items() if set(map(str, cells)) == {EXACT}]
         if everywhere:
@@ -361,8 +361,8 @@ def main() -> int:
             from .cases import ALL  # TensorFlow, which the processes above do not inherit.
 
             read_seen()
-            asked = [case for case in ALL if is_asked_for(case.feature)]
-            run_workers(asked, arguments.workers.split(","))
+            selected = [case for case in ALL if is_asked_for(case.feature)]
+            run_workers(selected, arguments.workers.split(","))
             write(ALL)
     return result.returncode
 

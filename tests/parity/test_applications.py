@@ -80,9 +80,9 @@ def test_a_network_on_devices_is_the_network(name, num_devices, form):
         else:
             assert len(set(placed.placement.values())) == num_devices
         moments_of_parts = hasattr(placed, "schedule") and bool(batch_norms(placed))
-        found = train(placed, name)
+        actual = train(placed, name)
         expected = on_one_device(name, moments_of_parts)
-    for (path, one), (_, other) in zip(expected, found, strict=True):
+    for (path, one), (_, other) in zip(expected, actual, strict=True):
         largest = max(1e-2, np.abs(one).max())
         np.testing.assert_allclose(other, one, rtol=0, atol=TOLERANCE[form] * largest, err_msg=path)
 

@@ -34,7 +34,7 @@ def refusing(text: str):
 
 
 @pytest.fixture
-def known(monkeypatch):
+def add_case(monkeypatch):
     """Adds a case to those that `judge` knows."""
 
     def add(**fields):
@@ -47,8 +47,8 @@ def known(monkeypatch):
     test_parity.expected_of.cache_clear()
 
 
-def test_a_refusal_counts_only_in_the_form_and_the_words_that_the_case_says(known):
-    expected = known(refused={"tensor_parallel": "must treat each element"}, fit={"epochs": 1})
+def test_a_refusal_counts_only_in_the_form_and_the_words_that_the_case_says(add_case):
+    expected = add_case(refused={"tensor_parallel": "must treat each element"}, fit={"epochs": 1})
     said = "The update must treat each element by itself."
     assert judge(expected, refusing(said)) == (REFUSED, said)
     with pytest.raises(PlacementError, match="something else"):
@@ -61,8 +61,8 @@ def test_a_refusal_counts_only_in_the_form_and_the_words_that_the_case_says(know
 
 
 @pytest.mark.slow
-def test_a_case_that_says_it_is_refused_may_not_train(known):
-    expected = known(refused={"data_parallel": "anything"}, fit={"epochs": 1})
+def test_a_case_that_says_it_is_refused_may_not_train(add_case):
+    expected = add_case(refused={"data_parallel": "anything"}, fit={"epochs": 1})
     with pytest.raises(AssertionError, match="was trained under data_parallel.*“anything”"):
         judge(expected, Builder(DEVICES))
 
@@ -74,19 +74,19 @@ def losing_the_policy(form, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["mixed_float16", "mixed_bfloat16"])
-def test_a_case_that_computes_in_another_precision_is_no_case(known, dtype):
-    lost = known(dtype=dtype, train=losing_the_policy, fit={"epochs": 1})
+def test_a_case_that_computes_in_another_precision_is_no_case(add_case, dtype):
+    lost = add_case(dtype=dtype, train=losing_the_policy, fit={"epochs": 1})
     for form in (Plain(), Builder(DEVICES)):
         with pytest.raises(AssertionError, match=f"computes in the case's precision, {dtype}"):
             run(lost, form)
 
 
 @pytest.mark.parametrize(("scale", "skipped"), [(1.0, 0), (2.0**60, 6)])
-def test_a_case_of_skipped_updates_skips_some_and_not_all(known, scale, skipped):
+def test_a_case_of_skipped_updates_skips_some_and_not_all(add_case, scale, skipped):
     def optimizer():
         return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=scale)
 
-    overflows = known(
+    overflows = add_case(
         dtype="mixed_float16",
         compile=compiled(optimizer),
         train=overflowing,

@@ -37,19 +37,19 @@ def run_cases(names: Sequence[str], num_workers: int, num_devices: int) -> dict[
         For each name what was seen.
     """
     seen: dict[str, Seen] = {}
-    left = list(names)
-    while left:
+    remaining = list(names)
+    while remaining:
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "seen.jsonl")
             environment = {"TFPARALLEL_PARITY_WORKERS": path}
-            seconds = 60 + 120 * len(left)
-            failure = run_job(main, [num_devices, left], num_workers, seconds, environment)
+            seconds = 60 + 120 * len(remaining)
+            failure = run_job(main, [num_devices, remaining], num_workers, seconds, environment)
             lines = open(path).read().splitlines() if os.path.exists(path) else []
         done = [json.loads(line) for line in lines]
         seen |= {name: Seen(verdict, detail, failure) for name, verdict, detail, failure in done}
-        left = left[len(done) :]
-        if left:
-            seen[left.pop(0)] = Seen("", "", failure or "The job ended early.")
+        remaining = remaining[len(done) :]
+        if remaining:
+            seen[remaining.pop(0)] = Seen("", "", failure or "The job ended early.")
     return seen
 
 
@@ -67,15 +67,15 @@ def main(num_devices: int, names: Sequence[str]) -> None:
         name = "workers"
 
         def make(self, build, compile=None):
-            model = tfparallel.data_parallel(build, strategy, **self.asked)
+            model = tfparallel.data_parallel(build, strategy, **self.builder_options)
             if compile is not None:
                 compile(model)
             return model
 
         @contextlib.contextmanager
         def directory(self):
-            with super().directory() as own:
-                yield strategy.workers.exchange(own, "a case")[0]
+            with super().directory() as local_folder:
+                yield strategy.workers.exchange(local_folder, "a case")[0]
                 self.wait_for_all()
 
         def wait_for_all(self):

@@ -75,15 +75,15 @@ def test_stages_in_processes_train_to_the_weights_of_one(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     plain = [sys.executable, *train, "--parallel=none", f"--save={tmp_path}/n.keras"]
     subprocess.run(list(map(str, plain)), cwd=ROOT, check=True, timeout=200)
-    expected, found = (weights_of(tmp_path / name) for name in ("n.keras", "p.keras"))
-    for one, other in zip(expected, found, strict=True):
+    expected, actual = (weights_of(tmp_path / name) for name in ("n.keras", "p.keras"))
+    for one, other in zip(expected, actual, strict=True):
         np.testing.assert_allclose(other, one, rtol=0, atol=1e-4)
-    held = json.loads((tmp_path / "p.json").read_text())["placement"]
-    assert [own["device"] for own in held] == [
+    placement = json.loads((tmp_path / "p.json").read_text())["placement"]
+    assert [process["device"] for process in placement] == [
         f"/job:worker/task:{index}/device:CPU:0" for index in range(2)
     ]
-    assert not set(held[0]["layers"]) & set(held[1]["layers"])
-    assert all(own["parameter_bytes"] > 0 for own in held)
+    assert not set(placement[0]["layers"]) & set(placement[1]["layers"])
+    assert all(process["parameter_bytes"] > 0 for process in placement)
 
 
 def test_bench_measures_stages_in_processes(tmp_path):
@@ -92,14 +92,14 @@ def test_bench_measures_stages_in_processes(tmp_path):
         f"--report={tmp_path}/bench.json", f"--plot={tmp_path}/bench.png",
     )  # fmt: skip
     assert code == 0, said
-    found = json.loads((tmp_path / "bench.json").read_text())
-    (row,) = found["pipelines"]
-    assert found["plain"]["num_examples"] == row["num_examples"] == 64
+    report = json.loads((tmp_path / "bench.json").read_text())
+    (row,) = report["pipelines"]
+    assert report["plain"]["num_examples"] == row["num_examples"] == 64
     assert row["most_in_flight"] == [2, 1] and len(row["peak_memory_bytes"]) == 2
     for tensors, whole in zip(row["peak_tensor_bytes"], row["peak_memory_bytes"], strict=True):
         assert tensors is None or 0 <= tensors < whole  # Only large ones are counted.
     # No process has a GPU; where one has, its tensors there are what the table shows.
-    assert row["peak_gpu_bytes"] == [{}, {}] and found["plain"]["peak_gpu_bytes"] == [{}]
+    assert row["peak_gpu_bytes"] == [{}, {}] and report["plain"]["peak_gpu_bytes"] == [{}]
     on_gpu = row | {"peak_gpu_bytes": [{"GPU:0": 3 << 20, "GPU:1": 4 << 20}, {}]}
     assert bench_pipeline._tensor_bytes(on_gpu) == [7 << 20, row["peak_tensor_bytes"][1]]
     assert 0 < row["bubble"] < 1 and row["bubble_of_equal_stages"] == pytest.approx(1 / 3)

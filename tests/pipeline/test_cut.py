@@ -64,7 +64,7 @@ def passed(stages):
     ],
     ids=["skipped stage", "one stage", "shared layer", "wide and deep", "empty stage"],
 )  # fmt: skip
-def test_what_passes(build, stage_of, expected):
+def test_which_tensors_pass_between_stages(build, stage_of, expected):
     stages = cut_stages(build(), stage_of, len(expected))
     assert passed(stages) == expected
 
@@ -82,8 +82,8 @@ def test_stage_by_stage_it_is_the_model(build):
     for stage in stages:
         values.update(stage.run({key: values[key] for key in stage.inputs}, masks))
     expected = keras.tree.flatten(model(x if len(x) > 1 else x[0], training=True))
-    for symbol, wanted in zip(functional.outputs, expected, strict=True):
-        np.testing.assert_allclose(values[id(symbol)], wanted, rtol=1e-5)
+    for symbol, output in zip(functional.outputs, expected, strict=True):
+        np.testing.assert_allclose(values[id(symbol)], output, rtol=1e-5)
 
 
 class Looks(layers.Layer):
@@ -105,9 +105,9 @@ class TakesOff(Looks):
     """Takes the mask off what it reads, as Keras's attention does."""
 
     def call(self, x):
-        found = super().call(x)
+        output = super().call(x)
         x._keras_mask = None
-        return found
+        return output
 
 
 @pytest.mark.parametrize(
@@ -127,18 +127,18 @@ def test_each_call_finds_the_masks_that_it_finds_on_one_device(stage_of):
         taken = layers.Identity(name=f"short_{k}")(taken)
     ends = [before, taken, Looks(seen, name="after")(x), Looks(seen, name="other")(other)]
     model = keras.Model(x._keras_history.operation.input, [layers.Add()(ends), other])
-    given = keras.ops.ones((2, 3))
-    expected = [mask_of(output) is not None for output in model(given, training=True)]
+    rows = keras.ops.ones((2, 3))
+    expected = [mask_of(output) is not None for output in model(rows, training=True)]
     on_one_device, key = dict(seen), id(model.inputs[0])
     assert on_one_device == {"before": True, "taker": True, "after": False, "other": False}
-    values, masks = {key: given}, Masks(model, model, [given])
+    values, masks = {key: rows}, Masks(model, model, [rows])
     for stage in cut_stages(model, stage_of, 3):
         seen.clear()
         sent = {key: with_mask_of(tf.identity(values[key]), values[key]) for key in stage.inputs}
         values.update(stage.run(sent, masks))
         assert seen == {name: on_one_device[name] for name in seen}
-    found = [masks.at_end(id(symbol), values[id(symbol)]) for symbol in model.outputs]
-    assert [mask is not None for mask in found] == expected
+    masks_at_end = [masks.at_end(id(symbol), values[id(symbol)]) for symbol in model.outputs]
+    assert [mask is not None for mask in masks_at_end] == expected
 
 
 def test_a_layer_that_is_called_twice_counts_once():
@@ -175,12 +175,12 @@ def with_training(order):
 def test_each_call_has_the_training_that_it_has_on_one_device(order, stage_of):
     """Since Keras 3.16 a call leaves what it is told to all that follow, in other branches, too."""
     model = with_training(order)
-    given = np.zeros((2, 3))
+    rows = np.zeros((2, 3))
     Probe.seen = []
-    model(given, training=True)
+    model(rows, training=True)
     expected, Probe.seen = sorted(Probe.seen), []
-    values: Values = {id(model.inputs[0]): given}
-    masks = Masks(model, model, [given])
+    values: Values = {id(model.inputs[0]): rows}
+    masks = Masks(model, model, [rows])
     for stage in cut_stages(model, stage_of, 3):
         values |= stage.run({key: values[key] for key in stage.inputs}, masks)
     assert sorted(Probe.seen) == expected

@@ -161,8 +161,8 @@ def train(model, build, batch_size=10):
     return history, state_of(model)
 
 
-def assert_equal(found, expected):
-    comparison.assert_equal(found, expected, rtol=1e-10, atol=1e-12)
+def assert_equal(actual, expected):
+    comparison.assert_equal(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 def pipelined(build, devices=DEVICES, num_micro_batches=4, **options):
@@ -220,14 +220,14 @@ def test_all_layers_that_normalize_by_the_batch_are_named():
 
 
 def ancestors(op):
-    found, waiting = set(), [op]
+    names, waiting = set(), [op]
     while waiting:
-        own = waiting.pop()
-        for before in [*own.control_inputs, *(tensor.op for tensor in own.inputs)]:
-            if before.name not in found:
-                found.add(before.name)
+        operation = waiting.pop()
+        for before in [*operation.control_inputs, *(tensor.op for tensor in operation.inputs)]:
+            if before.name not in names:
+                names.add(before.name)
                 waiting.append(before)
-    return found
+    return names
 
 
 def test_the_graph_has_the_order_of_the_schedule():
@@ -239,14 +239,14 @@ def test_the_graph_has_the_order_of_the_schedule():
     @tf.function(autograph=False)
     def step(x, y):
         passes = model.passes(x, y, None)
-        found = passes.run(x, y, None)
+        result = passes.run(x, y, None)
         ends.update(passes.order.ends)
-        return found.loss, found.gradients
+        return result.loss, result.gradients
 
     step.get_concrete_function(tf.constant(x), tf.constant(y))
     behind = {instruction: ancestors(end) for instruction, end in ends.items()}
-    for device, own in enumerate(model.schedule.instructions):
-        for first, second in zip(own, own[1:], strict=False):
+    for device, of_device in enumerate(model.schedule.instructions):
+        for first, second in zip(of_device, of_device[1:], strict=False):
             assert ends[first].name in behind[second]
         for m in range(len(DEVICES) - device, 6):
             ended = Instruction("backward", device, m - (len(DEVICES) - device))
@@ -261,8 +261,8 @@ def test_a_run_has_no_more_in_flight_than_the_schedule_says():
     timelines = measured_timelines(model, (x, y), num_steps=2)
     for timeline in timelines:
         assert timeline.most_in_flight() == [3, 2, 1]
-        for own in model.schedule.instructions:
-            spans = [timeline.seconds[instruction] for instruction in own]
+        for of_device in model.schedule.instructions:
+            spans = [timeline.seconds[instruction] for instruction in of_device]
             for (_, end), (begin, _) in zip(spans, spans[1:], strict=False):
                 assert end <= begin
     assert simulate(model.schedule, stage_seconds(timelines)).makespan > 0
@@ -287,11 +287,11 @@ def test_a_tf_function_has_time_stamps_wait_for_each_other():
 
     @tf.function
     def stamps():
-        found = []
+        times = []
         for device in DEVICES[:2]:
             with tf.device(device):
-                found.append(tf.timestamp())
-        return found
+                times.append(tf.timestamp())
+        return times
 
     graph = stamps.get_concrete_function().graph
     first, second = (op for op in graph.get_operations() if op.type == "Timestamp")
@@ -380,8 +380,8 @@ def test_a_loss_that_compares_examples_is_refused_before_a_weight_moves():
     for old, new in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(new, old)
     expected = fit_stack(seeded(stack), Comparing()).history["loss"]
-    found = fit_stack(pipelined(stack, DEVICES[:2], schedule="gpipe"), Comparing())
-    np.testing.assert_allclose(found.history["loss"], expected, rtol=1e-12)
+    history = fit_stack(pipelined(stack, DEVICES[:2], schedule="gpipe"), Comparing())
+    np.testing.assert_allclose(history.history["loss"], expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -509,10 +509,10 @@ def test_the_gradient_of_a_tensor_that_has_two_keys_is_counted_once(tail, cuts, 
     for cut in cuts:
         for schedule in ("1f1b", "gpipe"):
             options = {"schedule": schedule, "layers_per_stage": cut}
-            found = trained(
+            actual = trained(
                 lambda o=options: tfparallel.pipeline_parallel(build, DEVICES[:2], 4, **o)
             )
-            for one, other in zip(expected, found, strict=True):
+            for one, other in zip(expected, actual, strict=True):
                 np.testing.assert_allclose(other, one, rtol=1e-10, atol=1e-13)
 
 

@@ -48,15 +48,15 @@ def test_it_is_traced_once_and_told_of_each_micro_batch(num_rows):
         return [tensors[0] * 2.0, shard.replica, shard.start, num_rows], [0]
 
     x = np.arange(num_rows, dtype="float32")
-    found = called(function, x)
-    np.testing.assert_array_equal(np.concatenate([own[0] for own in found]), 2 * x)
-    told = [tuple(int(each) for each in own[1:]) for own in found]
-    assert told == [(shard.replica, shard.start, shard.num_rows) for shard in shards_of(num_rows)]
+    results = called(function, x)
+    np.testing.assert_array_equal(np.concatenate([result[0] for result in results]), 2 * x)
+    shards = [tuple(int(each) for each in result[1:]) for result in results]
+    assert shards == [(shard.replica, shard.start, shard.num_rows) for shard in shards_of(num_rows)]
     assert len(traced) == 1
     assert (traced[0] == 2) if num_rows == 6 else tf.is_tensor(traced[0])
 
 
-def test_what_is_not_there_and_masks_go_in_and_out():
+def test_none_and_masks_pass_in_and_out():
     def function(tensors, shard):
         x, nothing = tensors
         assert nothing is None
@@ -68,23 +68,23 @@ def test_what_is_not_there_and_masks_go_in_and_out():
     def step(x):
         shards = shards_of(6)
         once = TracedOnce(function, shards)
-        found = []
+        masks = []
         for shard in shards:
-            own = shard.rows(x)
-            own._keras_mask = own > 2.0
-            made, nothing = once([own, None], shard)
+            rows = shard.rows(x)
+            rows._keras_mask = rows > 2.0
+            output, nothing = once([rows, None], shard)
             assert nothing is None
-            found.append(made._keras_mask)
-        return tf.concat(found, 0)
+            masks.append(output._keras_mask)
+        return tf.concat(masks, 0)
 
     np.testing.assert_array_equal(step(tf.range(6.0)), np.arange(6) <= 2)
 
 
 def test_what_an_argument_was_made_of_is_known_inside():
-    found = []
+    sources = []
 
     def function(tensors, shard):
-        found.extend(made_of(tensor) for tensor in tensors)
+        sources.extend(made_of(tensor) for tensor in tensors)
         return [tensors[0]], []
 
     @tf.function(autograph=False)
@@ -93,13 +93,13 @@ def test_what_an_argument_was_made_of_is_known_inside():
         TracedOnce(function, shards)([shards[0].rows(x), tf.range(tf.shape(x)[1])], shards[0])
 
     step(tf.ones((6, 2)))
-    of_rows, constant = found
+    of_rows, constant = sources
     assert of_rows
     assert not constant
 
 
 def test_what_is_no_target_has_no_gradient():
-    kernel, other, found = tf.Variable(2.0), tf.Variable(3.0), []
+    kernel, other, gradients = tf.Variable(2.0), tf.Variable(3.0), []
 
     def function(tensors, shard):
         (x,) = tensors
@@ -112,27 +112,27 @@ def test_what_is_no_target_has_no_gradient():
         with tf.GradientTape() as tape:
             product, logarithm, _ = once([shards[0].rows(x)], shards[0])
         assert once.targets == {0}
-        found.extend(tape.gradient([product, logarithm], [kernel, other]))
-        return found[0]
+        gradients.extend(tape.gradient([product, logarithm], [kernel, other]))
+        return gradients[0]
 
     assert float(step(tf.range(6.0))) == 0.0 + 1.0  # No 0 · ∞ of the logarithm's.
-    assert found[1] is None
+    assert gradients[1] is None
 
 
 def test_tensorflow_takes_zeros_for_the_gradient_of_what_nobody_uses():
     """Why results are cut off: a gradient of `other` is None, and not 0 · ∞."""
-    kernel, other, found = tf.Variable(2.0), tf.Variable(0.0), []
+    kernel, other, gradients = tf.Variable(2.0), tf.Variable(0.0), []
     function = tf.function(lambda x: (x * kernel, tf.math.log(x * other)), autograph=False)
 
     @tf.function(autograph=False)
     def step(x):
         with tf.GradientTape() as tape:
             product, _ = function(x)
-        found.append(tape.gradient(product, other))
-        return found[0]
+        gradients.append(tape.gradient(product, other))
+        return gradients[0]
 
     step(tf.constant(1.0))
-    assert found[0] is not None
+    assert gradients[0] is not None
 
 
 @pytest.mark.parametrize("is_constant", [True, False])
@@ -261,9 +261,9 @@ class Sines(layers.Layer):
     """Python computes them, and their gradient."""
 
     def call(self, inputs):
-        found = tf.py_function(tf.sin, [inputs], inputs.dtype)
-        found.set_shape(inputs.shape)
-        return found
+        sines = tf.py_function(tf.sin, [inputs], inputs.dtype)
+        sines.set_shape(inputs.shape)
+        return sines
 
     def compute_output_shape(self, shape):
         return shape
@@ -421,13 +421,13 @@ def test_a_pipeline_trains_to_the_weights_of_one_device(layers_of, schedule, bat
         lambda: seeded(build), ["CPU:0", "CPU:1"], NUM_MICRO_BATCHES, schedule=schedule,
         layers_per_stage=[names.index("second"), len(names) - names.index("second")],
     )  # fmt: skip
-    targets, found = {"used": generator.normal(size=(18, 3, 3))}, []
+    targets, results = {"used": generator.normal(size=(18, 3, 3))}, []
     for model in (single, pipelined):
         decaying = keras.optimizers.AdamW(0.01, weight_decay=0.1)
         model.compile(keras.optimizers.Adagrad(0.1) if reads_tokens else decaying, {"used": "mse"})
-        told = model.fit(x, targets, batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
-        found.append((told.history, state_of(model)))
-    assert_equal(found[1], found[0], rtol=1e-10, atol=1e-12)
+        fitted = model.fit(x, targets, batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
+        results.append((fitted.history, state_of(model)))
+    assert_equal(results[1], results[0], rtol=1e-10, atol=1e-12)
 
 
 class Padded(layers.Layer):
@@ -451,7 +451,7 @@ def test_a_layer_that_keras_cannot_call_ahead_of_a_step():
         return keras.Model(inputs, layers.Dense(1, name="second")(x))
 
     batches = tf.data.Dataset.from_tensors((rows, tf.ones((5, 1), tf.float64)))
-    found = []
+    results = []
     for model in (
         seeded(build),
         tfparallel.pipeline_parallel(
@@ -459,9 +459,9 @@ def test_a_layer_that_keras_cannot_call_ahead_of_a_step():
         ),
     ):
         model.compile("adam", "mse")
-        told = model.fit(batches, epochs=2, verbose=0)
-        found.append((told.history, state_of(model)))
-    assert_equal(found[1], found[0])
+        fitted = model.fit(batches, epochs=2, verbose=0)
+        results.append((fitted.history, state_of(model)))
+    assert_equal(results[1], results[0])
 
 
 class Places(layers.Layer):
@@ -494,7 +494,7 @@ def test_stages_read_a_table_in_different_ways(schedule):
         second = layers.Dense(4, name="second")(table(inputs))
         return keras.Model(inputs, layers.Dense(2)(Sum()(second, table(Places()(second)))))
 
-    found = []
+    results = []
     for model in (
         seeded(build),
         tfparallel.pipeline_parallel(
@@ -503,9 +503,9 @@ def test_stages_read_a_table_in_different_ways(schedule):
         ),
     ):  # fmt: skip
         model.compile(keras.optimizers.Adagrad(0.1), "mse")
-        told = model.fit(x, y, batch_size=7, epochs=2, shuffle=False, verbose=0)
-        found.append((told.history, state_of(model)))
-    assert_equal(found[1], found[0], rtol=1e-10, atol=1e-12)
+        fitted = model.fit(x, y, batch_size=7, epochs=2, shuffle=False, verbose=0)
+        results.append((fitted.history, state_of(model)))
+    assert_equal(results[1], results[0], rtol=1e-10, atol=1e-12)
 
 
 def stepwise(model, x, y):
@@ -530,7 +530,7 @@ def test_a_step_that_must_trace_each_is_begun_anew(steps):
         inputs = keras.Input((3, 4))
         return keras.Model(inputs, unused_head(inputs))
 
-    found = []
+    results = []
     for model in (
         seeded(build),
         tfparallel.pipeline_parallel(
@@ -540,15 +540,15 @@ def test_a_step_that_must_trace_each_is_begun_anew(steps):
         model.compile(keras.optimizers.AdamW(0.01, weight_decay=0.1), {"used": "mse"})
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        found.append(({"loss": steps(model, x, y)}, state_of(model)))
-    assert_equal(found[1], found[0], rtol=1e-10, atol=1e-12)
+        results.append(({"loss": steps(model, x, y)}, state_of(model)))
+    assert_equal(results[1], results[0], rtol=1e-10, atol=1e-12)
 
 
 class Keeping(layers.Layer):
     """Keeps what it was given."""
 
     def call(self, inputs):
-        self.kept = inputs
+        self.stored = inputs
         return inputs * 1.0
 
 
@@ -556,7 +556,7 @@ def test_a_tensor_that_another_stage_keeps_is_refused():
     def build():
         inputs, keeping = keras.Input((4,)), Keeping()
         x = layers.Dense(4)(keeping(inputs))
-        x = layers.Lambda(lambda t: t + keeping.kept, output_shape=(4,))(x)
+        x = layers.Lambda(lambda t: t + keeping.stored, output_shape=(4,))(x)
         return keras.Model(inputs, layers.Dense(1)(x))
 
     model = tfparallel.pipeline_parallel(build, ["CPU:0", "CPU:1"], 2, layers_per_stage=[2, 2])
@@ -603,8 +603,8 @@ def test_a_layer_may_draw_from_the_global_seed_where_rows_are_not_looked_at():
         build, ["CPU:0", "CPU:1"], 2, layers_per_stage=[2, 1], check_rows=False
     )
     model.compile("sgd", "mse")
-    found = model.fit(np.ones((4, 4)), np.ones((4, 1)), verbose=0)
-    assert np.isfinite(found.history["loss"]).all()
+    history = model.fit(np.ones((4, 4)), np.ones((4, 1)), verbose=0)
+    assert np.isfinite(history.history["loss"]).all()
 
 
 class DroppingCell(layers.Layer):
@@ -616,8 +616,8 @@ class DroppingCell(layers.Layer):
         self.dropout = layers.Dropout(0.5)
 
     def call(self, inputs, states, training=None):
-        found = self.dropout(inputs + states[0], training=training)
-        return found, [found]
+        output = self.dropout(inputs + states[0], training=training)
+        return output, [output]
 
 
 def test_a_draw_in_a_loop_is_refused():
@@ -694,7 +694,7 @@ def test_micro_batches_draw_other_numbers_by_a_seed_of_tensorflows(how, form):
         model = tfparallel.pipeline_parallel(build, devices[:2], 4)
     model.compile("sgd", loss)
     model.fit(np.zeros((8, 2)), np.zeros((8, 2)), batch_size=8, verbose=0)
-    numbers = np.stack([own for own in seen if len(own) == 2][-4:])
+    numbers = np.stack([drawn_once for drawn_once in seen if len(drawn_once) == 2][-4:])
     assert numbers.shape == (4, 2, 2) and len(np.unique(numbers)) == numbers.size
 
 
@@ -713,12 +713,12 @@ def test_ragged_rows_of_either_type(row_splits_dtype):
         return keras.Model(inputs, layers.Dense(1, name="second")(layers.Dense(2)(x)))
 
     batches = tf.data.Dataset.from_tensors((rows, tf.ones((5, 1), tf.float64)))
-    found = []
+    results = []
     for model in (
         seeded(build),
         tfparallel.pipeline_parallel(lambda: seeded(build), ["CPU:0", "CPU:1"], 2),
     ):
         model.compile("adam", "mse")
-        told = model.fit(batches, epochs=2, verbose=0)
-        found.append((told.history, state_of(model)))
-    assert_equal(found[1], found[0])
+        fitted = model.fit(batches, epochs=2, verbose=0)
+        results.append((fitted.history, state_of(model)))
+    assert_equal(results[1], results[0])

@@ -82,8 +82,8 @@ def joins_outputs(model):
 
     @tf.function(autograph=False)
     def step(x, y, weights):
-        found = model.passes(x, y, weights).run(x, y, weights)
-        return found.loss, found.gradients
+        result = model.passes(x, y, weights).run(x, y, weights)
+        return result.loss, result.gradients
 
     operations = step.get_concrete_function(x, y, weights).graph.get_operations()
     joined = [op.outputs[0].shape for op in operations if op.type == "ConcatV2"]
@@ -100,10 +100,10 @@ def test_outputs_of_all_micro_batches_are_nowhere(schedule):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_losses_and_metrics_are_those_of_the_whole_batch(schedule):
     expected = trained(compiled(seeded(build), kerass()))
-    found = trained(compiled(pipelined(schedule), kerass()))
-    assert found[0].keys() == expected[0].keys()
-    assert_equal(found, expected, rtol=1e-6)  # Metrics are float32.
-    assert_equal(({}, found[1]), ({}, expected[1]), rtol=1e-10)
+    actual = trained(compiled(pipelined(schedule), kerass()))
+    assert actual[0].keys() == expected[0].keys()
+    assert_equal(actual, expected, rtol=1e-6)  # Metrics are float32.
+    assert_equal(({}, actual[1]), ({}, expected[1]), rtol=1e-10)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -118,8 +118,8 @@ def test_losses_and_metrics_are_those_of_the_whole_batch(schedule):
 def test_where_they_must_they_meet(schedule, what, options):
     expected = trained(compiled(seeded(build), options()))
     model = compiled(pipelined(schedule), options())
-    found = trained(model)
+    actual = trained(model)
     assert what in model.why_joined
     assert joins_outputs(model)
-    assert_equal(found, expected, rtol=1e-6)
-    assert_equal(({}, found[1]), ({}, expected[1]), rtol=1e-10)
+    assert_equal(actual, expected, rtol=1e-6)
+    assert_equal(({}, actual[1]), ({}, expected[1]), rtol=1e-10)

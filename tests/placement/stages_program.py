@@ -51,12 +51,12 @@ def trained(model, **kwargs):
 def process_ids(devices):
     import tensorflow as tf
 
-    found = []
+    ids = []
     for device in devices:
         with tf.device(device):
             status = tf.io.read_file("/proc/self/status").numpy().decode()
-        found.append(int(status.split("\nPid:")[1].split()[0]))
-    return found
+        ids.append(int(status.split("\nPid:")[1].split()[0]))
+    return ids
 
 
 def main(output, *flags):

@@ -95,14 +95,14 @@ def test_plan(tmp_path):
     assert first == "needs 3 devices of 60 KiB; take --parallel=model; the command:"
     assert command.split()[1:4] == ["train", str(task), "--parallel=model"]
     assert "--num_devices=3" in command
-    told = json.loads(report.read_text())
-    assert len(told["stages"]) == 3 and told["step_seconds"] > 0
-    assert all(stage["held_bytes"] <= 60 * 1024 for stage in told["stages"])
-    assert told["largest"]["2"] > 60 * 1024
+    written = json.loads(report.read_text())
+    assert len(written["stages"]) == 3 and written["step_seconds"] > 0
+    assert all(stage["held_bytes"] <= 60 * 1024 for stage in written["stages"])
+    assert written["largest"]["2"] > 60 * 1024
     code, shown, _ = run(*plan, "--num_devices=2", "--device_memory=8KiB")
     assert code == 1 and "does not fit 2 devices of 8 KiB" in shown
-    code, _, told = run("plan", task, "--device_memory=much", "--num_devices=0")
-    assert code == 2 and "such as 16GiB" in told and "--num_devices=0" in told
+    code, _, errors = run("plan", task, "--device_memory=much", "--num_devices=0")
+    assert code == 2 and "such as 16GiB" in errors and "--num_devices=0" in errors
 
 
 def test_a_shared_layer_counts_each_call_and_equal_layers_are_run_once(monkeypatch):

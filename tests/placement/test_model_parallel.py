@@ -129,18 +129,18 @@ def test_sparse_gradients_and_two_outputs():
 
 
 def test_a_trained_model_comes_along_and_is_saved_as_plain_keras(tmp_path):
-    given = compile_model(seeded(residual))
-    given.get_layer("first").trainable = False
-    compile_model(given)
-    train(given)
-    model = tfparallel.model_parallel(given, DEVICES)
+    source = compile_model(seeded(residual))
+    source.get_layer("first").trainable = False
+    compile_model(source)
+    train(source)
+    model = tfparallel.model_parallel(source, DEVICES)
     assert not model.get_layer("first").trainable
     model.save(tmp_path / "placed.keras")
     loaded = keras.models.load_model(tmp_path / "placed.keras")
     assert not isinstance(loaded, PlacedModel) and "CPU" not in str(loaded.get_config())
-    for weight, wanted in zip(loaded.get_weights(), given.get_weights(), strict=True):
-        np.testing.assert_array_equal(weight, wanted)
-    assert_equal(train(model), train(given))
+    for weight, expected in zip(loaded.get_weights(), source.get_weights(), strict=True):
+        np.testing.assert_array_equal(weight, expected)
+    assert_equal(train(model), train(source))
     # Placed anew, on fewer devices. (Keras's files do not hold the state of dropout's seed.)
     assert_equal(train(tfparallel.model_parallel(loaded, DEVICES[:2])), train(loaded))
 
@@ -271,7 +271,7 @@ class OwnStep(keras.Model):
         ),
     ],
 )
-def test_what_cannot_be_placed(model, options, message):
+def test_models_that_cannot_be_placed_raise(model, options, message):
     with pytest.raises(ValueError, match=message):
         tfparallel.model_parallel(model, **options)
 
@@ -363,19 +363,19 @@ def step_graph(model):
 
 
 def ancestors(op):
-    found, waiting = set(), [op]
+    names, waiting = set(), [op]
     while waiting:
         op = waiting.pop()
-        if op.name not in found:
-            found.add(op.name)
+        if op.name not in names:
+            names.add(op.name)
             waiting += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
-    return found
+    return names
 
 
 def large_products(graph):
     """The operations that make a gradient as large as a weight, first layer first."""
-    made = [op for op in graph.get_operations() if op.type == "MatMul"]
-    return [op for op in made[::-1] if op.outputs[0].shape == (512, 512)]
+    products = [op for op in graph.get_operations() if op.type == "MatMul"]
+    return [op for op in products[::-1] if op.outputs[0].shape == (512, 512)]
 
 
 def large_writes(graph):
@@ -494,6 +494,6 @@ def test_what_changes_behind_compile_is_what_the_optimizer_begins_with(form, opt
         "tensor": tfparallel.tensor_parallel,
         "pipeline": functools.partial(tfparallel.pipeline_parallel, num_micro_batches=2),
     }
-    found = trained(builders[form](build, DEVICES[:2]))
-    for value, wanted in zip(found, trained(build()), strict=True):
-        np.testing.assert_allclose(value, wanted, atol=1e-9)
+    actual = trained(builders[form](build, DEVICES[:2]))
+    for value, expected in zip(actual, trained(build()), strict=True):
+        np.testing.assert_allclose(value, expected, atol=1e-9)

@@ -34,9 +34,9 @@ def launch(*command, num_processes=2, flags=(), **environment):
         text=True,
         timeout=170,
     )
-    own = [sys.executable, *map(str, command)]
-    left = [p.pid for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == own]
-    assert not left, f"processes are left: {left}\n{done.stdout}"
+    command_line = [sys.executable, *map(str, command)]
+    alive = [p.pid for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == command_line]
+    assert not alive, f"processes are left: {alive}\n{done.stdout}"
     return done.returncode, done.stdout
 
 
@@ -76,17 +76,17 @@ def test_a_function_overtakes_what_was_written_eagerly_unless_it_waits():
 def test_everything_is_in_its_process(seen):
     assert seen["elsewhere"] == []
     assert set(seen["audited"]) == {"variables", "slots", "forward", "backward", "update"}
-    layers = [layer for own in seen["held"] for layer in own["layers"]]
+    layers = [layer for process in seen["held"] for layer in process["layers"]]
     assert layers == ["first", "normalize", "drop", "second", "skip", "logits"]
-    for own in seen["held"]:
-        assert own["peak_memory_bytes"] > 100 * 2**20  # TensorFlow itself.
+    for process in seen["held"]:
+        assert process["peak_memory_bytes"] > 100 * 2**20  # TensorFlow itself.
 
 
 def test_what_is_saved_is_plain_keras(seen):
     model = keras.models.load_model(f"{seen['path']}.keras")
     assert type(model).__module__.startswith("keras.")
-    for expected, found in zip(seen["weights"], model.get_weights(), strict=True):
-        np.testing.assert_array_equal(found, np.asarray(expected))
+    for expected, weight in zip(seen["weights"], model.get_weights(), strict=True):
+        np.testing.assert_array_equal(weight, np.asarray(expected))
     assert model.optimizer.iterations > 0
 
 
@@ -129,14 +129,16 @@ def test_a_job_that_is_killed_resumes_to_the_weights_of_one_process(tmp_path):
     assert "worker 0 was killed by SIGKILL" in shown and "(8 steps are done)" in shown, shown
     alone = [sys.executable, *map(str, train), "--parallel=none", f"--save={tmp_path}/n.keras"]
     subprocess.run(alone, cwd=ROOT, check=True, timeout=120)
-    expected, found = (weights_of(tmp_path / name) for name in ("n.keras", "p.keras"))
-    for one, other in zip(expected, found, strict=True):
+    expected, actual = (weights_of(tmp_path / name) for name in ("n.keras", "p.keras"))
+    for one, other in zip(expected, actual, strict=True):
         np.testing.assert_allclose(other, one, rtol=0, atol=1e-4)
-    held = json.loads((tmp_path / "p.json").read_text())["placement"]
-    assert [own["device"] for own in held] == [
+    placement = json.loads((tmp_path / "p.json").read_text())["placement"]
+    assert [process["device"] for process in placement] == [
         f"/job:worker/task:{index}/device:CPU:0" for index in range(2)
     ]
-    assert all(own["peak_memory_bytes"] > own["parameter_bytes"] > 0 for own in held)
+    assert all(
+        process["peak_memory_bytes"] > process["parameter_bytes"] > 0 for process in placement
+    )
 
 
 def test_devices_cannot_be_chosen_where_processes_are_the_stages():

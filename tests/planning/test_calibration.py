@@ -27,7 +27,7 @@ def test_less_than_nothing_is_nothing():
     assert (overhead, machine.replica_seconds, machine.call_seconds) == (0.0, 0.0, 0.0)
 
 
-def test_what_shares_take_is_laid_to_weights_and_replicas():
+def test_the_cost_of_shares_is_per_weight_and_replica():
     # Two replicas take 13 s, of which they update four weights; in shares each updates them, too.
     steps = TinySteps(10.0, 13.0, shares=17.0)
     _, machine = calibrated(steps, Line(1.0, 0.0), Machine())

@@ -29,8 +29,8 @@ def made_up_seconds(monkeypatch):
         return {layer.name: 1e-3 * rows * (1.0 if backward else 0.25) for layer in model.layers}
 
     monkeypatch.setattr(layer_costs, "measured_seconds", seconds)
-    monkeypatch.setattr(planner, "measured_side_by_side", lambda *given: 2.0)
-    monkeypatch.setattr(planner, "measured_tiny_steps", lambda optimizer, **asked: TinySteps(0.0))
+    monkeypatch.setattr(planner, "measured_side_by_side", lambda *args: 2.0)
+    monkeypatch.setattr(planner, "measured_tiny_steps", lambda optimizer, **kwargs: TinySteps(0.0))
     monkeypatch.setattr(planner, "measured_update", lambda optimizer: {64: 0.0, 2**22: 0.0})
     monkeypatch.setattr(planner, "measured_loss", lambda model, rows: 0.0)
     monkeypatch.setattr(planner, "measured_sum", lambda: 0.0)
@@ -73,7 +73,7 @@ class Block(layers.Layer):
     def build(self, shape):
         self.up.build(shape)
         self.down.build((*shape[:-1], 30))
-        self.own = self.add_weight(shape=(512,), name="own")
+        self.weight = self.add_weight(shape=(512,), name="own")
         super().build(shape)
 
     def call(self, x):
@@ -84,18 +84,20 @@ def test_parts_of_a_composite_layer_are_counted():
     plan = planned(lambda: keras.Sequential([keras.Input((8,)), Block()]), num_devices=2)
     # 8·30 + 30 and 30·8 + 8 of the weights are in layers that are split, 512 are the block's own.
     assert plan.share_in_parts == pytest.approx(518 / 1030)
-    held = {found.mesh: found.held_bytes for found in plan.ranked if found.why_not is None}
-    assert held[Mesh(tensor=2)] == pytest.approx(held[Mesh()] * (1 - 518 / 1030 / 2), rel=0.05)
+    held_bytes = {c.mesh: c.held_bytes for c in plan.ranked if c.why_not is None}
+    assert held_bytes[Mesh(tensor=2)] == pytest.approx(
+        held_bytes[Mesh()] * (1 - 518 / 1030 / 2), rel=0.05
+    )
     assert plan.as_json()["share_in_parts"] == plan.share_in_parts
 
 
 @pytest.mark.slow
 def test_every_mesh_has_a_step_or_a_reason():
     plan = planned()
-    found = reasons(plan)
-    assert len(found) == 7
-    assert found[Mesh(pipeline=4)] == "4 stages of 2 layers"
-    assert all(found[mesh] is None for mesh in (Mesh(), Mesh(4), Mesh(tensor=4), Mesh(2, 2)))
+    why_not = reasons(plan)
+    assert len(why_not) == 7
+    assert why_not[Mesh(pipeline=4)] == "4 stages of 2 layers"
+    assert all(why_not[mesh] is None for mesh in (Mesh(), Mesh(4), Mesh(tensor=4), Mesh(2, 2)))
     steps = {candidate.mesh: candidate.prediction for candidate in plan.ranked}
     assert steps[Mesh()].step_seconds == pytest.approx(2 * ROWS * 1e-3)
     # Four devices on two cores: twice as fast as one.
@@ -106,8 +108,8 @@ def test_every_mesh_has_a_step_or_a_reason():
 def test_bytes_are_those_of_the_layers():
     one = next(c for c in planned(num_devices=1).ranked if c.mesh == Mesh())
     weights = 4 * (8 * 32 + 32 + 32 * 4 + 4)
-    kept, outputs = 4 * ROWS * 32, 2 * 4 * ROWS * 4
-    assert one.held_bytes == pytest.approx(4 * weights + kept + outputs, rel=0.02)
+    activations, outputs = 4 * ROWS * 32, 2 * 4 * ROWS * 4
+    assert one.held_bytes == pytest.approx(4 * weights + activations + outputs, rel=0.02)
 
 
 @pytest.mark.slow
@@ -115,34 +117,36 @@ def test_batch_normalization_in_stages_is_a_choice():
     def with_norm():
         return build(normalized=True)
 
-    found = reasons(planned(with_norm))
+    why_not = reasons(planned(with_norm))
     said = "batch normalization, unless --batch_normalization=deferred"
-    assert found[Mesh(2, 2)] == found[Mesh(2, 1, 2)] == said
-    assert found[Mesh(4)] is None and found[Mesh(tensor=4)] is None
+    assert why_not[Mesh(2, 2)] == why_not[Mesh(2, 1, 2)] == said
+    assert why_not[Mesh(4)] is None and why_not[Mesh(tensor=4)] is None
     assert reasons(planned(with_norm, batch_normalization="deferred"))[Mesh(2, 2)] is None
 
 
 @pytest.mark.slow
 def test_an_optimizer_that_looks_at_whole_weights_has_no_parts():
     plan = planned(compile_model=compiled(keras.optimizers.Lamb()))
-    found, shared = reasons(plan), reasons_of_shares(plan)
+    why_not, shared = reasons(plan), reasons_of_shares(plan)
     assert set(shared) == {"optimizer", "parameters"}
     said = "`shard` supports optimizers that update each"
     assert all(why.startswith(said) for why in shared.values())
-    assert found[Mesh(tensor=4)].startswith("tensor_parallel supports optimizers that update each")
-    assert found[Mesh(2, 2)] is None
+    assert why_not[Mesh(tensor=4)].startswith(
+        "tensor_parallel supports optimizers that update each"
+    )
+    assert why_not[Mesh(2, 2)] is None
 
 
 def test_a_model_whose_layers_cannot_be_seen_is_refused():
-    class Own(keras.Model):
+    class Subclassed(keras.Model):
         pass
 
     with pytest.raises(PlacementError, match="needs a functional or Sequential model"):
-        planned(Own)
+        planned(Subclassed)
 
 
 @pytest.mark.slow
-def test_what_is_measured_is_told():
+def test_progress_names_what_is_measured():
     said = []
     planned(progress=said.append)
     assert "memory of the layers" in said and "layers side by side" in said
@@ -180,26 +184,26 @@ def test_layers_go_to_as_few_devices_as_fit():
     first = all_of_them.first
     assert (first.mesh, first.parallelism) == (Mesh(pipeline=4), "model")
     assert first.step_seconds == pytest.approx(4 * ROWS * 1e-3)  # One after the other.
-    held = {candidate.mesh.size: candidate.held_bytes for candidate in all_of_them.ranked}
-    assert sorted(held) == [1, 2, 3, 4] and held[1] > held[2] > held[4]
-    few = planned(deep, parallelism="model", balances=("time",), device_memory=held[2])
+    held_bytes = {candidate.mesh.size: candidate.held_bytes for candidate in all_of_them.ranked}
+    assert sorted(held_bytes) == [1, 2, 3, 4] and held_bytes[1] > held_bytes[2] > held_bytes[4]
+    few = planned(deep, parallelism="model", balances=("time",), device_memory=held_bytes[2])
     assert few.first.mesh.size == 2 and few.first.layers_per_stage == (2, 2)
     assert few.as_json()["meshes"][0]["stages"][1]["layers"] == ["layer2", "layer3"]
     none = planned(deep, parallelism="model", balances=("time",), device_memory=100)
     assert none.first is None and {each.balance for each in none.ranked} <= {None, "memory"}
-    one = planned(deep, parallelism="model", balances=("memory",), device_memory=held[1])
+    one = planned(deep, parallelism="model", balances=("memory",), device_memory=held_bytes[1])
     assert one.first.parallelism == "none"
 
 
 @pytest.mark.slow
 def test_a_pipeline_that_is_asked_for_is_planned_whatever_it_takes():
-    (found,) = planned(deep, num_devices=2, parallelism="pipeline", num_micro_batches=4).ranked
-    first, last = found.prediction.stages
+    (candidate,) = planned(deep, num_devices=2, parallelism="pipeline", num_micro_batches=4).ranked
+    first, last = candidate.prediction.stages
     assert first.forward_seconds == pytest.approx(2 * 4 * 0.25e-3)  # Measured by itself.
     assert last.backward_seconds == pytest.approx(2 * 4 * 0.75e-3)
-    timeline = found.prediction.timeline
+    timeline = candidate.prediction.timeline
     assert timeline.makespan == pytest.approx((4 + 1) * 2 * 4e-3)
-    assert found.step_seconds == pytest.approx(timeline.makespan)
+    assert candidate.step_seconds == pytest.approx(timeline.makespan)
     with pytest.raises(PlacementError, match="in this pipeline: batch normalization, unless"):
         planned(lambda: build(normalized=True), num_devices=2, parallelism="pipeline")
     # More stages than layers: the last pass on what they are given.
@@ -247,17 +251,19 @@ def test_weights_that_are_worth_it_are_shared_out():
         return keras.Model(words, layers.Dense(8, name="small")(x))
 
     plan = planned(build, num_devices=2)
-    held = {c.shard: c.held_bytes for c in plan.ranked if c.mesh == Mesh(data=2)}
+    held_bytes = {c.shard: c.held_bytes for c in plan.ranked if c.mesh == Mesh(data=2)}
     trained = 4 * (100 * 64 + 256 * 128 + 128 + 128 * 8 + 8)
     large = 4 * (100 * 64 + 256 * 128)
     # Half of two slots, and half of what they update, which is whole in place of it.
-    assert held[None] - held["optimizer"] == pytest.approx(trained * (2 / 2 - 1 / 2), abs=8)
+    assert held_bytes[None] - held_bytes["optimizer"] == pytest.approx(
+        trained * (2 / 2 - 1 / 2), abs=8
+    )
     # Weights, gradients and the shares that are updated; halves of two, and both for a moment.
     saved = (1 + 1 + 1 / 2) * large - (1 / 2 + 1 / 2 + 2) * large
-    assert held["optimizer"] - held["parameters"] == pytest.approx(saved, abs=8)
+    assert held_bytes["optimizer"] - held_bytes["parameters"] == pytest.approx(saved, abs=8)
 
 
-def test_what_would_fit_is_told():
+def test_a_plan_without_a_fit_says_what_would_fit():
     plan = planned(deep, num_devices=2, device_memory=100)
     assert plan.first is None
     least = min(c.held_bytes for c in plan.ranked if c.held_bytes is not None)

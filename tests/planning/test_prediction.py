@@ -65,8 +65,8 @@ def test_devices_of_their_own_divide_the_passes():
 def test_cores_that_one_device_keeps_busy_gain_nothing_from_more():
     shared = Machine(side_by_side=1.0)
     for mesh, number in ((Mesh(data=4), 1), (Mesh(pipeline=2), 4), (Mesh(2, 2), 4)):
-        found = passes(mesh, shared, num_micro_batches=number)
-        assert found == pytest.approx(WHOLE), mesh
+        seconds = passes(mesh, shared, num_micro_batches=number)
+        assert seconds == pytest.approx(WHOLE), mesh
 
 
 def test_two_cores_serve_two_of_four_devices():
@@ -76,7 +76,7 @@ def test_two_cores_serve_two_of_four_devices():
     assert passes(Mesh(pipeline=2), shared, num_micro_batches=8) == pytest.approx(WHOLE * 9 / 16)
 
 
-def test_what_every_call_takes_grows_with_the_pieces():
+def test_the_fixed_cost_of_a_call_grows_with_the_pieces():
     fixed = ModelCosts([LayerCosts("only", Line(6.0, 0.0))])
     planned = Pieces(Mesh(), ROWS, make_schedule("1f1b", 1, 4), [1])
     assert predict(fixed, planned, ALONE).passes_seconds == pytest.approx(4 * 6.0)
@@ -93,11 +93,11 @@ def test_a_recompute_adds_the_forward_passes():
 def test_sums_and_updates():
     costs = model(update=Line(1.0, 0.1), overhead_seconds=7.0)
     adding = Machine(sum_seconds=lambda number, size: (number - 1) * size / 10)
-    found = predict(costs, pieces(Mesh(data=3)), adding)
-    assert found.sums_seconds == pytest.approx(2 * 4 * 30 / 10)
-    assert found.update_seconds == pytest.approx(4 * (1.0 + 3.0))
-    assert found.step_seconds == pytest.approx(sum(found.parts.values()))
-    assert found.overhead_seconds == 7.0
+    prediction = predict(costs, pieces(Mesh(data=3)), adding)
+    assert prediction.sums_seconds == pytest.approx(2 * 4 * 30 / 10)
+    assert prediction.update_seconds == pytest.approx(4 * (1.0 + 3.0))
+    assert prediction.step_seconds == pytest.approx(sum(prediction.parts.values()))
+    assert prediction.overhead_seconds == 7.0
     # Two stages of their own update half as much each; on shared cores all copies take turns.
     assert predict(costs, pieces(Mesh(pipeline=2), 4), ALONE).update_seconds == pytest.approx(8.0)
     shared = Machine(side_by_side=1.0)
@@ -106,24 +106,24 @@ def test_sums_and_updates():
     # Three micro-batches are added to the first, in each stage, and then two replicas.
     assert predict(costs, pieces(Mesh(2, 2), 4), adding).sums_seconds == pytest.approx(4 * 60 / 10)
     alone = dataclasses.replace(adding, side_by_side=1.0)
-    found = predict(costs, pieces(Mesh(2, 2), 4), alone).sums_seconds
-    assert found == pytest.approx(2 * (2 * 3 + 1) * 60 / 10)
+    prediction = predict(costs, pieces(Mesh(2, 2), 4), alone).sums_seconds
+    assert prediction == pytest.approx(2 * (2 * 3 + 1) * 60 / 10)
 
 
 def test_replicas_of_parts_add_up_their_parts():
     adding = Machine(sum_seconds=lambda number, size: (number - 1) * size / 10)
     split = {f"layer{i}": "row" for i in range(2)}
     whole = predict(model(), pieces(Mesh(2, 1, 2)), adding).sums_seconds
-    found = predict(model(), pieces(Mesh(2, 1, 2), splits=split), adding).sums_seconds
-    assert (whole, found) == pytest.approx((4 * 30 / 10, (2 * 15 + 2 * 30) / 10))
+    in_parts = predict(model(), pieces(Mesh(2, 1, 2), splits=split), adding).sums_seconds
+    assert (whole, in_parts) == pytest.approx((4 * 30 / 10, (2 * 15 + 2 * 30) / 10))
 
 
 def test_parts_add_up_what_they_exchange():
     adding = Machine(sum_seconds=lambda number, size: (number - 1) * size)
     for kind, tensors in (("row", 1), ("column", 1), ("heads", 2), ("features", 0)):
-        found = passes(Mesh(tensor=2), adding, splits={"layer1": kind})
+        seconds = passes(Mesh(tensor=2), adding, splits={"layer1": kind})
         expected = WHOLE - 3.0 * ROWS / 2 + tensors * 4 * ROWS
-        assert found == pytest.approx(expected), kind
+        assert seconds == pytest.approx(expected), kind
 
 
 def test_what_each_part_does_whole_is_not_divided():
@@ -154,7 +154,7 @@ def test_a_device_holds_its_layers_and_what_is_in_flight():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "recompute", "held"),
+    ("schedule", "recompute", "in_flight_bytes"),
     [
         ("gpipe", "never", 8 * 6 * 16),
         ("1f1b", "never", 2 * 6 * 16),
@@ -163,44 +163,46 @@ def test_a_device_holds_its_layers_and_what_is_in_flight():
         ("1f1b", "always", 6 * 16),
     ],
 )
-def test_the_first_device_holds_what_is_in_flight(schedule, recompute, held):
+def test_the_first_device_holds_what_is_in_flight(schedule, recompute, in_flight_bytes):
     planned = pieces(Mesh(pipeline=2), 8, schedule, recompute=recompute)
     first, last = predict(model(), planned, ALONE).held_bytes
-    assert first == 2 * 100 + held
+    assert first == 2 * 100 + in_flight_bytes
     if recompute == "always":
         assert last == 2 * 100 + 6 * 16 + 6 * 4 * (8 if schedule == "gpipe" else 1)
 
 
 def test_a_device_of_two_stages_holds_both():
     planned = pieces(Mesh(pipeline=2), 8, "interleaved", [1, 1, 1, 1])
-    found = predict(model(), planned, ALONE)
-    assert [stage.device for stage in found.stages] == [0, 1, 0, 1]
-    assert found.held_bytes[0] > 2 * 100 + planned.schedule.most_in_flight()[0] * 6 * 8
+    prediction = predict(model(), planned, ALONE)
+    assert [stage.device for stage in prediction.stages] == [0, 1, 0, 1]
+    assert prediction.held_bytes[0] > 2 * 100 + planned.schedule.most_in_flight()[0] * 6 * 8
 
 
 def test_layers_on_devices_take_turns_in_one_step():
     slow = Machine(call_seconds=0.5)
     planned = dataclasses.replace(pieces(Mesh(pipeline=2)), is_placed=True)
-    found = predict(model(), planned, slow)
-    assert found.passes_seconds == pytest.approx(WHOLE)  # No calls of stages.
-    assert found.bubble == pytest.approx(0.5)
-    assert found.held_bytes[0] == 2 * 100 + 48 * 2 * 8
-    told = found.stages[1].as_json()
-    assert told["layers"] == ["layer2", "layer3"] and told["received_bytes"] == 48 * 4
-    assert told["forward_seconds"] == pytest.approx(told["backward_seconds"] / 2)
+    prediction = predict(model(), planned, slow)
+    assert prediction.passes_seconds == pytest.approx(WHOLE)  # No calls of stages.
+    assert prediction.bubble == pytest.approx(0.5)
+    assert prediction.held_bytes[0] == 2 * 100 + 48 * 2 * 8
+    stage = prediction.stages[1].as_json()
+    assert stage["layers"] == ["layer2", "layer3"] and stage["received_bytes"] == 48 * 4
+    assert stage["forward_seconds"] == pytest.approx(stage["backward_seconds"] / 2)
 
 
 def test_large_gradients_are_held_one_at_a_time_where_none_is_added_to_another():
     large = LayerCosts("large", Line(), 50, 30, 0, 20, Line(0.0, 1.0), 0, 1, update_bytes=90)
     costs = ModelCosts([large, large])
 
-    def held(mesh, counts):
+    def bytes_of(mesh, counts):
         planned = Pieces(mesh, ROWS, make_schedule("1f1b", mesh.pipeline, 1), counts)
         return predict(costs, planned, ALONE).held_bytes[0]
 
-    assert held(Mesh(), [2]) == held(Mesh(tensor=2), [2]) == 2 * 70 + 2 * ROWS  # More than 90.
-    assert held(Mesh(data=2), [2]) == 2 * 100 + 2 * ROWS // 2
-    assert held(Mesh(pipeline=2), [1, 1]) == 100 + ROWS
+    assert (
+        bytes_of(Mesh(), [2]) == bytes_of(Mesh(tensor=2), [2]) == 2 * 70 + 2 * ROWS
+    )  # More than 90.
+    assert bytes_of(Mesh(data=2), [2]) == 2 * 100 + 2 * ROWS // 2
+    assert bytes_of(Mesh(pipeline=2), [1, 1]) == 100 + ROWS
     few = Pieces(Mesh(), 2, make_schedule("1f1b", 1, 1), [2])
     assert predict(costs, few, ALONE).held_bytes == (2 * 70 + 90,)
 
@@ -217,16 +219,16 @@ def in_shares(**extra):
 
 
 def test_a_replica_holds_its_share():
-    def held(shard, number=2):
-        found = predict(in_shares(), pieces(Mesh(data=number), shard=shard), ALONE)
-        return found.held_bytes[0] - 4 * 8 * ROWS // number  # Without activations.
+    def bytes_of(shard, number=2):
+        prediction = predict(in_shares(), pieces(Mesh(data=number), shard=shard), ALONE)
+        return prediction.held_bytes[0] - 4 * 8 * ROWS // number  # Without activations.
 
-    assert held(None) == 4 * (50 + 30 + 20)
+    assert bytes_of(None) == 4 * (50 + 30 + 20)
     # Weights and gradients are whole; of slots there is a half, and of what is updated by them.
-    assert held("optimizer") == 4 * (50 + 30 + 20 / 2 + 30 / 2)
+    assert bytes_of("optimizer") == 4 * (50 + 30 + 20 / 2 + 30 / 2)
     # Of 50 bytes 20 are shared out, and of 30 of gradients; the two largest are whole at a time.
-    assert held("parameters") == 4 * (30 + 10 + (20 + 20 + 20 + 10) / 2) + 2 * (12 + 12)
-    assert held("parameters", 4) == 4 * (30 + 10 + (20 + 20 + 20 + 10) / 4) + 2 * (12 + 12)
+    assert bytes_of("parameters") == 4 * (30 + 10 + (20 + 20 + 20 + 10) / 2) + 2 * (12 + 12)
+    assert bytes_of("parameters", 4) == 4 * (30 + 10 + (20 + 20 + 20 + 10) / 4) + 2 * (12 + 12)
 
 
 def test_shares_of_large_gradients_are_used_up_one_by_one():
@@ -234,30 +236,32 @@ def test_shares_of_large_gradients_are_used_up_one_by_one():
     clipped = LayerCosts("clipped", Line(), 50, 50, 50, 20, shared_bytes=(40,))
     large = dataclasses.replace(clipped, gradient_bytes=10)
 
-    def held(layer, shard):
+    def bytes_of(layer, shard):
         planned = pieces(Mesh(data=2), counts=[1], shard=shard)
         return predict(ModelCosts([layer]), planned, ALONE).held_bytes[0]
 
-    assert held(clipped, "parameters") - held(large, "parameters") == 40 / 2
-    assert held(clipped, "optimizer") == held(large, "optimizer") == 50 + 50 + 20 / 2 + 50 / 2
+    assert bytes_of(clipped, "parameters") - bytes_of(large, "parameters") == 40 / 2
+    assert (
+        bytes_of(clipped, "optimizer") == bytes_of(large, "optimizer") == 50 + 50 + 20 / 2 + 50 / 2
+    )
 
 
 def test_frozen_weights_are_kept_whole_and_have_no_gradients():
     frozen = LayerCosts("frozen", Line(), 50, 0, 0, 0, shared_bytes=(50,))
     planned = pieces(Mesh(data=2), counts=[1], shard="parameters")
-    found = predict(ModelCosts([frozen]), planned, ALONE)
-    assert found.held_bytes == (25 + 50,)
-    assert found.sums_seconds == 0.0
+    prediction = predict(ModelCosts([frozen]), planned, ALONE)
+    assert prediction.held_bytes == (25 + 50,)
+    assert prediction.sums_seconds == 0.0
 
 
 def test_shares_are_updated_once_and_copied():
     costs = in_shares(update=Line(1.0, 0.1))
     adding = Machine(sum_seconds=lambda number, size: (number - 1) * size / 10, share_seconds=0.5)
 
-    def found(shard, machine=adding):
+    def prediction_of(shard, machine=adding):
         return predict(costs, pieces(Mesh(data=2), shard=shard), machine)
 
-    whole, optimizer, parameters = map(found, (None, "optimizer", "parameters"))
+    whole, optimizer, parameters = map(prediction_of, (None, "optimizer", "parameters"))
     assert whole.copies_seconds == 0.0
     assert whole.sums_seconds == optimizer.sums_seconds == pytest.approx(4 * 30 / 10)
     # Each adds up its half of what is shared out; one device the rest.
@@ -271,7 +275,7 @@ def test_shares_are_updated_once_and_copied():
     assert whole.passes_seconds == parameters.passes_seconds
     # On cores that are busy all replicas' copies take turns, and of the update there is one.
     busy = dataclasses.replace(adding, side_by_side=1.0)
-    assert found(None, busy).update_seconds == pytest.approx(2 * 4 * (1.0 + 3.0))
-    assert found("optimizer", busy).update_seconds == pytest.approx(4 * (2 * 1.0 + 3.0))
-    assert found("optimizer", busy).copies_seconds == pytest.approx(4.0 + 2 * 4 * 30 / 10)
-    assert found("parameters", busy).sums_seconds == whole.sums_seconds
+    assert prediction_of(None, busy).update_seconds == pytest.approx(2 * 4 * (1.0 + 3.0))
+    assert prediction_of("optimizer", busy).update_seconds == pytest.approx(4 * (2 * 1.0 + 3.0))
+    assert prediction_of("optimizer", busy).copies_seconds == pytest.approx(4.0 + 2 * 4 * 30 / 10)
+    assert prediction_of("parameters", busy).sums_seconds == whole.sums_seconds

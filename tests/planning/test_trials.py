@@ -58,18 +58,18 @@ def tried(a_task, meshes, *flags, num_trials=4, shard=None, seen=lambda model: N
         seen(model)
         return model
 
-    found = after_trials(plan, batch, built, options.num_trials)
-    return {candidate.mesh: candidate for candidate in found.ranked}
+    plan_after = after_trials(plan, batch, built, options.num_trials)
+    return {candidate.mesh: candidate for candidate in plan_after.ranked}
 
 
 @pytest.mark.slow
 def test_as_many_as_asked_for_are_trained_on_whole_batches():
     assert [len(part) for part in batch_of(task(), 16)] == [16, 16]
     meshes = [Mesh(), Mesh(data=2), Mesh(data=2, pipeline=2), Mesh(tensor=2)]
-    found = tried(task(), meshes, num_trials=3)
-    assert [c.measured_seconds is not None for c in found.values()] == [True, True, True, False]
-    assert [c.mesh for c in found.values()][-1] == Mesh(tensor=2)
-    seconds = [c.measured_seconds for c in found.values()][:3]
+    by_mesh = tried(task(), meshes, num_trials=3)
+    assert [c.measured_seconds is not None for c in by_mesh.values()] == [True, True, True, False]
+    assert [c.mesh for c in by_mesh.values()][-1] == Mesh(tensor=2)
+    seconds = [c.measured_seconds for c in by_mesh.values()][:3]
     assert seconds == sorted(seconds) and seconds[0] > 0
 
 
@@ -97,8 +97,10 @@ def test_each_mesh_is_tried_in_the_same_precision():
 
 @pytest.mark.slow
 def test_flags_of_stages_are_for_meshes_with_stages():
-    found = tried(task(), [Mesh(data=2, tensor=2)], "--schedule=interleaved", "--recompute=always")
-    assert found[Mesh(data=2, tensor=2)].why_not is None
+    by_mesh = tried(
+        task(), [Mesh(data=2, tensor=2)], "--schedule=interleaved", "--recompute=always"
+    )
+    assert by_mesh[Mesh(data=2, tensor=2)].why_not is None
 
 
 @pytest.mark.slow
@@ -114,9 +116,9 @@ def test_what_cannot_be_trained_is_listed_behind_the_others():
         parts = [keras.layers.Dense(8), Spread(), keras.layers.Dense(4)]
         return keras.Sequential([keras.Input((8,)), *parts])
 
-    found = tried(task(build), [Mesh(data=2), Mesh()], num_trials=1)
-    assert [str(mesh) for mesh in found] == ["one device", "data=2"]
-    refused = found[Mesh(data=2)]
+    by_mesh = tried(task(build), [Mesh(data=2), Mesh()], num_trials=1)
+    assert [str(mesh) for mesh in by_mesh] == ["one device", "data=2"]
+    refused = by_mesh[Mesh(data=2)]
     assert refused.prediction is None and "A layer mixes examples" in refused.why_not
 
 
@@ -137,6 +139,6 @@ def test_what_replicas_share_out_is_shared_out_in_the_trial():
     def build():
         return keras.Sequential([keras.Input((8,)), keras.layers.Dense(512), keras.layers.Dense(4)])
 
-    (found,) = tried(task(build), [Mesh(data=2)], shard="parameters", seen=seen).values()
-    assert found.name == "data=2, shard=parameters" and found.measured_seconds > 0
+    (candidate,) = tried(task(build), [Mesh(data=2)], shard="parameters", seen=seen).values()
+    assert candidate.name == "data=2, shard=parameters" and candidate.measured_seconds > 0
     assert shared == [[True, False, False, False]]

@@ -92,13 +92,13 @@ CASES = {
 
 
 def trained(model, case, batch_size, epochs=2, **options):
-    function, optimizer, loss, given = CASES[case]
+    function, optimizer, loss, fit_options = CASES[case]
     loss = loss() if callable(loss) else loss  # Made now: it has the type of the moment.
     model.compile(optimizer(), loss, metrics=["mae"] if isinstance(loss, str) else None, **options)
     x, y = data(function is build_masked)
     y = [y, -y] if function is build_of_two else y
     fitted = {"batch_size": batch_size, "epochs": epochs, "shuffle": False, "verbose": 0}
-    return model.fit(x, y, **fitted, **given).history
+    return model.fit(x, y, **fitted, **fit_options).history
 
 
 def apart(model, other):
@@ -152,10 +152,10 @@ def test_a_replica_adds_up_its_share(all_weights_are_large):
     for shard in ("gradients", "parameters"):
         model = on_replicas("regularizer", 3, shard=shard)
         trained(model, "regularizer", ROWS, epochs=1)
-        for weight, held in model._policy._accumulators.values():
-            assert [own.device[-5:] for own in held] == ["CPU:0", "CPU:1", "CPU:2"]
+        for weight, sums in model._policy._accumulators.values():
+            assert [share.device[-5:] for share in sums] == ["CPU:0", "CPU:1", "CPU:2"]
             rows = weight.shape[0] if len(weight.shape) == 2 else weight.shape.num_elements()
-            assert {own.shape[0] for own in held} == {-(-rows // 3)}
+            assert {share.shape[0] for share in sums} == {-(-rows // 3)}
 
 
 @pytest.mark.slow
@@ -341,7 +341,7 @@ class Asks(keras.callbacks.Callback):
     ],
     ids=["metrics", "predict", "evaluate", "test_on_batch"],
 )
-def test_who_looks_in_the_middle_changes_nothing(in_float64, ask):
+def test_reading_results_between_updates_changes_nothing(in_float64, ask):
     whole, model = on_replicas("SGD", 2), on_replicas("SGD", 2)
     trained(whole, "SGD", ROWS)
     model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])

@@ -72,14 +72,14 @@ def additions(graph):
 
 def origins(op, types):
     """The operations of these types that an operation is computed from, the nearest."""
-    found, waiting = set(), [op]
+    operations, waiting = set(), [op]
     while waiting:
         for tensor in waiting.pop().inputs:
             if tensor.op.type in types:
-                found.add(tensor.op)
+                operations.add(tensor.op)
             else:
                 waiting.append(tensor.op)
-    return found
+    return operations
 
 
 @pytest.mark.slow
@@ -120,8 +120,8 @@ def test_a_profile_decides_and_another_machines_is_an_error():
     loaded = profile.load(DEVICES)
     small, large = [(25, tf.float32)], [(2500, tf.float32)]
     assert algorithm_selection.choose(DEVICES, small, loaded).algorithm == "tree"
-    found = algorithm_selection.choose(DEVICES, large, loaded)
-    assert found.algorithm == "tf_reduce_to_one" and found.source == "profile"
+    choice = algorithm_selection.choose(DEVICES, large, loaded)
+    assert choice.algorithm == "tf_reduce_to_one" and choice.source == "profile"
     # By a straight line of logarithms, half-way: 1 ms and 4 ms give 2 ms. A tie is the default's.
     assert (
         algorithm_selection.choose(DEVICES, [(250, tf.float32)], loaded).algorithm
@@ -136,8 +136,8 @@ def test_a_profile_decides_and_another_machines_is_an_error():
 
 
 def test_without_a_profile_and_without_measuring_it_is_the_default():
-    found = algorithm_selection.choose(DEVICES, [(10, tf.float32)], None, calibrate=False)
-    assert (found.algorithm, found.source) == ("tf_reduce_to_one", "default")
+    choice = algorithm_selection.choose(DEVICES, [(10, tf.float32)], None, calibrate=False)
+    assert (choice.algorithm, choice.source) == ("tf_reduce_to_one", "default")
 
 
 @pytest.mark.slow

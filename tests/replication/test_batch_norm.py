@@ -42,7 +42,7 @@ def test_a_large_mean_in_float32_is_stable():
 
 
 @pytest.mark.slow
-def test_what_keras_is_asked_to_synchronize_is(in_float64):
+def test_a_layer_with_synchronized_true_is_synchronized(in_float64):
     x = np.random.default_rng(2).normal(size=(6, 3))
 
     def build():
@@ -158,9 +158,9 @@ def test_the_gradient_crosses_the_replicas(shape_of, in_float64):
         build = image_model
     expected = train(build(), x, y)
     seen = train(tfparallel.data_parallel(build, devices=THREE), x, y)
-    for (path, value), (_, wanted) in zip(seen, expected, strict=True):
+    for (path, value), (_, expected_value) in zip(seen, expected, strict=True):
         # float64, sums in another order, nine steps.
-        np.testing.assert_allclose(value, wanted, rtol=1e-9, atol=1e-12, err_msg=path)
+        np.testing.assert_allclose(value, expected_value, rtol=1e-9, atol=1e-12, err_msg=path)
 
 
 def forward_graph(num_layers, **arguments):
@@ -199,11 +199,11 @@ def test_no_exchange_in_the_forward_pass_of_own_moments():
 def received(graph):
     """The shapes of what the first replica reads of the second one."""
     first, second = (f"/device:{name}" for name in THREE[:2])
-    found = {
+    shapes = {
         (tensor.op.name, tensor.value_index): tuple(tensor.shape)
         for operation in graph.get_operations()
         if operation.device.endswith(first)
         for tensor in operation.inputs
         if tensor.op.device.endswith(second) and tensor.dtype == tf.float32
     }
-    return [shape for shape in found.values() if None not in shape]
+    return [shape for shape in shapes.values() if None not in shape]

@@ -43,8 +43,8 @@ class GatheredByTensorFlow(layers.Layer):
             return x - ops.mean(x, axis=0)
         if self.how == "gather":
             return x - ops.mean(replica.all_gather(x, 0), axis=0)
-        own = tf.reduce_sum(x, 0), tf.cast(tf.shape(x)[0], x.dtype)
-        total, number = replica.all_reduce("sum", own)
+        local_sums = tf.reduce_sum(x, 0), tf.cast(tf.shape(x)[0], x.dtype)
+        total, number = replica.all_reduce("sum", local_sums)
         return x - total / number
 
 
@@ -396,11 +396,11 @@ class Keeps(keras.Model):
     def __init__(self):
         super().__init__()
         self.hidden, self.norm = keras.layers.Dense(4), keras.layers.BatchNormalization()
-        self.kept = None
+        self.stored = None
 
     def call(self, x, training=False):
-        self.kept = self.hidden(x)
-        return self.norm(self.kept, training=training) + self.kept
+        self.stored = self.hidden(x)
+        return self.norm(self.stored, training=training) + self.stored
 
 
 @pytest.mark.slow
@@ -409,7 +409,7 @@ def test_what_an_eager_call_keeps_is_refused_behind_an_exchange():
     x, y = np.zeros((4, 3)), np.zeros((4, 4))
     model = tfparallel.data_parallel(Keeps, devices=["CPU:0", "CPU:1"])
     model.compile("sgd", "mse", run_eagerly=True)
-    with pytest.raises(ValueError, match="keeps a tensor in `self.kept`.*of an eager step"):
+    with pytest.raises(ValueError, match="keeps a tensor in `self.stored`.*of an eager step"):
         model.fit(x, y, verbose=0)
     model.compile("sgd", "mse")
     model.fit(x, y, verbose=0)

@@ -146,20 +146,20 @@ def test_the_weights_and_slots_are_those_of_one_device(strategy, name):
     assert_equal(model.variables, expected.variables)
     # An accumulator's value is the sum of its copies; the other slots are equal in all.
     accumulated = {id(v) for v in getattr(optimizer, "_accumulated_gradients", ())}
-    for variable, wanted in zip(optimizer.variables, alone.variables, strict=True):
+    for variable, reference in zip(optimizer.variables, alone.variables, strict=True):
         copies = [copy.numpy() for copy in variable.value.values]
         if id(variable) in accumulated:
             copies = [np.sum(copies, axis=0)]
         for copy in copies:
-            np.testing.assert_allclose(copy, wanted.numpy(), rtol=1e-9, atol=1e-12)
+            np.testing.assert_allclose(copy, reference.numpy(), rtol=1e-9, atol=1e-12)
 
 
 def assert_equal(variables, expected):
     """float64, sums in another order, 12 steps: 1e-9 of the value, or 1e-12."""
-    for variable, wanted in zip(variables, expected, strict=True):
+    for variable, reference in zip(variables, expected, strict=True):
         for copy in getattr(variable.value, "values", [variable]):
             np.testing.assert_allclose(
-                copy.numpy(), wanted.numpy(), rtol=1e-9, atol=1e-12, err_msg=variable.path
+                copy.numpy(), reference.numpy(), rtol=1e-9, atol=1e-12, err_msg=variable.path
             )
 
 
@@ -321,12 +321,12 @@ def test_the_gradient_of_all_gather_sums_over_the_replicas(strategy):
     sizes = [1, 2, 3]
 
     def gradient(k):
-        own = tf.ones([sizes[k], 1])
+        local_rows = tf.ones([sizes[k], 1])
         with tf.GradientTape() as tape:
-            tape.watch(own)
-            joined = tfparallel.all_gather(own)
+            tape.watch(local_rows)
+            joined = tfparallel.all_gather(local_rows)
             loss = (k + 1.0) * tf.reduce_sum(joined[:, 0] * tf.range(6.0))
-        return tape.gradient(loss, own)[:, 0]
+        return tape.gradient(loss, local_rows)[:, 0]
 
     results = [result.numpy().tolist() for result in on_replicas(strategy, gradient)]
     assert results == [[0.0], [6.0, 12.0], [18.0, 24.0, 30.0]]
@@ -466,14 +466,14 @@ def normalized_loop(strategy, synchronized, num_steps=6, batch_size=9, weighted=
 
     @tf.function
     def step(rows):
-        def on_replica(own):
+        def on_replica(local_rows):
             with tf.GradientTape() as tape:
-                squares = model(own, training=True)[:, 0] ** 2
+                squares = model(local_rows, training=True)[:, 0] ** 2
                 loss = tf.nn.compute_average_loss(squares, global_batch_size=batch_size)
                 if weighted:
                     loss = tf.reduce_mean(squares)
             gradients = tape.gradient(loss, model.trainable_variables)
-            weight = tf.shape(own)[0] if weighted else None
+            weight = tf.shape(local_rows)[0] if weighted else None
             gradients = tfparallel.reduce_gradients(gradients, weight)
             optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 

@@ -37,8 +37,8 @@ def data(num_examples=10):
 
 
 def assert_weights(model, expected, **tolerance):
-    for value, wanted in zip(model.get_weights(), expected, strict=True):
-        np.testing.assert_allclose(value, wanted, **tolerance)
+    for value, weight in zip(model.get_weights(), expected, strict=True):
+        np.testing.assert_allclose(value, weight, **tolerance)
 
 
 # --- What it returns --------------------------------------------------------------------------
@@ -285,8 +285,8 @@ print(json.dumps(result))
     loaded = json.loads(finished.stdout.splitlines()[-1])
     assert loaded["class"].startswith("keras.")
     assert loaded["iterations"] == 6
-    for value, wanted in zip(loaded["weights"], model.get_weights(), strict=True):
-        np.testing.assert_array_equal(np.asarray(value, wanted.dtype), wanted)
+    for value, weight in zip(loaded["weights"], model.get_weights(), strict=True):
+        np.testing.assert_array_equal(np.asarray(value, weight.dtype), weight)
     np.testing.assert_allclose(
         loaded["predictions"], model.predict(x, verbose=0), rtol=1e-5, atol=1e-6
     )
@@ -311,9 +311,9 @@ def test_weights_load_after_building(tmp_path):
     plain.save_weights(tmp_path / "plain.weights.h5")
     model = tfparallel.data_parallel(mlp, devices=THREE)
     model.load_weights(tmp_path / "plain.weights.h5")
-    for variable, wanted in zip(model.variables, plain.variables, strict=True):
+    for variable, plain_variable in zip(model.variables, plain.variables, strict=True):
         for copy in variable.value.values:
-            np.testing.assert_array_equal(copy.numpy(), wanted.numpy())
+            np.testing.assert_array_equal(copy.numpy(), plain_variable.numpy())
 
 
 # --- Bad input, on the text -------------------------------------------------------------------
@@ -349,7 +349,7 @@ def returns_nothing():
     ],
     ids=["a name", "nothing", "no return", "a string", "a layer"],
 )
-def test_what_builds_no_model(wrong, message):
+def test_a_function_that_builds_no_model_raises(wrong, message):
     with pytest.raises(ValueError, match=message):
         tfparallel.data_parallel(wrong, devices=TWO)
 
@@ -612,8 +612,8 @@ def test_the_pending_gradient_outlives_the_end_of_a_generator():
     expected = trained_on(accumulating(), known_length())
     model = tfparallel.data_parallel(accumulating, devices=THREE)
     seen = trained_on(model, generator_batches(6))
-    for value, wanted in zip(seen, expected, strict=True):
-        np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
+    for value, weight in zip(seen, expected, strict=True):
+        np.testing.assert_allclose(value, weight, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("devices", [None, THREE], ids=["keras", "three devices"])
@@ -781,8 +781,8 @@ def test_a_function_that_uses_what_was_built_before_is_told(outside):
     encoder, decoder = encoder_and_decoder()
 
     def build():
-        own = decoder if outside == "both" else encoder_and_decoder()[1]
-        return AutoEncoder(encoder, own)
+        decoder_used = decoder if outside == "both" else encoder_and_decoder()[1]
+        return AutoEncoder(encoder, decoder_used)
 
     model = tfparallel.data_parallel(build, devices=["CPU:0", "CPU:1"])
     parts, them = ("`encoder` and `decoder`", "them") if outside == "both" else ("`encoder`", "it")

@@ -24,13 +24,13 @@ def split(inputs, num_rows):
 
 def test_a_mask_that_a_call_takes_off_its_rows_is_off_the_batch():
     """As Keras's attention does: what is called later finds none, as on one device."""
-    x, kept = masked(), masked()
-    inputs = BatchInputs((x, x, kept), {})
+    x, untouched = masked(), masked()
+    inputs = BatchInputs((x, x, untouched), {})
     parts = split(inputs, 4)
     for rows in parts[0][:2]:
         rows._keras_mask = None
     inputs.take_off_masks(parts[0])
-    assert x._keras_mask is None and kept._keras_mask is not None
+    assert x._keras_mask is None and untouched._keras_mask is not None
 
 
 def test_the_row_that_stands_for_none_has_a_mask():
@@ -45,7 +45,7 @@ class Scales(keras.Model):
 
     def __init__(self, is_trained, is_kept):
         super().__init__()
-        self.is_kept, self.kept = is_kept, None
+        self.is_kept, self.scale = is_kept, None
         self.dense = keras.layers.Dense(2)
         self.number = self.add_weight(shape=(), initializer="ones", trainable=is_trained)
 
@@ -53,14 +53,14 @@ class Scales(keras.Model):
         self.dense.build(shape)
 
     def call(self, x, scale=None):
-        return self.dense(x) * (self.kept if self.is_kept else scale)
+        return self.dense(x) * (self.scale if self.is_kept else scale)
 
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
-            self.kept = tf.exp(self.number.value)
-            given = () if self.is_kept else (self.kept,)
-            loss = self.compute_loss(y=y, y_pred=self(x, *given))
+            self.scale = tf.exp(self.number.value)
+            arguments = () if self.is_kept else (self.scale,)
+            loss = self.compute_loss(y=y, y_pred=self(x, *arguments))
         weights = self.trainable_variables
         self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
         return {"loss": loss}
@@ -128,6 +128,6 @@ def test_a_weight_of_another_layer_has_the_gradient_of_all_that_read_it(
         model.fit(x, x, batch_size=7, epochs=2, shuffle=False, verbose=0)
         return model.get_weights()
 
-    found = trained(tfparallel.data_parallel(build, devices=["CPU:0", "CPU:1"], shard=shard))
-    for own, one in zip(found, trained(build()), strict=True):
-        np.testing.assert_allclose(own, one, rtol=1e-12)
+    actual = trained(tfparallel.data_parallel(build, devices=["CPU:0", "CPU:1"], shard=shard))
+    for weight, one in zip(actual, trained(build()), strict=True):
+        np.testing.assert_allclose(weight, one, rtol=1e-12)

@@ -40,13 +40,13 @@ def sums_of_gradients(accumulation_steps):
 
 def count_sums(nodes):
     """How many nodes add up at least one term of shape (3, UNITS) for each replica."""
-    found = 0
+    count = 0
     for node in nodes:
         if node.op == "AddN" and node.attr["N"].i >= len(THREE):
             shapes = [shape for shape in node.attr["_output_shapes"].list.shape]
             sizes = [[dim.size for dim in shape.dim] for shape in shapes]
-            found += not sizes or [3, UNITS] in sizes
-    return found
+            count += not sizes or [3, UNITS] in sizes
+    return count
 
 
 @pytest.mark.slow

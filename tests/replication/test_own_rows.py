@@ -295,8 +295,8 @@ def test_the_way_is_told_of_each_compile_and_of_fit_before_evaluate(caplog):
         model.evaluate(NUMBERS, SUMS[:, None], verbose=0)
         model.fit(NUMBERS, SUMS[:, None], verbose=0)
     assert model.why_joined is None
-    told = [record.getMessage() for record in caplog.records if "the outputs" in record.message]
-    assert [line.partition(", ")[2].partition(": operation")[0] for line in told] == [
+    messages = [record.getMessage() for record in caplog.records if "the outputs" in record.message]
+    assert [line.partition(", ")[2].partition(": operation")[0] for line in messages] == [
         "fit: the outputs of all rows meet (44 bytes a batch): loss 'own_square' may look at "
         "several examples",
         "evaluate: the outputs stay where the rows are.",

@@ -24,7 +24,7 @@ FORMS = {
 }
 
 
-class Own(keras.optimizers.Adam):
+class Custom(keras.optimizers.Adam):
     """Whatever it does."""
 
 
@@ -87,19 +87,19 @@ def difference(form, optimizer, constraint=None):
     """Of the weights and of what the optimizer saves, from one device."""
     draw = np.random.default_rng(0)
     x, y = draw.normal(size=(4 * BATCH, 6)), draw.normal(size=(4 * BATCH, 3))
-    found = []
+    states = []
     for make in (lambda function: function(), FORMS[form]):
         model = make(lambda: build(constraint))
         model.compile(optimizer(), "mse")
         model.fit(x, y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0)
         slots: dict = {}
         model.optimizer.save_own_variables(slots)
-        found.append([*model.get_weights(), *map(np.asarray, slots.values())])
-    return max(float(np.max(np.abs(a - b), initial=0)) for a, b in zip(*found, strict=True))
+        states.append([*model.get_weights(), *map(np.asarray, slots.values())])
+    return max(float(np.max(np.abs(a - b), initial=0)) for a, b in zip(*states, strict=True))
 
 
 UPDATES = {
-    "accumulates": lambda: Own(0.01, gradient_accumulation_steps=3),
+    "accumulates": lambda: Custom(0.01, gradient_accumulation_steps=3),
     "rate, accumulates": lambda: keras.optimizers.Adam(lambda: 0.01, gradient_accumulation_steps=3),
     "scaled, accumulates": lambda: keras.optimizers.SGD(
         0.01, gradient_accumulation_steps=3, loss_scale_factor=8.0

@@ -167,8 +167,8 @@ def test_dropout_layers_made_outside_draw_the_masks_of_one_device(form, in_float
         model.fit(x, x[:, 0, :2], batch_size=4, epochs=2, shuffle=False, verbose=0)
         return model.get_weights()
 
-    for weight, wanted in zip(trained(form), trained(lambda build: build()), strict=True):
-        np.testing.assert_allclose(weight, wanted, rtol=1e-12, atol=1e-14)
+    for weight, expected in zip(trained(form), trained(lambda build: build()), strict=True):
+        np.testing.assert_allclose(weight, expected, rtol=1e-12, atol=1e-14)
 
 
 class DrawsByGlobalSeed(keras.layers.Layer):

@@ -178,11 +178,11 @@ def test_moving_averages_are_of_weights_that_others_write_too(in_float64):
         model.build((None, 5))
         return model
 
-    found = []
+    models = []
     for model in (seeded(book), on_replicas(2, book)):
         optimizer = optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)
-        found.append(trained(model, optimizer, callbacks=[Writes()]))
-    assert apart(*found) < 1e-9
+        models.append(trained(model, optimizer, callbacks=[Writes()]))
+    assert apart(*models) < 1e-9
 
 
 def test_averages_in_shares_are_not_swapped():
@@ -205,12 +205,12 @@ def test_an_optimizer_may_be_built_twice(in_float64):
 
 @pytest.mark.slow
 def test_decay_leaves_out_what_it_is_told_to(in_float64):
-    found = []
+    models = []
     for model in (seeded(build), on_replicas(2)):
         optimizer = optimizers.AdamW(0.05, weight_decay=0.3)
         optimizer.exclude_from_weight_decay(model.trainable_variables[:1], ["bias"])
-        found.append(trained(model, optimizer))
-    assert apart(*found) < 1e-9
+        models.append(trained(model, optimizer))
+    assert apart(*models) < 1e-9
 
 
 @pytest.mark.slow
@@ -232,8 +232,8 @@ def test_a_replica_holds_its_share_of_the_slots():
     slots = [v for v in model.optimizer.variables if hasattr(v, "_sharded")]
     whole = 3 * sum(int(np.prod(v.shape)) for v in model.trainable_variables)
     for device in range(4):
-        held = sum(variables.copies(slot)[device].shape.num_elements() for slot in slots)
-        assert 0.25 <= held / whole < 0.35  # The kernel of the first layer has five rows.
+        num_elements = sum(variables.copies(slot)[device].shape.num_elements() for slot in slots)
+        assert 0.25 <= num_elements / whole < 0.35  # The kernel of the first layer has five rows.
 
 
 @pytest.mark.slow

@@ -106,7 +106,7 @@ class Positions(layers.Layer):
         return self.table(keras.ops.arange(keras.ops.shape(x)[1]))[None]
 
 
-class Own(keras.Model):
+class OwnStep(keras.Model):
     """Its step clips the gradients itself."""
 
     def train_step(self, data):
@@ -121,7 +121,7 @@ class Own(keras.Model):
 
 def build_own():
     model = build_tables()
-    return Own(model.inputs, model.outputs)
+    return OwnStep(model.inputs, model.outputs)
 
 
 def data(number=29):
@@ -277,8 +277,8 @@ def test_a_replica_holds_its_share():
     model.compile("adam", "mse")
     model.optimizer.build(model.trainable_variables)
     for weight in sharded(model):
-        held = [copy.shape.num_elements() for copy in weight.pieces]
-        assert sum(held) < np.prod(weight.shape) + 4 * weight.shape[-1] and len(set(held)) == 1
+        sizes = [copy.shape.num_elements() for copy in weight.pieces]
+        assert sum(sizes) < np.prod(weight.shape) + 4 * weight.shape[-1] and len(set(sizes)) == 1
         np.testing.assert_array_equal(weight.numpy(), weight.value)
     slots = [v for v in model.optimizer.variables if hasattr(v, "_sharded")]
     assert len(slots) == 2 * len(model.trainable_variables)
@@ -404,7 +404,7 @@ def test_no_function_of_the_layers_own_reads_a_weight():
 
 
 @pytest.mark.parametrize("frozen", ["a layer", "all"])
-def test_what_its_function_froze_is_trained_once_it_may(in_float64, frozen):
+def test_weights_frozen_by_the_function_train_once_unfrozen(in_float64, frozen):
     """Story: small weights, which are made when they are frozen, never trained."""
 
     def function():
@@ -498,9 +498,9 @@ def test_a_loop_of_ones_own_is_told():
         ({"shard": "gradient"}, "shard='gradient'"),
     ],
 )
-def test_what_cannot_be_is_refused(options, received):
-    given = {"shard": "parameters", "devices": ["CPU:0", "CPU:1"]} | options
+def test_invalid_options_raise(options, received):
+    arguments = {"shard": "parameters", "devices": ["CPU:0", "CPU:1"]} | options
     with pytest.raises(ValueError, match=f"Received: {received}"):
-        tfparallel.data_parallel(build, **given)
+        tfparallel.data_parallel(build, **arguments)
     with pytest.raises(PlacementError, match="Received: shard='parameters'"):
         tfparallel.hybrid_parallel(build, {"data": 2}, ["CPU:0", "CPU:1"], shard="parameters")

@@ -126,9 +126,9 @@ def test_the_graph_says_which_slices_are_added(read, indices, values):
         (reading,) = indexed_slices.joined(parts)
         return reading.values, reading.indices
 
-    found = join([tf.constant([4, 1]), tf.constant([1, 7])])
-    assert found[1].numpy().tolist() == indices
-    assert found[0].numpy().tolist() == [[value] * 2 for value in values]
+    joined = join([tf.constant([4, 1]), tf.constant([1, 7])])
+    assert joined[1].numpy().tolist() == indices
+    assert joined[0].numpy().tolist() == [[value] * 2 for value in values]
 
 
 def test_readings_of_several_kinds_are_refused_where_nothing_tells_them_apart():

@@ -92,7 +92,7 @@ LOSSES = {
 }  # fmt: skip
 
 
-def made(module, what):
+def built(module, what):
     return what() if callable(what) else getattr(module, what)()
 
 
@@ -118,13 +118,13 @@ def test_a_metric_of_kerass_adds_up(in_float64, name):
     what, y, outputs = METRICS[name]
     states = []
     for rows in (slice(0, ROWS), slice(0, 4), slice(4, ROWS)):
-        metric = made(metrics, what)
+        metric = built(metrics, what)
         metric.update_state(y[rows], outputs[rows], WEIGHTS[rows])
         states.append([variable.numpy() for variable in metric.variables])
     for whole, first, second in zip(*states, strict=True):
         # Some are float32 alone.
         np.testing.assert_allclose(first + second, whole, rtol=1e-5, atol=1e-12)
-    metric = made(metrics, what)
+    metric = built(metrics, what)
     assert judged(compiled(metric=metric, y=y, outputs=outputs), y, outputs).metrics == {}
 
 
@@ -132,7 +132,7 @@ def test_a_metric_of_kerass_adds_up(in_float64, name):
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_of_kerass_is_numerators_over_divisors(in_float64, name, reduction):
     what, y, outputs = LOSSES[name]
-    loss = made(losses, what)
+    loss = built(losses, what)
     loss.reduction = reduction
     parts = [
         values_of(loss, tf.constant(y[rows]), tf.constant(outputs[rows]), WEIGHTS[rows])
@@ -147,8 +147,8 @@ def test_a_loss_of_kerass_is_numerators_over_divisors(in_float64, name, reductio
 
 @pytest.mark.parametrize("name", ["Hinge", "SquaredHinge", "Dice", "Tversky", "Circle", "CTC"])
 def test_a_loss_that_looks_at_the_batch_is_joined(name):
-    found = judged(compiled(getattr(losses, name)()), *NUMBERS).why_not
-    assert "may look at several examples" in found or "have no loss" in found
+    why_not = judged(compiled(getattr(losses, name)()), *NUMBERS).why_not
+    assert "may look at several examples" in why_not or "have no loss" in why_not
 
 
 def own_square(y, outputs):
@@ -161,8 +161,8 @@ def less_the_mean(y, outputs):
 
 def test_a_loss_of_ones_own_is_judged_by_what_it_computes():
     assert judged(compiled(own_square), *NUMBERS).why_not is None
-    found = judged(compiled(less_the_mean), *NUMBERS).why_not
-    assert "'less_the_mean' may look at several examples: operation Sub (line" in found
+    why_not = judged(compiled(less_the_mean), *NUMBERS).why_not
+    assert "'less_the_mean' may look at several examples: operation Sub (line" in why_not
 
 
 def test_ctc_cannot_be_computed_for_no_examples():
@@ -179,10 +179,10 @@ def test_ctc_cannot_be_computed_for_no_examples():
         lambda y, p: tf.reduce_max(p)),
 ])  # fmt: skip
 def test_a_metric_that_may_not_add_up_is_joined(metric):
-    found = judged(compiled(metric=metric()), *NUMBERS)
-    (reason,) = found.metrics.values()
+    verdict = judged(compiled(metric=metric()), *NUMBERS)
+    (reason,) = verdict.metrics.values()
     assert "may not be a sum" in reason
-    assert found.why_not is None  # The loss stays.
+    assert verdict.why_not is None  # The loss stays.
 
 
 @pytest.mark.parametrize("metric", [
@@ -194,11 +194,11 @@ def test_a_metric_that_adds_up_by_what_it_computes(metric):
 
 
 def test_what_a_user_overrides_sees_joined_outputs():
-    class Own(keras.Sequential):
+    class Overriding(keras.Sequential):
         def compute_loss(self, *args, **kwargs):
             return super().compute_loss(*args, **kwargs)
 
-    model = Own([keras.Input((2,)), keras.layers.Dense(3)])
+    model = Overriding([keras.Input((2,)), keras.layers.Dense(3)])
     model.compile("sgd", "mse")
     assert why_not_by_rows(model) == "`compute_loss` is the user's own"
     model = compiled()
@@ -215,11 +215,11 @@ def test_a_loss_that_is_not_reduced():
 
 
 def test_a_loss_that_reduces_in_its_own_way():
-    class Own(losses.MeanSquaredError):
+    class OwnReduction(losses.MeanSquaredError):
         def __call__(self, *args, **kwargs):
             return 2 * super().__call__(*args, **kwargs)
 
     with pytest.raises(NotByPieces, match="with a reduction of 'sum' or a mean, is required"):
-        values_of(Own(), *map(tf.constant, NUMBERS), None)
+        values_of(OwnReduction(), *map(tf.constant, NUMBERS), None)
     with pytest.raises(NotByPieces, match="returns one value for the whole batch"):
         values_of(losses.Dice(), *map(tf.constant, NUMBERS), None)

@@ -16,7 +16,7 @@ FORMS = {
 X, Y = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
 
 
-class Own(keras.Sequential):
+class Quieted(keras.Sequential):
     """Has methods of other signatures than Keras's."""
 
     def fit(self, data, rounds=1, *, quiet=True):
@@ -36,7 +36,7 @@ def build(cls=keras.Sequential):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["replicas", "placed"])
 def test_methods_of_the_users_own_may_have_another_signature(form):
-    one, model = build(Own), FORMS[form](lambda: build(Own))
+    one, model = build(Quieted), FORMS[form](lambda: build(Quieted))
     for each in (one, model):
         assert each.fit((X, Y), rounds=2).epoch == [0, 1]
         assert each.fit((X, Y), 2, quiet=True).epoch == [0, 1]
@@ -58,7 +58,7 @@ def test_what_was_not_changed_is_passed_on_as_it_was():
 
 
 def test_a_method_that_takes_no_callbacks_is_given_none():
-    call = Call(build(Own), "fit", ((X, Y),), {"quiet": False})
+    call = Call(build(Quieted), "fit", ((X, Y),), {"quiet": False})
     call.add_callbacks(keras.callbacks.Callback())
     (data,), named = call.run(lambda *args, **kwargs: (args, kwargs))
     assert data[0] is X and named == {"quiet": False}

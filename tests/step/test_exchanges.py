@@ -16,11 +16,11 @@ DEVICES = ["CPU:1", "CPU:2", "CPU:3"]
 
 
 def on_each(function, *by_device):
-    found = []
-    for device, *own in zip(DEVICES, *by_device, strict=True):
+    results = []
+    for device, *arguments in zip(DEVICES, *by_device, strict=True):
         with tf.device(device):
-            found.append(function(*own))
-    return found
+            results.append(function(*arguments))
+    return results
 
 
 def added(terms, devices=DEVICES):
@@ -53,7 +53,7 @@ def graph_of(function, spec):
 FLOATS = (tf.float32, [2])
 
 
-def test_what_has_one_depth_is_one_all_reduce():
+def test_sums_of_one_depth_share_an_all_reduce():
     graph = graph_of(two_depths, FLOATS)
     all_reduces = exchange_inside(graph, DEVICES)
     # Two sums and a place for the number of each; then two sums, and one number of those before.
@@ -105,7 +105,7 @@ def stacks_on_another_axis(x):
 def sums_behind_what_is_waited_for(x):
     """Two updates of a step: the second's terms are made behind the first's sums."""
     first = added(on_each(lambda k: x * k, [1.0, 2.0, 3.0]))
-    behind = on_each(lambda own: tf.identity(own).op, first)
+    behind = on_each(lambda total: tf.identity(total).op, first)
 
     def second(k, op):
         with tf.control_dependencies([op]):
@@ -154,7 +154,7 @@ OF_ANY_NUMBER = (tf.float32, [None])
         (sums_that_are_waited_for, FLOATS, 0),
     ],
 )
-def test_what_is_an_exchange(function, spec, number):
+def test_how_many_exchanges_are_seen(function, spec, number):
     assert len(exchange_inside(graph_of(function, spec), DEVICES)) == number
 
 
@@ -185,7 +185,7 @@ def test_all_parts_of_an_all_reduce_are_of_one_level():
     assert [(unit.device, unit.level) for unit in sorted(units)] == [(0, 1), (1, 1), (2, 1)]
 
 
-def test_what_is_no_number_stays_in_its_place_of_a_stack(monkeypatch):
+def test_nan_stays_in_its_place_of_a_stack(monkeypatch):
     sums_run_on_cpus(monkeypatch)
 
     def stacks(x):

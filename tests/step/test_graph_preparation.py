@@ -65,13 +65,13 @@ def test_a_step_of_one_device_is_prepared_as_plain_kerass():
 
 
 def test_what_the_user_has_set_stays():
-    known = tf.config.optimizer.get_experimental_options()
+    options_before = tf.config.optimizer.get_experimental_options()
     tf.config.optimizer.set_experimental_options({"layout_optimizer": True, "remapping": False})
     try:
         options = traced_with(FORMS["data"]())[-1]
     finally:
         tf.config.optimizer.set_experimental_options(
-            known | {"layout_optimizer": True, "remapping": True}
+            options_before | {"layout_optimizer": True, "remapping": True}
         )
     assert options.layout_optimizer == RewriterConfig.ON
     assert options.remapping == RewriterConfig.OFF

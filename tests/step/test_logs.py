@@ -39,10 +39,10 @@ class Sees(keras.callbacks.Callback):
 
     def __init__(self, takes_tensors):
         super().__init__()
-        self.takes_tensors, self.batches, self.epochs, self.told = takes_tensors, [], [], None
+        self.takes_tensors, self.batches, self.epochs, self.settings = takes_tensors, [], [], None
 
     def on_train_begin(self, logs=None):
-        self.told = dict(self.params)
+        self.settings = dict(self.params)
 
     def on_train_batch_end(self, batch, logs=None):
         self.batches.append((batch, logs))
@@ -64,11 +64,11 @@ def test_callbacks_see_what_keras_shows_them(form):
     expected, safe, asking = Sees(False), Sees(True), Sees(False)
     history = fitted(build(), [expected]).history
     for callback in (safe, asking):
-        found = fitted(FORMS[form](build()), [callback]).history
-        assert list(found) == list(history)
+        shown = fitted(FORMS[form](build()), [callback]).history
+        assert list(shown) == list(history)
         for name in history:
-            np.testing.assert_allclose(found[name], history[name], rtol=1e-5)
-        assert callback.told == expected.told == {"verbose": 0, "epochs": 2, "steps": 3}
+            np.testing.assert_allclose(shown[name], history[name], rtol=1e-5)
+        assert callback.settings == expected.settings == {"verbose": 0, "epochs": 2, "steps": 3}
         assert len(callback.batches) == len(expected.batches) == 12
         for of_ours, of_keras in zip(
             numbers_of(callback.batches) + callback.epochs,
@@ -85,9 +85,9 @@ def test_callbacks_see_what_keras_shows_them(form):
 
 
 def asks(*callbacks, verbose=1):
-    found = LogsWhereTheyAre(list(callbacks), verbose)
-    found.begin(build(), verbose=verbose, epochs=1, steps=3)
-    return found._asks_in["train"]
+    logs = LogsWhereTheyAre(list(callbacks), verbose)
+    logs.begin(build(), verbose=verbose, epochs=1, steps=3)
+    return logs._asks_in["train"]
 
 
 def test_no_step_waits_for_callbacks_of_ours(tmp_path):
@@ -131,20 +131,20 @@ def test_one_that_keras_may_call_from_another_thread_sees_numbers():
 
 @pytest.mark.slow
 def test_callbacks_are_told_of_as_many_epochs_as_keras_allows():
-    told = Sees(True)
+    seen = Sees(True)
     keras.config.set_max_epochs(1)
     try:
-        fitted(FORMS["data"](build()), [told])
+        fitted(FORMS["data"](build()), [seen])
     finally:
         keras.config.set_max_epochs(None)
-    assert told.told["epochs"] == 1 == len(told.epochs)
+    assert seen.settings["epochs"] == 1 == len(seen.epochs)
 
 
 def test_what_is_no_scalar_is_shown_as_keras_shows_it():
     seen = Sees(True)
-    found = LogsWhereTheyAre([seen], 0)
-    found.begin(build(), verbose=0, epochs=1, steps=1)
-    found.on_train_batch_end(0, {"loss": tf.constant(2.0), "more": {"mae": tf.constant(3.0)}})
+    logs = LogsWhereTheyAre([seen], 0)
+    logs.begin(build(), verbose=0, epochs=1, steps=1)
+    logs.on_train_batch_end(0, {"loss": tf.constant(2.0), "more": {"mae": tf.constant(3.0)}})
     assert seen.batches == [(0, {"loss": 2.0, "mae": 3.0})]
 
 

@@ -41,12 +41,12 @@ def of_pieces(loss, weight, mask):
 def test_the_pieces_make_the_whole(in_float64, reduction, weight, mask):
     loss = losses.SparseCategoricalCrossentropy(reduction=reduction)
     expected = loss(IDS, piece(slice(None), MASKS[mask]), WEIGHTS[weight])
-    own = of_pieces(loss, WEIGHTS[weight], MASKS[mask])
-    divisor = 1 if reduction == "sum" else sum(values.divisor(len(IDS)) for values in own)
-    found = sum(values.numerator() for values in own) / divisor
-    np.testing.assert_allclose(found, expected, rtol=1e-13)
+    of_each = of_pieces(loss, WEIGHTS[weight], MASKS[mask])
+    divisor = 1 if reduction == "sum" else sum(values.divisor(len(IDS)) for values in of_each)
+    total = sum(values.numerator() for values in of_each) / divisor
+    np.testing.assert_allclose(total, expected, rtol=1e-13)
 
-    shares = [values.share(ROWS) for values in own]
+    shares = [values.share(ROWS) for values in of_each]
     by_data = mask == "a mask" or (reduction == "mean_with_sample_weight" and weight != "none")
     if by_data and reduction != "sum":
         assert shares == [None] * len(PIECES)
@@ -63,9 +63,9 @@ def test_a_share_in_a_graph_of_unknown_sizes(in_float64):
         loss = losses.SparseCategoricalCrossentropy()
         return values_of(loss, ids, scores, None).share(num_rows)
 
-    found = sum(share(IDS[rows], SCORES[rows], ROWS) for rows in PIECES)
+    total = sum(share(IDS[rows], SCORES[rows], ROWS) for rows in PIECES)
     expected = losses.SparseCategoricalCrossentropy()(IDS, SCORES)
-    np.testing.assert_allclose(found, expected, rtol=1e-13)
+    np.testing.assert_allclose(total, expected, rtol=1e-13)
 
 
 def test_a_piece_without_rows_has_no_part():
@@ -92,5 +92,5 @@ def test_what_has_no_numerators_is_refused():
 def test_of_no_rows_at_all_the_loss_is_0_as_in_keras():
     """Story: where no worker had a row of a batch, 0/0 made every weight NaN."""
     loss = losses.SparseCategoricalCrossentropy()
-    found = values_of(loss, IDS[:0], SCORES[:0], None).share(tf.constant(0))
-    assert float(found) == float(loss(IDS[:0], SCORES[:0])) == 0.0
+    total = values_of(loss, IDS[:0], SCORES[:0], None).share(tf.constant(0))
+    assert float(total) == float(loss(IDS[:0], SCORES[:0])) == 0.0

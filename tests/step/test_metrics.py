@@ -123,7 +123,7 @@ def test_no_other_output_meets(form):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_what_meets_is_told(form, caplog):
+def test_the_log_names_an_output_that_is_joined_for_a_metric(form, caplog):
     x, y, _ = data()
     with caplog.at_level("INFO", logger="absl"):
         compiled(FORMS[form]()).train_on_batch(x, y)
@@ -209,14 +209,14 @@ def test_a_step_of_ones_own_has_compiled_metrics(form):
 
     expected = trained(built())
     if form == "builder":
-        found = trained(tfparallel.data_parallel(built, devices=["CPU:0", "CPU:1"]))
+        history = trained(tfparallel.data_parallel(built, devices=["CPU:0", "CPU:1"]))
     else:
         with tfparallel.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
             model = built()
-        found = trained(model)
-    assert found.keys() == expected.keys()
+        history = trained(model)
+    assert history.keys() == expected.keys()
     for name, values in expected.items():
-        np.testing.assert_allclose(found[name], values, rtol=1e-5)
+        np.testing.assert_allclose(history[name], values, rtol=1e-5)
 
 
 def test_a_metric_that_reads_a_weight_reads_it_behind_the_update():

@@ -21,7 +21,7 @@ def by_name():
     return keras.Model({"b": x}, layers.Dense(1)(x))
 
 
-class Own(keras.Model):
+class OwnNames(keras.Model):
     """May read any key."""
 
     def call(self, inputs):
@@ -37,7 +37,7 @@ class Own(keras.Model):
         # Keras would take "a" for "b": that is its own to say, and not mended by the way.
         (by_name, "ab", "ab"),
         (by_name, "ac", "ac"),
-        (Own, "abc", "abc"),
+        (OwnNames, "abc", "abc"),
     ],
 )
 def test_what_is_read_of_a_dictionary(build, keys, expected):
@@ -61,5 +61,5 @@ def test_what_is_no_dictionary_is_left_as_it_is():
 )
 def test_a_scalar_has_no_rows(batch, said):
     """Story: `bool(tf.TensorShape([]))` is True, so the first axis was asked for."""
-    found = why_unaligned(batch)
-    assert found is None if said is None else said in found
+    reason = why_unaligned(batch)
+    assert reason is None if said is None else said in reason

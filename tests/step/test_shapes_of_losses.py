@@ -85,8 +85,8 @@ def test_a_loss_that_is_taken_apart_is_that_of_the_whole(in_float64, name):
         model = compiled(loss, None, *data[:2])
         if why_not_by_rows(model) or why_not_apart(model, *types_of(data)):
             continue
-        found = [terms(model._compile_loss, *piece(data, rows), ROWS) for rows in PIECES]
-        (of_pieces,) = zip(*found, strict=True)
+        terms_of_pieces = [terms(model._compile_loss, *piece(data, rows), ROWS) for rows in PIECES]
+        (of_pieces,) = zip(*terms_of_pieces, strict=True)
         total, *divisor = [sum(term) for term in zip(*of_pieces, strict=True)]
         value = total / divisor[0] if divisor else total
         np.testing.assert_allclose(value, expected, rtol=1e-9, err_msg=str(shapes))
@@ -106,8 +106,8 @@ def test_a_metric_that_is_taken_apart_is_that_of_the_whole(in_float64, name):
         if why_not_apart(model, *types_of(data)):
             continue
         parts = [growth(model._compile_metrics, *piece(data, rows)) for rows in PIECES]
-        for value, *own in zip(expected, *parts, strict=True):
-            total = sum(own)
+        for value, *of_pieces in zip(expected, *parts, strict=True):
+            total = sum(of_pieces)
             np.testing.assert_allclose(total, value, rtol=1e-5, atol=1e-9, err_msg=str(shapes))
 
 

@@ -124,9 +124,9 @@ def test_weights_losses_and_metrics_are_those_of_one_device(name, in_float64, mo
     programs = sums_run_on_cpus(monkeypatch)
     case = CASES[name]
     expected = case.trained(lambda model: model, jit_compile=False)
-    found = case.on_replicas()
+    actual = case.on_replicas()
     assert any("CollectiveReduceV2" in kinds_of(function) for _, function in programs.traced)
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(actual, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-13)
 
 

@@ -57,12 +57,12 @@ class Counts(keras.layers.Layer):
 def batches(rows):
     """Two batches of as many rows; of None, of four, which the data set does not tell."""
     x, y = np.ones((2 * (rows or 4), 6), "float32"), np.ones((2 * (rows or 4), 2), "float32")
-    found = tf.data.Dataset.from_tensor_slices((x, y)).batch(rows or 4, drop_remainder=True)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(rows or 4, drop_remainder=True)
     if rows:
-        return found
+        return dataset
     of_any = (tf.TensorSpec((None, 6)), tf.TensorSpec((None, 2)))
-    made = tf.data.Dataset.from_generator(lambda: iter(found), output_signature=of_any)
-    return made.apply(tf.data.experimental.assert_cardinality(2))
+    of_unknown_size = tf.data.Dataset.from_generator(lambda: iter(dataset), output_signature=of_any)
+    return of_unknown_size.apply(tf.data.experimental.assert_cardinality(2))
 
 
 def trained(form=None, *layers, metrics=(), rows=4):
@@ -76,16 +76,16 @@ def trained(form=None, *layers, metrics=(), rows=4):
 
     model = build() if form is None else FORMS[form](build)
     model.compile("sgd", "mse", metrics=list(metrics), jit_compile=False)
-    told = model.fit(batches(rows), epochs=2, verbose=0).history
-    told["evaluated"] = model.evaluate(batches(rows), verbose=0)
-    told["states"] = [v.numpy() for v in model.non_trainable_variables]
-    return told
+    result = model.fit(batches(rows), epochs=2, verbose=0).history
+    result["evaluated"] = model.evaluate(batches(rows), verbose=0)
+    result["states"] = [v.numpy() for v in model.non_trainable_variables]
+    return result
 
 
-def assert_same(told, expected):
-    assert told.keys() == expected.keys()
+def assert_same(actual, expected):
+    assert actual.keys() == expected.keys()
     for name, values in expected.items():
-        np.testing.assert_allclose(told[name], values, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(actual[name], values, rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("form", FORMS)

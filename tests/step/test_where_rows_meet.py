@@ -109,8 +109,8 @@ def test_each_outputs_loss_has_the_weight_of_its_rows(form, eagerly):
     x, y = random.normal(size=(ROWS + 2, 3)), random.normal(size=(ROWS + 2, 2))
     options = {"run_eagerly": eagerly}
     expected = trained(seeded(two), (x, [y, y + 1]), ["mse", "mae"], **options)
-    found = trained(placed(form, two), (x, [y, y + 1]), ["mse", "mae"], **options)
-    assert_equal(found, expected, rtol=1e-6)  # What tracks a loss is float32.
+    actual = trained(placed(form, two), (x, [y, y + 1]), ["mse", "mae"], **options)
+    assert_equal(actual, expected, rtol=1e-6)  # What tracks a loss is float32.
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -190,7 +190,7 @@ def own_loss(y, outputs):
 
 
 @pytest.mark.parametrize("form", ["data", "gpipe"])
-def test_what_is_joined_is_told_in_bytes(form, caplog):
+def test_the_log_says_how_many_bytes_are_joined(form, caplog):
     model = placed(form, lambda: keras.Sequential([keras.Input((3,)), layers.Dense(2), Wide(5)]))
     model.compile("sgd", own_loss)
     with caplog.at_level("INFO", logger="absl"):
@@ -203,11 +203,11 @@ def test_what_is_joined_is_shown_once_a_compile(form, capsys):
     model = placed(form, two)
     capsys.readouterr()
     data = np.ones((ROWS, 3)), [np.ones((ROWS, 2)), np.ones((ROWS, 2))]
-    told = (
+    notice = (
         "Model 'functional', fit: the outputs of all rows meet (128 bytes a batch: 'a' 64, 'b' 64):"
         " loss 'own_loss' may look at several examples: operation Max "
     )
-    for loss, expected in ((own_loss, told), ("mse", ""), (own_loss, told)):
+    for loss, expected in ((own_loss, notice), ("mse", ""), (own_loss, notice)):
         model.compile("sgd", [loss, loss])
         batches = tf.data.Dataset.from_tensors(data[:1] + (tuple(data[1]),))
         model.fit(batches, validation_data=batches, epochs=2, verbose=0)
@@ -266,7 +266,7 @@ def test_where_outputs_meet():
     assert [canonical(placed(form, one)._meeting_device) for form in ("data", "gpipe")] == DEVICES
 
 
-def test_what_fits_no_memory_is_refused():
+def test_joined_outputs_larger_than_memory_raise():
     """Of targets that are as wide, none are made: they would not fit either."""
     model = placed("data", lambda: keras.Sequential([keras.Input((3,)), Wide(2**30)]))
     model.compile("sgd", own_loss)

@@ -96,8 +96,8 @@ def test_a_model_that_was_loaded_beside_a_gpu_trains(form, beside_a_gpu, tmp_pat
 @pytest.mark.parametrize("form", ALL_BUT_TWO_SLOWLY)
 def test_a_model_that_nobody_compiled_predicts_beside_a_gpu(form, beside_a_gpu):
     expected = build()(X).numpy()
-    found = WAYS[form](build()).predict(X, batch_size=4, verbose=0)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    predictions = WAYS[form](build()).predict(X, batch_size=4, verbose=0)
+    np.testing.assert_allclose(predictions, expected, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -224,7 +224,7 @@ OPTIMIZERS = {
 
 def traced_steps(form, jit_compile=True, build=build, optimizer="sgd"):
     """What a step does on which device, and how many programs each of them runs."""
-    asked = {"optimizer": OPTIMIZERS[optimizer](), "loss": "mse", "jit_compile": jit_compile}
+    options = {"optimizer": OPTIMIZERS[optimizer](), "loss": "mse", "jit_compile": jit_compile}
     keras.backend.clear_session()
     placed = ["CPU:1", "CPU:2"]  # The lint takes the first device for the host.
     make = {
@@ -238,12 +238,12 @@ def traced_steps(form, jit_compile=True, build=build, optimizer="sgd"):
         "pipeline": lambda model: tfparallel.pipeline_parallel(model, placed, 2),
     }[form]
 
-    def made():
+    def model_of_form():
         model = make(build())
-        model.compile(**asked)
+        model.compile(**options)
         return model
 
-    return edges.traced(made, X, Y)
+    return edges.traced(model_of_form, X, Y)
 
 
 def under_scope(model, devices):
@@ -295,8 +295,8 @@ FUSED = {"BiasAdd", "Tanh"}
 @pytest.mark.parametrize("form", ["data", "model", "tensor", "pipeline"])
 def test_no_pass_and_no_update_stays_outside(form, optimizer):
     def kinds(jit_compile):
-        found = traced_steps(form, jit_compile, optimizer=optimizer).kinds()
-        return {kind.removeprefix("Fused") for kind in found}
+        all_kinds = traced_steps(form, jit_compile, optimizer=optimizer).kinds()
+        return {kind.removeprefix("Fused") for kind in all_kinds}
 
     assert INSIDE <= kinds(False)
     assert not (INSIDE | FUSED) & kinds(True)
@@ -430,9 +430,9 @@ def test_what_xla_can_compile_has_a_kernel():
         tf.cond(tf.reduce_any(x > 0), lambda: tf.strings.to_number(text), lambda: 0.0, name="no")
 
     graph = function.get_concrete_function(tf.ones([2, 2]), tf.constant("a")).graph
-    found = {
+    compilable = {
         name: is_compilable(graph.get_operation_by_name(name))
         for name in ("product", "length", "argmax", "compiles", "no")
     }
     expected = {"product": True, "length": False, "argmax": True, "compiles": True, "no": False}
-    assert found == expected
+    assert compilable == expected

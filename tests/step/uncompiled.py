@@ -27,17 +27,17 @@ class WithoutXla:
                 with tf.device(device if jit_compile else None):
                     return function()
 
-            made = tf.function(placed, **options)
+            program = tf.function(placed, **options)
             if jit_compile:
-                self.traced.append((device, made.get_concrete_function()))
-            return made()
+                self.traced.append((device, program.get_concrete_function()))
+            return program()
 
         return call
 
 
 def sums_run_on_cpus(monkeypatch) -> WithoutXla:
     """Has programs run on CPUs whose sums are inside."""
-    found = WithoutXla()
-    monkeypatch.setattr(compiled_step, "tf", found)
+    without_xla = WithoutXla()
+    monkeypatch.setattr(compiled_step, "tf", without_xla)
     monkeypatch.setattr(nccl, "refusal", lambda devices: "")
-    return found
+    return without_xla

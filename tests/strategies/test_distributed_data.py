@@ -38,8 +38,8 @@ def under(strategy):
 
 def assert_same(model, expected):
     # float32; sums over replicas are taken in another order.
-    for value, wanted in zip(model.get_weights(), expected.get_weights(), strict=True):
-        np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
+    for value, expected_weight in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(value, expected_weight, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -49,9 +49,9 @@ def test_fit_evaluate_and_predict_take_what_the_strategy_has_distributed():
     distributed = strategy.experimental_distribute_dataset(batches())
     with strategy.scope():  # As Keras's integration test does.
         history = model.fit(distributed, validation_data=distributed, epochs=2, verbose=0)
-    wanted = plain.fit(batches(), validation_data=batches(), epochs=2, verbose=0)
+    plain_history = plain.fit(batches(), validation_data=batches(), epochs=2, verbose=0)
     assert_same(model, plain)
-    for name, values in wanted.history.items():
+    for name, values in plain_history.history.items():
         np.testing.assert_allclose(history.history[name], values, rtol=1e-5)
     np.testing.assert_allclose(
         model.evaluate(distributed, verbose=0), plain.evaluate(batches(), verbose=0), rtol=1e-5

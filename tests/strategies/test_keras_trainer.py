@@ -53,11 +53,11 @@ def test_the_model_is_found(strategy, method):
     with strategy.scope():
         model, other = plain_model(), plain_model()
     CALLS[method](model)
-    outermost = [found for found in strategy.models if found is not None]
+    outermost = [candidate for candidate in strategy.models if candidate is not None]
     assert outermost
-    assert all(found is model for found in outermost)
+    assert all(candidate is model for candidate in outermost)
     CALLS[method](other)
-    assert any(found is other for found in strategy.models)
+    assert any(candidate is other for candidate in strategy.models)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_the_model_is_found_however_its_step_is_traced(strategy, run_eagerly, st
             "sgd", "mse", run_eagerly=run_eagerly, steps_per_execution=steps_per_execution
         )
     model.fit(X, Y, batch_size=2, verbose=0)
-    assert any(found is model for found in strategy.models)
+    assert any(candidate is model for candidate in strategy.models)
 
 
 def test_nobody_is_found_for_a_custom_loop(strategy):
@@ -88,7 +88,7 @@ def test_nobody_is_found_for_a_custom_loop(strategy):
     step()
     tf.function(step)()
     assert strategy.models
-    assert all(found is None for found in strategy.models)
+    assert all(candidate is None for candidate in strategy.models)
 
 
 def test_a_custom_loop_in_a_callback_is_the_users(strategy):
@@ -245,7 +245,7 @@ def test_a_loss_that_keras_has_divided_is_refused(reduced):
 def test_another_loss_is_not_refused_though_a_run_before_divided_one(strategy, reduced, loss):
     shares = reduced(divided, None)  # A sum of shares: as under TensorFlow's strategy.
     means = reduced(LOSSES[loss], 5.0)
-    for *found, wanted in zip(shares, means, reduced.gradients(LOSSES[loss]), strict=True):
-        for each in found:
+    for *totals, expected in zip(shares, means, reduced.gradients(LOSSES[loss]), strict=True):
+        for each in totals:
             each = strategy.experimental_local_results(each)[0]
-            np.testing.assert_allclose(each, wanted, rtol=1e-6)
+            np.testing.assert_allclose(each, expected, rtol=1e-6)

@@ -37,8 +37,8 @@ def tensorflows_strategy():
 
 def assert_same_weights(model, expected):
     # float32; sums over replicas are taken in another order.
-    for value, wanted in zip(model.get_weights(), expected.get_weights(), strict=True):
-        np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
+    for value, expected_weight in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(value, expected_weight, rtol=1e-5, atol=1e-6)
 
 
 # --- A program --------------------------------------------------------------------------------
@@ -196,12 +196,12 @@ def test_gradients_that_a_model_accumulates_by_hand(in_float64):
 def test_a_first_batch_that_the_replicas_do_not_divide(num_examples, batch_size):
     arguments = {"batch_size": batch_size, "epochs": 2, "shuffle": False, "verbose": 0}
     expected = compiled_model()
-    wanted = expected.fit(*data(num_examples), **arguments).history["loss"]
+    expected_losses = expected.fit(*data(num_examples), **arguments).history["loss"]
     with tfparallel.MirroredStrategy(THREE).scope():
         model = compiled_model()
     seen = model.fit(*data(num_examples), **arguments).history["loss"]
     assert_same_weights(model, expected)
-    np.testing.assert_allclose(seen, wanted, rtol=1e-5)
+    np.testing.assert_allclose(seen, expected_losses, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -210,12 +210,12 @@ def test_several_steps_an_execution(steps_per_execution):
     """20 examples in batches of 3 are 7 steps: the last execution is short of steps."""
     arguments = {"batch_size": 3, "epochs": 2, "shuffle": False, "verbose": 0}
     expected = compiled_model()
-    wanted = expected.fit(*data(), **arguments).history["loss"]
+    expected_losses = expected.fit(*data(), **arguments).history["loss"]
     with tfparallel.MirroredStrategy(THREE).scope():
         model = compiled_model(steps_per_execution=steps_per_execution)
     seen = model.fit(*data(), **arguments).history["loss"]
     assert_same_weights(model, expected)
-    np.testing.assert_allclose(seen, wanted, rtol=1e-5)
+    np.testing.assert_allclose(seen, expected_losses, rtol=1e-5)
     assert int(model.optimizer.iterations.numpy()) == 14
 
 
@@ -291,8 +291,8 @@ def test_train_on_batch_of_a_model_that_was_compiled_outside_the_scope():
         losses = [each.train_on_batch(*batch) for batch in zip(x, y, strict=True)]
         seen.append([losses, each.test_on_batch(x[0], y[0]), each.predict_on_batch(x[0])])
         seen[-1] += each.get_weights()
-    for value, wanted in zip(*seen, strict=True):
-        np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
+    for value, expected in zip(*seen, strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -315,8 +315,8 @@ def test_an_optimizer_that_knows_no_strategy_writes_all_copies(optimizer):
         model.compile(keras.optimizers.get(optimizer), "mse")
         model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
         weights.append(model.get_weights())
-    for value, wanted in zip(*weights, strict=True):
-        np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
+    for value, expected in zip(*weights, strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
     for variable in inner.variables:
         for copy in variables.copies(variable):
             np.testing.assert_array_equal(copy, variables.copies(variable)[0])
@@ -324,5 +324,5 @@ def test_an_optimizer_that_knows_no_strategy_writes_all_copies(optimizer):
 
 def test_a_strategy_says_what_it_is():
     strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
-    told = "tfparallel.MirroredStrategy: 2 replicas on CPU:0, CPU:1; gradients: added on CPU:0"
-    assert str(strategy) == told and repr(strategy) == f"<{told}>"
+    text = "tfparallel.MirroredStrategy: 2 replicas on CPU:0, CPU:1; gradients: added on CPU:0"
+    assert str(strategy) == text and repr(strategy) == f"<{text}>"

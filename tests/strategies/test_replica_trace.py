@@ -22,17 +22,17 @@ def strategy():
 
 def run(strategy, program, *arguments, calls=1):
     """What a traced program returns; `program` takes a `ReplicaTrace` and the arguments."""
-    traced = tf.function(lambda *given: program(ReplicaTrace(strategy), *given), autograph=False)
+    traced = tf.function(lambda *args: program(ReplicaTrace(strategy), *args), autograph=False)
     return tf.nest.map_structure(lambda leaf: leaf.numpy(), traced(*arguments))
 
 
 def variable_of(strategy, *values):
     """A variable whose copies differ."""
     with strategy.scope():
-        made = tf.Variable(tf.constant(values[0]), trainable=True)
-    for copy, value in zip(copies(made), values, strict=True):
+        variable = tf.Variable(tf.constant(values[0]), trainable=True)
+    for copy, value in zip(copies(variable), values, strict=True):
         copy.assign(value)
-    return made
+    return variable
 
 
 def test_python_runs_once_and_each_replica_has_its_own_rows_and_copies(strategy):
@@ -46,16 +46,16 @@ def test_python_runs_once_and_each_replica_has_its_own_rows_and_copies(strategy)
 
         return [each["device"] for each in trace.run(function, tf.unstack(x))]
 
-    found = run(strategy, program, tf.constant([1.0, 2.0, 3.0]))
-    assert found == [2.0, 22.0, 303.0] and len(calls) == 1
+    results = run(strategy, program, tf.constant([1.0, 2.0, 3.0]))
+    assert results == [2.0, 22.0, 303.0] and len(calls) == 1
     assert [copy.numpy() for copy in copies(weight)] == [2.0, 11.0, 101.0]
 
 
 def test_operations_are_on_the_replicas_own_device(strategy):
     def program(trace, x):
-        found = trace.run(lambda rows: tf.sin(rows), tf.unstack(x))
-        assert [each.device[-5:] for each in found] == DEVICES
-        return found
+        sines = trace.run(lambda rows: tf.sin(rows), tf.unstack(x))
+        assert [each.device[-5:] for each in sines] == DEVICES
+        return sines
 
     run(strategy, program, tf.zeros([3]))
 
@@ -71,8 +71,8 @@ def test_a_variable_without_copies_is_read_and_written_once(strategy):
 
         return trace.run(function, tf.unstack(x))
 
-    found = run(strategy, program, tf.constant([1.0, 2.0, 3.0]))
-    assert found == [(1.0, 3.0), (2.0, 6.0), (3.0, 9.0)] and shared.numpy() == 3.0
+    results = run(strategy, program, tf.constant([1.0, 2.0, 3.0]))
+    assert results == [(1.0, 3.0), (2.0, 6.0), (3.0, 9.0)] and shared.numpy() == 3.0
 
 
 @pytest.mark.parametrize("is_last", [False, True])
@@ -83,10 +83,10 @@ def test_a_variable_without_copies_is_not_looked_up_where_it_is_written(strategy
         def function(rows):
             if is_last:
                 shared.assign_add([1.0, 1.0])
-            found = tf.gather(shared, tf.cast(rows, tf.int32))
+            looked_up = tf.gather(shared, tf.cast(rows, tf.int32))
             if not is_last:
                 shared.assign_add([1.0, 1.0])
-            return found
+            return looked_up
 
         return trace.run(function, tf.unstack(x))
 
@@ -104,8 +104,8 @@ def test_what_a_program_has_read_of_a_variable_is_not_read_again(strategy):
             copy.assign(5.0)
         return trace.run(lambda rows: (rows * before, rows * weight), tf.unstack(x))
 
-    found = run(strategy, program, tf.constant([1.0, 2.0, 3.0]))
-    assert found == [(1.0, 5.0), (2.0, 10.0), (3.0, 15.0)]
+    results = run(strategy, program, tf.constant([1.0, 2.0, 3.0]))
+    assert results == [(1.0, 5.0), (2.0, 10.0), (3.0, 15.0)]
 
 
 def test_an_eager_step_runs_each():
@@ -115,8 +115,8 @@ def test_an_eager_step_runs_each():
         calls.append(rows)
         return in_replica.all_reduce(rows)
 
-    found = ReplicaTrace(strategy).run(function, tf.unstack(tf.constant([1.0, 2.0, 3.0])))
-    assert [each.numpy() for each in found] == [6.0] * 3 and len(calls) == 3
+    results = ReplicaTrace(strategy).run(function, tf.unstack(tf.constant([1.0, 2.0, 3.0])))
+    assert [each.numpy() for each in results] == [6.0] * 3 and len(calls) == 3
 
 
 def test_replicas_meet_in_their_order(strategy):
@@ -127,8 +127,8 @@ def test_replicas_meet_in_their_order(strategy):
 
         return trace.run(function, tf.unstack(x))
 
-    found = run(strategy, program, tf.constant([1.0, 2.0, 3.0]))
-    for index, (with_sum, of_all, behind_first) in enumerate(found):
+    results = run(strategy, program, tf.constant([1.0, 2.0, 3.0]))
+    for index, (with_sum, of_all, behind_first) in enumerate(results):
         assert with_sum == 7.0 + index and behind_first == 2.0 - (index + 1)
         np.testing.assert_array_equal(of_all, [2.0, 4.0, 6.0])
 
@@ -143,10 +143,10 @@ def test_a_gradient_is_that_of_the_replica(strategy):
             return tape, loss
 
         def backward(k, upstream):
-            tape, loss = found[k]
+            tape, loss = forwards[k]
             return tape.gradient(loss, copies(weight)[k], upstream)
 
-        found = trace.run(forward, tf.unstack(x))
+        forwards = trace.run(forward, tf.unstack(x))
         return trace.run(backward, range(3), [tf.constant(1.0), tf.constant(2.0), tf.constant(1.0)])
 
     # Σ_j u_j x_j · 2 x_k w_k
@@ -177,11 +177,11 @@ def test_a_gradient_that_changes_what_was_made_before(strategy, how, is_persiste
         return tape, rows, result
 
     def program(trace, x):
-        found = trace.run(forward, tf.unstack(x))
-        trace.run(lambda k: in_replica.all_reduce(found[k][1]), range(3))  # They meet.
+        forwards = trace.run(forward, tf.unstack(x))
+        trace.run(lambda k: in_replica.all_reduce(forwards[k][1]), range(3))  # They meet.
 
         def backward(k, upstream):
-            tape, rows, result = found[k]
+            tape, rows, result = forwards[k]
             return tape.gradient(result, rows, upstream)
 
         gradients = trace.run(backward, range(3), tf.unstack(x))
@@ -223,8 +223,8 @@ def test_draws_by_a_seed_of_tensorflows_differ(strategy):
     def program(trace, x):
         return trace.run(lambda rows: tf.random.uniform([4]) + rows, tf.unstack(x))
 
-    found = run(strategy, program, tf.zeros([3]))
-    assert not np.allclose(found[0], found[1]) and not np.allclose(found[1], found[2])
+    results = run(strategy, program, tf.zeros([3]))
+    assert not np.allclose(results[0], results[1]) and not np.allclose(results[1], results[2])
 
 
 @pytest.mark.parametrize("how", ["loop", "branch", "function"])
@@ -244,8 +244,8 @@ def test_draws_in_functions_differ(strategy, how):
     def program(trace, x):
         return trace.run(function, tf.unstack(x))
 
-    found = run(strategy, program, tf.fill([3], 2.0))
-    assert len({float(each) for each in found}) == 3
+    results = run(strategy, program, tf.fill([3], 2.0))
+    assert len({float(each) for each in results}) == 3
 
 
 @pytest.mark.parametrize("how", ["alone", "function"])
@@ -258,16 +258,16 @@ def test_replicas_of_other_processes_draw_other_numbers(how):
 
     @tf.function(autograph=False)
     def program(x):
-        found = []
+        gradients = []
         for index in (0, 2):
             others = [Again(1, lambda device: device, lambda handle: handle)]
             call = tf.function(drawn) if how == "function" else drawn
             with tf.GradientTape(persistent=True) as tape:
                 tape.watch(x)
                 trace = OneTrace(others, index)
-                made = trace.run(call, [x, x])
-            found += trace.run(lambda y, tape=tape: tape.gradient(y, x), made)
-        return found
+                outputs = trace.run(call, [x, x])
+            gradients += trace.run(lambda y, tape=tape: tape.gradient(y, x), outputs)
+        return gradients
 
     assert len({float(each) for each in program(tf.constant(2.0))}) == 4
 
@@ -283,8 +283,8 @@ def test_a_function_that_names_a_device_is_on_the_replicas_own(strategy):
         def function(rows):
             with tf.GradientTape() as tape:
                 tape.watch(rows)
-                found = tf.function(sine)(rows) + tf.function(tf.cos)(rows)
-            return found, tape.gradient(found, rows)
+                total = tf.function(sine)(rows) + tf.function(tf.cos)(rows)
+            return total, tape.gradient(total, rows)
 
         before = {op.name for op in operations_here()}
         results = trace.run(function, tf.unstack(x))
@@ -331,14 +331,14 @@ def test_python_keeps_a_tape_for_each_replica(strategy, how):
         def forward(rows):
             with tf.GradientTape(persistent=True) as tape:
                 tape.watch(rows)
-                found = called(rows)
-            return tape, rows, found
+                result = called(rows)
+            return tape, rows, result
 
         def backward(k, upstream):
-            tape, rows, cubes = found[k]
+            tape, rows, cubes = forwards[k]
             return tape.gradient(cubes, rows, upstream)
 
-        found = trace.run(forward, tf.unstack(x))
+        forwards = trace.run(forward, tf.unstack(x))
         return trace.run(backward, range(3), [tf.constant(1.0)] * 3)
 
     np.testing.assert_allclose(
@@ -365,8 +365,8 @@ def test_ragged_rows_and_masks(strategy):
             result._keras_mask = tf.logical_not(padded._keras_mask)
             return tf.reduce_sum(rows, 1), rows.value_rowids(), shown, result
 
-        found = trace.run(function, parts, dense)
-        return [(*rest, result._keras_mask) for *rest, result in found]
+        results = trace.run(function, parts, dense)
+        return [(*rest, result._keras_mask) for *rest, result in results]
 
     for k, (sums, ids, shown, mask) in enumerate(run(strategy, program, ragged)):
         assert sums == [[1.0], [5.0], [15.0]][k] and ids.tolist() == [0] * (k + 1)
@@ -386,7 +386,7 @@ def test_a_check_of_one_replica_fails_the_step(strategy):
         run(strategy, program, tf.constant([1.0, 2.0, 3.0]))
 
 
-def test_what_waits_for_something_before_a_meeting_waits_for_the_replicas_own(strategy):
+def test_control_dependencies_across_an_all_reduce_stay_within_the_replica(strategy):
     def program(trace, x):
         def function(rows):
             early = tf.sin(rows)
@@ -394,9 +394,9 @@ def test_what_waits_for_something_before_a_meeting_waits_for_the_replicas_own(st
             with tf.control_dependencies([early]):
                 return early, tf.identity(total)
 
-        found = trace.run(function, tf.unstack(x))
-        assert [late.op.control_inputs for _, late in found] == [[early.op] for early, _ in found]
-        return found
+        pairs = trace.run(function, tf.unstack(x))
+        assert [late.op.control_inputs for _, late in pairs] == [[early.op] for early, _ in pairs]
+        return pairs
 
     run(strategy, program, tf.zeros([3]))
 
@@ -407,8 +407,8 @@ def test_a_step_in_a_loop(strategy):
     def program(trace, x):
         def body(i, total):
             inner = ReplicaTrace(strategy)
-            found = inner.run(lambda rows: in_replica.all_reduce(rows * weight), tf.unstack(x))
-            return i + 1, total + found[1]
+            results = inner.run(lambda rows: in_replica.all_reduce(rows * weight), tf.unstack(x))
+            return i + 1, total + results[1]
 
         return tf.while_loop(lambda i, _: i < 3, body, (0, 0.0))[1]
 

@@ -7,16 +7,16 @@ COUNTS = """
 import tensorflow as tf
 from tfparallel.variables.sharded import apart
 
-def held():
+def current_bytes():
     return tf.config.experimental.get_memory_info("CPU:0")["current"]
 
 share = tf.Variable(tf.zeros((1, 2**20)))
-before = held()
+before = current_bytes()
 for cut in (lambda rows: rows, apart):
     whole = tf.random.normal((4, 2**20))
     share.assign(cut(whole[:1]))
     del whole
-    print((held() - before) // 2**20)
+    print((current_bytes() - before) // 2**20)
 """
 
 

@@ -205,7 +205,7 @@ def ragged_rows_of_their_own():
     tfparallel.data.by_sample(data)
 
 
-TOLD = {
+DIFFERENCES = {
     "a prediction of the chief alone": a_prediction_of_the_chief_alone,
     "evaluate": lambda: loaded_by_the_chief().evaluate(X, Y, verbose=0),
     "predict": lambda: loaded_by_the_chief().predict(X, verbose=0),
@@ -255,9 +255,9 @@ def a_file_that_the_chief_writes(folder):
     for _ in range(2):
         writes = WritesSlowly(path, save_weights_only=True)
         fit(model, epochs=1, callbacks=[writes] if is_chief() else [])
-        own = model.get_weights()
+        weights = model.get_weights()
         model.load_weights(path)
-        same.append(all(map(np.array_equal, own, model.get_weights())))
+        same.append(all(map(np.array_equal, weights, model.get_weights())))
     return same
 
 
@@ -337,8 +337,8 @@ def rows_that_one_worker_lacks(how, is_plain=False):
     elif how.endswith("by_sample"):
         # The batches of both workers one after the other, and then what the second has left.
         starts = [(0, 5), (4, 9), (8, 13), (12, 17)]
-        own, other = np.split(np.arange(NUM_EXAMPLES), [5])
-        steps = [np.r_[own[a : a + 4], other[a : a + 4]] for a, _ in starts]
+        local_rows, other = np.split(np.arange(NUM_EXAMPLES), [5])
+        steps = [np.r_[local_rows[a : a + 4], other[a : a + 4]] for a, _ in starts]
         data = tf.data.Dataset.from_generator(
             lambda: ((x[rows], Y[rows]) for rows in steps),
             output_signature=(
@@ -372,20 +372,20 @@ LACKING = ("arrays", "by_sample", "lookup", "lookup by_sample", "words by_sample
 
 def main(folder):
     keras.config.set_floatx("float64")
-    told = {}
-    for name, program in TOLD.items():
+    errors = {}
+    for name, program in DIFFERENCES.items():
         try:
             program()
-            told[name] = "nothing"
+            errors[name] = "nothing"
         except (RuntimeError, ValueError) as error:
-            told[name] = str(error)
-    told["what is no difference"] = what_is_no_difference()
+            errors[name] = str(error)
+    errors["what is no difference"] = what_is_no_difference()
     stopped, same = a_stop_of_one_worker(), a_file_that_the_chief_writes(folder)
     lacking = {how: rows_that_one_worker_lacks(how) for how in LACKING}
     model = parallel(Standardized(), sync="accumulate:2")
     model.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0)
     finite = bool(all(np.isfinite(w).all() for w in model.get_weights()))
     return {
-        "told": told, "stopped": stopped, "same": same, "lacking": lacking, "finite": finite,
+        "errors": errors, "stopped": stopped, "same": same, "lacking": lacking, "finite": finite,
         "empty": a_step_without_rows(),
     }  # fmt: skip

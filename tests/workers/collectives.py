@@ -111,8 +111,8 @@ def gather_to_the_root_alone(strategy, w, W):
 
 
 def broadcast_to_the_last_bit(strategy, w, W):
-    own = [-0.0, float("nan"), float("inf"), 1 / 3] if w == 1 else [float("nan"), 1.0, 2.0, 3.0]
-    result = tfparallel.broadcast(tf.constant(own, tf.float64), root=1).numpy()
+    values = [-0.0, float("nan"), float("inf"), 1 / 3] if w == 1 else [float("nan"), 1.0, 2.0, 3.0]
+    result = tfparallel.broadcast(tf.constant(values, tf.float64), root=1).numpy()
     assert result.tobytes() == np.array([-0.0, float("nan"), float("inf"), 1 / 3]).tobytes()
 
 
@@ -139,8 +139,8 @@ def gradients_in_shares(strategy, w, W):
     for function in (strategy.workers.reduce_scatter, in_graph):
         first, *others = function(tensors)
         equal(first, large.sum(0)[w * 200_000 : (w + 1) * 200_000])
-        for own, tensor in zip(others, tensors[1:], strict=True):
-            equal(own, small.sum(0)[3 * w : 3 * w + 3], tensor.dtype)
+        for share, tensor in zip(others, tensors[1:], strict=True):
+            equal(share, small.sum(0)[3 * w : 3 * w + 3], tensor.dtype)
 
 
 def in_a_function(strategy, w, W):
@@ -427,11 +427,11 @@ def in_keras_the_batch_is_whole(strategy, w, W):
 
     for batch_size in (6, 9, 10):
         model, callback = tfparallel.data_parallel(build, strategy), Rendezvous()
-        found = fit(model, batch_size, callbacks=[callback])
+        actual = fit(model, batch_size, callbacks=[callback])
         assert callback.seen == list(range(W))
         if w == 0:
             # One device, in the middle of a job: plain Keras waits for nobody.
-            for one, other in zip(fit(build(), batch_size), found, strict=True):
+            for one, other in zip(fit(build(), batch_size), actual, strict=True):
                 np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
             model(x)
         tfparallel.barrier(60)

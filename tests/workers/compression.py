@@ -33,10 +33,10 @@ def trained(make, steps=STEPS, **of_optimizer):
 
 def left_over(compression, model, workers):
     """What all workers have not sent yet, of each weight."""
-    found = [compression.left_over(weight) for weight in model.trainable_variables]
+    residuals = [compression.left_over(weight) for weight in model.trainable_variables]
     values = [
-        tf.zeros(weight.shape) if kept is None else tf.convert_to_tensor(kept)
-        for weight, kept in zip(model.trainable_variables, found, strict=True)
+        tf.zeros(weight.shape) if residual is None else tf.convert_to_tensor(residual)
+        for weight, residual in zip(model.trainable_variables, residuals, strict=True)
     ]
     return [total.numpy() for total in workers.all_reduce(values)]
 
@@ -45,22 +45,22 @@ def accounted(workers, kind, make, **of_optimizer):
     """Whether what the weights moved by, and what is left over, is what plain steps move by."""
     workers.compression = None
     model, before, plain_bytes = trained(make, **of_optimizer)
-    wanted = [then - now for then, now in zip(before, model.get_weights(), strict=True)]
+    expected = [then - now for then, now in zip(before, model.get_weights(), strict=True)]
     workers.compression = compression_of(kind)
     model, before, sent_bytes = trained(make, **of_optimizer)
     moved = [then - now for then, now in zip(before, model.get_weights(), strict=True)]
-    kept = left_over(workers.compression, model, workers)
+    residuals = left_over(workers.compression, model, workers)
     # What the optimizer got is the mean of the gradients of so many steps.
     share = RATE / of_optimizer.get("gradient_accumulation_steps", 1)
     apart = [
         float(np.abs(m + share * k - w).max() / np.abs(w).max())
-        for m, k, w in zip(moved, kept, wanted, strict=True)
+        for m, k, w in zip(moved, residuals, expected, strict=True)
     ]
     rows = [np.concatenate([w.ravel() for w in model.get_weights()])[None]]
     of_all = workers.all_gather([tf.constant(rows[0])], [1] * workers.num_workers)[0].numpy()
     return {
         "apart": max(apart),
-        "left over": float(max(np.abs(k).max() for k in kept)),
+        "left over": float(max(np.abs(k).max() for k in residuals)),
         "bytes": sent_bytes / plain_bytes,
         "equal on all": bool((of_all == of_all[0]).all()),
     }
@@ -73,7 +73,7 @@ def of_an_overflow(workers, kind):
     generator = np.random.default_rng(workers.worker_index)
     gradient = tf.constant(generator.normal(size=(WIDTH, WIDTH)).astype("float32"))
     (first,) = compression.totals(workers, [gradient], [weight])
-    kept = compression.left_over(weight).numpy()
+    residual = compression.left_over(weight).numpy()
     if workers.worker_index == 1:
         broken = gradient + tf.one_hot(0, WIDTH, on_value=float("inf"))
     else:
@@ -84,7 +84,7 @@ def of_an_overflow(workers, kind):
     return {
         "is seen": [bool(np.isfinite(t.numpy()).all()) for t in (first, second, third)],
         "left over is finite": bool(np.isfinite(after).all()),
-        "is kept": bool((kept == after).all()),
+        "is kept": bool((residual == after).all()),
     }
 
 
@@ -148,22 +148,22 @@ def main(transport, folder):
     def hybrid(build):
         return tfparallel.hybrid_parallel(build, tfparallel.Mesh(data=4), ["CPU:0", "CPU:1"])
 
-    found = {}
+    results = {}
     for kind in KINDS:
-        found[kind] = accounted(workers, kind, data)
-        found[f"{kind}, overflow"] = of_an_overflow(workers, kind)
-    found["attention"] = of_attention(workers, "powersgd:2")
+        results[kind] = accounted(workers, kind, data)
+        results[f"{kind}, overflow"] = of_an_overflow(workers, kind)
+    results["attention"] = of_attention(workers, "powersgd:2")
     if transport != "mpi":  # The rest does not depend on it.
-        return found
-    found["accumulating"] = accounted(workers, "topk:0.01", data, gradient_accumulation_steps=2)
-    found["hybrid"] = accounted(workers, "powersgd:2", hybrid)
-    found["of others"] = of_other_workers(workers)
+        return results
+    results["accumulating"] = accounted(workers, "topk:0.01", data, gradient_accumulation_steps=2)
+    results["hybrid"] = accounted(workers, "powersgd:2", hybrid)
+    results["of others"] = of_other_workers(workers)
     for kind in ("topk:0.01", "powersgd:2"):
-        found[f"{kind}, resumed"] = resumed(workers, kind, f"{folder}/{kind}")
+        results[f"{kind}, resumed"] = resumed(workers, kind, f"{folder}/{kind}")
     workers.bucket_bytes = 256
-    found["buckets"] = accounted(workers, "bf16", data)
+    results["buckets"] = accounted(workers, "bf16", data)
     try:
         tfparallel.data_parallel(build, compression="bf16")
     except ValueError as error:
-        found["another"] = str(error)
-    return found
+        results["another"] = str(error)
+    return results

@@ -35,8 +35,8 @@ def joined():
 
 def dataset(batches):
     signature = (tf.TensorSpec([None, None], tf.int64), tf.TensorSpec([None, 1], tf.float64))
-    found = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature)
-    return found.apply(tf.data.experimental.assert_cardinality(len(batches)))
+    unsized = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature)
+    return unsized.apply(tf.data.experimental.assert_cardinality(len(batches)))
 
 
 def of_the_batch(y, outputs):
@@ -67,28 +67,28 @@ def by_sample(strategy, loss="mse"):
     keras.utils.set_random_seed(7)
     with strategy.scope():
         model = build(loss)
-    own = tfparallel.data.by_sample(dataset(texts(tfparallel.worker_index())))
+    local_batches = tfparallel.data.by_sample(dataset(texts(tfparallel.worker_index())))
     sent = tfparallel.callbacks.SentBytes()
-    seen = model.fit(own, epochs=3, shuffle=False, verbose=0, callbacks=[sent]).history
+    seen = model.fit(local_batches, epochs=3, shuffle=False, verbose=0, callbacks=[sent]).history
     weights = zip(model.get_weights(), alone.get_weights(), strict=True)
     evaluated = np.subtract(
-        model.evaluate(own, verbose=0), alone.evaluate(dataset(joined()), verbose=0)
+        model.evaluate(local_batches, verbose=0), alone.evaluate(dataset(joined()), verbose=0)
     )
     return {
         "weights": max(float(np.abs(a - b).max()) for a, b in weights),
         "history": max(float(np.abs(np.subtract(seen[k], expected[k])).max()) for k in expected),
         "evaluate": float(np.abs(evaluated).max()),
         "rows sent": sent.in_a_step["rows"],
-    } | predictions(model, own, alone.predict(dataset(joined()), verbose=0))
+    } | predictions(model, local_batches, alone.predict(dataset(joined()), verbose=0))
 
 
-def predictions(model, own, expected):
+def predictions(model, local_batches, expected):
     """What each worker gets, by where it was to go: what is off by how much, or nothing."""
 
     def received(gather_to, worker=None):
-        found = model.predict(own, verbose=0, gather_to=gather_to)
+        predicted = model.predict(local_batches, verbose=0, gather_to=gather_to)
         rows = slice(None) if worker is None else _rows_of(worker)
-        return None if found is None else float(np.abs(found - expected[rows]).max())
+        return None if predicted is None else float(np.abs(predicted - expected[rows]).max())
 
     return {
         "all": received("all"),
@@ -135,11 +135,11 @@ def refused_without_training(strategy):
         model.compile("sgd", "mse")
     if tfparallel.worker_index() == 1:
         x = x[::-1].copy()
-    own = tfparallel.data.by_sample(tf.data.Dataset.from_tensor_slices((x, y)).batch(4))
+    local_batches = tfparallel.data.by_sample(tf.data.Dataset.from_tensor_slices((x, y)).batch(4))
     calls = {
         "evaluate": lambda: model.evaluate(x, y, batch_size=4, verbose=0),
         "predict": lambda: model.predict(x, batch_size=4, verbose=0),
-        "mapped": lambda: model.evaluate(own.map(lambda x, y: (x + 1, y)), verbose=0),
+        "mapped": lambda: model.evaluate(local_batches.map(lambda x, y: (x + 1, y)), verbose=0),
     }
     said = {}
     for name, call in calls.items():
@@ -147,7 +147,7 @@ def refused_without_training(strategy):
             said[name] = str(call())
         except RuntimeError as error:
             said[name] = str(error)
-    said["not mapped"] = model.evaluate(own, verbose=0)
+    said["not mapped"] = model.evaluate(local_batches, verbose=0)
     return said
 
 
@@ -156,10 +156,10 @@ def saved(strategy, folder):
     with strategy.scope():
         model = build()
     folder = pathlib.Path(folder)
-    own = tfparallel.worker_index()
+    worker = tfparallel.worker_index()
     model.save(folder / "shared.keras")
     model.save_weights(folder / "shared.weights.h5")
-    model.save(folder / f"own_{own}.keras")
+    model.save(folder / f"own_{worker}.keras")
     tfparallel.barrier()
     return sorted(path.name for path in folder.iterdir())
 
@@ -172,8 +172,8 @@ def main(folder):
     seen |= {change: refused(strategy, change) for change in CHANGES}
     seen["without training"] = refused_without_training(strategy)
     try:
-        own = dataset(texts(0))
-        tfparallel.data.by_sample(own.repeat() if tfparallel.worker_index() == 1 else own)
+        batches = dataset(texts(0))
+        tfparallel.data.by_sample(batches.repeat() if tfparallel.worker_index() == 1 else batches)
     except ValueError as error:
         seen["infinite"] = str(error)
     return seen

@@ -107,8 +107,8 @@ def train(model, build, optimizer, loss, metrics, batch_size=10):
     }
 
 
-def difference(found, expected):
-    pairs = zip(found, expected, strict=True)
+def difference(actual, expected):
+    pairs = zip(actual, expected, strict=True)
     return max(float(np.max(np.abs(np.array(a) - np.array(b)))) for a, b in pairs)
 
 
@@ -172,10 +172,10 @@ def main(folder, names):
         rows = NUM_EXAMPLES if "sync" in options else 10
         expected = train(single, build, *compiled, batch_size=rows)
         before = models[name].strategy.workers.traffic.read()["sums"]
-        found = train(models[name], build, *compiled)
+        actual = train(models[name], build, *compiled)
         sent[name] = models[name].strategy.workers.traffic.read()["sums"] - before
         seen[name] = {
-            what: float(np.max(np.abs(np.array(found[what]) - np.array(expected[what]))))
+            what: float(np.max(np.abs(np.array(actual[what]) - np.array(expected[what]))))
             # Of a loss with a mask Keras's mean over the epoch depends on the batches.
             for what in expected
             if what != "history" or "sync" not in options

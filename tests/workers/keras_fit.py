@@ -235,9 +235,9 @@ def part_compiled_outside_the_scope(scope):
 # Those that write files: each worker in a folder of its own, or all in one, as on a shared file
 # system.
 WITH_FILES = {
-    "with callbacks": lambda scope, own, shared: train_with_callbacks(scope, own / "straight"),
-    "resumed": lambda scope, own, shared: interrupted_and_resumed(scope, own / "interrupted"),
-    "shared": lambda scope, own, shared: train_with_callbacks(scope, shared),
+    "with callbacks": lambda scope, local, shared: train_with_callbacks(scope, local / "straight"),
+    "resumed": lambda scope, local, shared: interrupted_and_resumed(scope, local / "interrupted"),
+    "shared": lambda scope, local, shared: train_with_callbacks(scope, shared),
 }
 OTHERS = {
     "bfloat16": pure_bfloat16,
@@ -252,11 +252,11 @@ def main(folder, parts):
 
     scope = tfparallel.MultiWorkerMirroredStrategy().scope
     folder = pathlib.Path(folder)
-    own, shared = folder / f"worker_{tfparallel.worker_index()}", folder / "shared"
+    own_folder, shared = folder / f"worker_{tfparallel.worker_index()}", folder / "shared"
     results = {}
     for part in parts:
         if part in WITH_FILES:
-            results[part] = attempt(lambda part=part: WITH_FILES[part](scope, own, shared))
+            results[part] = attempt(lambda part=part: WITH_FILES[part](scope, own_folder, shared))
         else:
             results[part] = attempt(lambda part=part: (WITHOUT_FILES | OTHERS)[part](scope))
     return results

@@ -78,9 +78,9 @@ def by_hand(every, num_batches, last, epochs=2, rate=0.1):
             size = batch.stop - batch.start
             for w, model in enumerate(models):
                 first, end = size * w // len(models), size * (w + 1) // len(models)
-                own = slice(batch.start + first, batch.start + end)
+                local_rows = slice(batch.start + first, batch.start + end)
                 if end > first:
-                    model.train_on_batch(x[own], y[own])
+                    model.train_on_batch(x[local_rows], y[local_rows])
                 rows[w] += end - first
             steps += 1
             if steps == every:
@@ -195,16 +195,16 @@ def post_local_sgd(workers, folder):
 
 
 def sent_bytes(workers, folder):
-    found = {}
+    by_sync = {}
     for name, sync in (("every step", "every_step"), ("local", "local_sgd:4")):
         before = workers.traffic.read()["sums"]
         model, _ = trained(sync, num_batches=40, epochs=1)
-        found[name] = workers.traffic.read()["sums"] - before
+        by_sync[name] = workers.traffic.read()["sums"] - before
     before = workers.traffic.read()["sums"]
     model.evaluate(*data(1), verbose=0)  # Nothing was trained since the end of the epoch.
-    found["evaluate"] = workers.traffic.read()["sums"] - before
-    found["of weights"] = sum(w.nbytes for w in model.get_weights())
-    return found
+    by_sync["evaluate"] = workers.traffic.read()["sums"] - before
+    by_sync["of weights"] = sum(w.nbytes for w in model.get_weights())
+    return by_sync
 
 
 def in_the_middle(workers, folder):
@@ -230,18 +230,18 @@ def resumed(workers, folder, every):
 
 
 def options_of_keras(workers, folder):
-    plain, found = trained("local_sgd:2")[0].get_weights(), {}
+    plain, differences = trained("local_sgd:2")[0].get_weights(), {}
     for option, value in (("jit_compile", True), ("steps_per_execution", 2)):
         model, _ = trained("local_sgd:2", **{option: value})
-        found[option] = apart(model.get_weights(), plain)
-    return found
+        differences[option] = apart(model.get_weights(), plain)
+    return differences
 
 
 def refusals(workers, folder):
     sgd = keras.optimizers.SGD
     scaled = keras.optimizers.LossScaleOptimizer(sgd(0.1))
     accumulating = sgd(0.1, gradient_accumulation_steps=2)
-    found = {
+    messages = {
         "scales": refused(lambda: trained("local_sgd:2", optimizer=scaled)),
         "accumulates": refused(lambda: trained("local_sgd:2", optimizer=accumulating)),
     }
@@ -252,8 +252,8 @@ def refusals(workers, folder):
     for name, function, loss in (("joins", build, of_the_batch), ("own step", OwnStep, "mse")):
         model = tfparallel.data_parallel(function, sync="local_sgd:2")
         model.compile("sgd", loss)
-        found[name] = refused(lambda model=model: model.fit(*data(2), verbose=0))
-    return found
+        messages[name] = refused(lambda model=model: model.fit(*data(2), verbose=0))
+    return messages
 
 
 PARTS = {

@@ -74,16 +74,16 @@ def other_collectives(group):
     for size in (4 * n, 3 * n * BLOCK):
         terms = [whole_numbers(size, other, 1000).astype(np.float32) for other in range(n)]
         share = slice(rank * size // n, (rank + 1) * size // n)
-        found = {
+        results = {
             name: group.run_on_arrays(name, tf.constant(terms[rank]))
             for name in ("reduce_scatter", "broadcast", "all_to_all", "all_gather")
         }
-        np.testing.assert_array_equal(found["reduce_scatter"], np.sum(terms, 0)[share])
-        np.testing.assert_array_equal(found["broadcast"], terms[0])
+        np.testing.assert_array_equal(results["reduce_scatter"], np.sum(terms, 0)[share])
+        np.testing.assert_array_equal(results["broadcast"], terms[0])
         np.testing.assert_array_equal(
-            found["all_to_all"], np.concatenate([term[share] for term in terms])
+            results["all_to_all"], np.concatenate([term[share] for term in terms])
         )
-        np.testing.assert_array_equal(found["all_gather"], np.concatenate(terms))
+        np.testing.assert_array_equal(results["all_gather"], np.concatenate(terms))
 
 
 def order_in_a_function(group):
@@ -104,14 +104,14 @@ def order_in_a_function(group):
 
 
 def results_outlive_later_calls(group):
-    kept = [group.all_reduce([tf.fill([BLOCK], float(k))])[0] for k in range(5)]
-    values = [float(y[0]) for y in kept]
+    results = [group.all_reduce([tf.fill([BLOCK], float(k))])[0] for k in range(5)]
+    values = [float(y[0]) for y in results]
     assert values == [k * group.num_workers for k in range(5)]
-    del kept
-    made = group.communicator._buffers.num_made
+    del results
+    num_buffers = group.communicator._buffers.num_made
     for _ in range(20):
         group.all_reduce([tf.ones([BLOCK])])
-    assert group.communicator._buffers.num_made == made
+    assert group.communicator._buffers.num_made == num_buffers
 
 
 def the_profile_of_worker_0_decides(group):
@@ -120,14 +120,14 @@ def the_profile_of_worker_0_decides(group):
     names = transport_selection.names_of(tensorflow)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TFPARALLEL_PROFILES"] = folder
-        found = transport_selection.TransportChoice(tensorflow, calibrate=False).choose(1000)
-        assert (found.choice.algorithm, found.choice.source) == ("ring_tuned", "default")
+        chosen = transport_selection.TransportChoice(tensorflow, calibrate=False).choose(1000)
+        assert (chosen.choice.algorithm, chosen.choice.source) == ("ring_tuned", "default")
         if group.worker_index == 0:
             path = profile.save(names, {"ring_tuned": [(1000, 2e-3)], "ring": [(1000, 1e-3)]})
-        found = transport_selection.TransportChoice(tensorflow).choose(1000)
-        assert (found.choice.algorithm, found.choice.source) == ("ring", "profile")
-        assert found.workers.transport == "ring" and "50% less time" in found.choice.why
-        assert float(found.workers.all_reduce([tf.ones([3])])[0][0]) == group.num_workers
+        chosen = transport_selection.TransportChoice(tensorflow).choose(1000)
+        assert (chosen.choice.algorithm, chosen.choice.source) == ("ring", "profile")
+        assert chosen.workers.transport == "ring" and "50% less time" in chosen.choice.why
+        assert float(chosen.workers.all_reduce([tf.ones([3])])[0][0]) == group.num_workers
         if group.worker_index == 0:
             path.write_text(path.read_text().replace(names[0], "worker:elsewhere"))
         try:
@@ -139,11 +139,11 @@ def the_profile_of_worker_0_decides(group):
 
 def disagreement(group):
     """What is said where shapes, types or the order differ, with shared memory and without."""
-    own, messages = group.worker_index == 1, []
+    is_second, messages = group.worker_index == 1, []
     calls = {
-        "shape": lambda: group.all_reduce([tf.ones([4 if own else 3])]),
-        "type": lambda: group.all_reduce([tf.ones([3], tf.float64 if own else tf.float32)]),
-        "order": lambda: group.all_reduce([tf.ones([3])], "max" if own else "sum"),
+        "shape": lambda: group.all_reduce([tf.ones([4 if is_second else 3])]),
+        "type": lambda: group.all_reduce([tf.ones([3], tf.float64 if is_second else tf.float32)]),
+        "order": lambda: group.all_reduce([tf.ones([3])], "max" if is_second else "sum"),
     }
     communicator = group.communicator
     for name in ("mpi", "mpi_library"):

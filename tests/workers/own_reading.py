@@ -20,9 +20,9 @@ class Watched(Arrays):
         self.seen = []
 
     def read(self, indices):
-        def note(found):
-            self.seen.extend(found.tolist())
-            return found
+        def note(indices_read):
+            self.seen.extend(indices_read.tolist())
+            return indices_read
 
         indices = tf.ensure_shape(tf.numpy_function(note, [indices], tf.int64), [None])
         return super().read(indices)
@@ -81,7 +81,7 @@ def train(loss, scope=None, **options):
         **options,
     ).history
     whole = evaluation_batches(examples(), 7)
-    found = {
+    results = {
         "history": history,
         "evaluate": model.evaluate(whole, verbose=0),
         "predict": model.predict(whole, verbose=0).tolist(),
@@ -91,9 +91,9 @@ def train(loss, scope=None, **options):
     }
     if scope is not None:
         at_chief = model.predict(whole, verbose=0, gather_to="chief")
-        found["at chief"] = None if at_chief is None else at_chief.tolist()
-        found["own"] = model.predict(whole, verbose=0, gather_to=None).tolist()
-    return found
+        results["at chief"] = None if at_chief is None else at_chief.tolist()
+        results["own"] = model.predict(whole, verbose=0, gather_to=None).tolist()
+    return results
 
 
 CASES = {
@@ -114,8 +114,8 @@ def weighted_sample_partition(strategy=None):
             for start in range(0, half, step)
         ]
     else:
-        own = owned[tfparallel.worker_index()]
-        batches = [own[start : start + step] for start in range(0, half, step)]
+        local_rows = owned[tfparallel.worker_index()]
+        batches = [local_rows[start : start + step] for start in range(0, half, step)]
     specs = (tf.TensorSpec((None, 5), x.dtype), tf.TensorSpec((None,), y.dtype))
     dataset = tf.data.Dataset.from_generator(
         lambda: ((x[rows], y[rows]) for rows in batches), output_signature=specs

@@ -51,7 +51,7 @@ def run_job(tmp_path_factory):
 def test_workers_that_come_apart_are_told(job, name, said):
     """Story: each of these ended without an error, with other weights on each worker."""
     for seen in job:
-        assert said in seen["told"][name]
+        assert said in seen["errors"][name]
 
 
 def test_all_stop_if_one_is_to(job):
@@ -73,9 +73,9 @@ def test_a_worker_without_rows_computes_those_of_another_in_vain(job, how):
     finally:
         keras.config.set_floatx("float32")
     for seen in job:
-        found, seen_losses = seen["lacking"][how]
+        weights_seen, seen_losses = seen["lacking"][how]
         np.testing.assert_allclose(seen_losses, losses, rtol=1e-9)
-        for one, other in zip(found, weights, strict=True):
+        for one, other in zip(weights_seen, weights, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
 
 

@@ -39,11 +39,11 @@ def test_what_was_not_sent_is_left_over(job, transport, case):
     if transport != "mpi" and case not in KINDS:
         pytest.skip("does not depend on the transport")
     for seen in job:
-        found = seen[case]
+        figures = seen[case]
         # Sums in 16 bits are rounded once more, and that is not made up for.
         allowed = {"bf16": 2**-8, "buckets": 2**-8, "fp16": 2**-11}.get(case, 1e-5)
-        assert found["apart"] < allowed and found["equal on all"], found
-        assert found["left over"] > 0
+        assert figures["apart"] < allowed and figures["equal on all"], figures
+        assert figures["left over"] > 0
 
 
 @pytest.mark.slow
@@ -56,18 +56,18 @@ def test_the_bytes_are_as_promised(job, kind):
 @pytest.mark.slow
 def test_gradients_of_attention_are_sent_whole_or_small(job):
     """Their sizes are not known to TensorFlow: they were padded, and never compressed."""
-    found = job[0]["attention"]
-    assert found["gradients"] <= found["None"] < found["gradients"] + 64
-    assert found["powersgd:2"] < 0.1 * found["gradients"]
+    figures = job[0]["attention"]
+    assert figures["gradients"] <= figures["None"] < figures["gradients"] + 64
+    assert figures["powersgd:2"] < 0.1 * figures["gradients"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_an_overflow_all_workers_know_and_nothing_stays(job, kind):
     for seen in job:
-        found = seen[f"{kind}, overflow"]
-        assert found["is seen"] == [True, False, True], found
-        assert found["left over is finite"]
+        figures = seen[f"{kind}, overflow"]
+        assert figures["is seen"] == [True, False, True], figures
+        assert figures["left over is finite"]
     assert job[1][f"{kind}, overflow"]["is kept"]
 
 
@@ -102,7 +102,7 @@ def test_a_job_has_one_way(job):
         ("bf16:2", "there is none of that name"),
     ],
 )
-def test_what_cannot_be_is_refused(spec, message):
+def test_invalid_names_raise(spec, message):
     with pytest.raises(ValueError, match=message):
         CompressionName.parse(spec)
 

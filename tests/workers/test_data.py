@@ -27,19 +27,19 @@ def run_job(saved_in):
 @pytest.mark.parametrize("loss", ["by_sample", "joined"])
 def test_shares_of_unequal_size_and_length_train_as_one_device_does(job, loss):
     for seen in job:
-        found = seen[loss]
+        errors = seen[loss]
         # Float64; sums in another order.
-        assert max(found["weights"], found["history"], found["evaluate"]) < 1e-9, found
+        assert max(errors["weights"], errors["history"], errors["evaluate"]) < 1e-9, errors
         # A row is trained on where it was read; a worker that has none is lent one.
-        assert (found["rows sent"] < 100) == (loss == "by_sample")
+        assert (errors["rows sent"] < 100) == (loss == "by_sample")
 
 
 def test_predictions_go_where_they_are_wanted(job):
     for worker, seen in enumerate(job):
-        found = seen["by_sample"]
-        assert found["all"] < 1e-9 and found["own"] < 1e-9
-        for asked in ("chief", "chief again"):
-            assert found[asked] is None if worker else found[asked] < 1e-9
+        errors = seen["by_sample"]
+        assert errors["all"] < 1e-9 and errors["own"] < 1e-9
+        for destination in ("chief", "chief again"):
+            assert errors[destination] is None if worker else errors[destination] < 1e-9
 
 
 def test_each_file_that_workers_save_is_there_and_whole(job, saved_in):
@@ -49,8 +49,8 @@ def test_each_file_that_workers_save_is_there_and_whole(job, saved_in):
     models.append(keras.models.clone_model(models[0]))
     models[-1].load_weights(saved_in / paths[3])
     for model in models[1:]:
-        for weight, wanted in zip(model.get_weights(), models[0].get_weights(), strict=True):
-            np.testing.assert_array_equal(weight, wanted)
+        for weight, expected in zip(model.get_weights(), models[0].get_weights(), strict=True):
+            np.testing.assert_array_equal(weight, expected)
 
 
 def test_a_share_without_end_beside_one_that_ends_is_refused(job):

@@ -38,20 +38,20 @@ def run_job(request, tmp_path_factory):
 @pytest.fixture(name="one_device", scope="module")
 def plain_keras(tmp_path_factory):
     """Returns what plain Keras gives, by the name of the case; each is trained once."""
-    known = {}
+    outcomes = {}
 
     def outcome_of(name):
-        if name not in known:
+        if name not in outcomes:
             keras.config.set_floatx("float64")
             try:
                 if name in keras_fit.WITHOUT_FILES:
-                    known[name] = keras_fit.WITHOUT_FILES[name](contextlib.nullcontext)
+                    outcomes[name] = keras_fit.WITHOUT_FILES[name](contextlib.nullcontext)
                 else:
                     folder = tmp_path_factory.mktemp("plain")
-                    known[name] = WITH_FILES[name](contextlib.nullcontext, folder)
+                    outcomes[name] = WITH_FILES[name](contextlib.nullcontext, folder)
             finally:
                 keras.config.set_floatx("float32")
-        return known[name]
+        return outcomes[name]
 
     return outcome_of
 
@@ -63,8 +63,8 @@ def assert_equal(outcome, expected):
         np.testing.assert_allclose(outcome["history"][name], values, **TOLERANCE, err_msg=name)
     for name in ("evaluate", "predict"):
         np.testing.assert_allclose(outcome[name], expected[name], **TOLERANCE, err_msg=name)
-    for variable, wanted in zip(outcome["weights"], expected["weights"], strict=True):
-        np.testing.assert_allclose(variable, wanted, **TOLERANCE)
+    for variable, value in zip(outcome["weights"], expected["weights"], strict=True):
+        np.testing.assert_allclose(variable, value, **TOLERANCE)
 
 
 @pytest.mark.parametrize("name", each_a_part(keras_fit.WITHOUT_FILES))
@@ -94,12 +94,12 @@ def test_a_pure_bfloat16_policy(job):
     """Story: TensorFlow's broadcast of first values has no bfloat16."""
     expected = keras_fit.pure_bfloat16(contextlib.nullcontext)
     for results in job[1]:
-        found = results["bfloat16"]
-        assert isinstance(found, dict), found
+        outcome = results["bfloat16"]
+        assert isinstance(outcome, dict), outcome
         # 8 bits of mantissa, 12 steps; sums in another order.
-        np.testing.assert_allclose(found["loss"], expected["loss"], rtol=2e-2)
-        for value, wanted in zip(found["weights"], expected["weights"], strict=True):
-            np.testing.assert_allclose(value, wanted, rtol=5e-2, atol=2e-2)
+        np.testing.assert_allclose(outcome["loss"], expected["loss"], rtol=2e-2)
+        for value, weight in zip(outcome["weights"], expected["weights"], strict=True):
+            np.testing.assert_allclose(value, weight, rtol=5e-2, atol=2e-2)
     assert job[1][0]["bfloat16"] == job[1][1]["bfloat16"]
 
 
@@ -135,9 +135,9 @@ def test_what_the_chief_saved_is_plain_keras(job):
     model = keras.models.load_model(folder / "shared" / "04.keras")
     # Keras does not save the states of random layers, which are no weights.
     saved = {id(weight) for weight in model.weights}
-    for variable, wanted in zip(model.variables, chief["shared"]["weights"], strict=True):
+    for variable, expected in zip(model.variables, chief["shared"]["weights"], strict=True):
         if id(variable) in saved:
-            np.testing.assert_allclose(variable.numpy(), wanted, rtol=1e-12)
+            np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-12)
 
 
 @pytest.mark.part("outside", "part outside")

@@ -51,8 +51,8 @@ def test_metrics_are_of_all_rows_and_the_same_on_all_workers(job, case):
 @pytest.mark.part("post_local_sgd")
 def test_until_it_begins_every_step_is_exact(job):
     for seen in job:
-        found = seen["post_local_sgd"]
-        assert found["until it begins"] == 0 < found["from exact"]
+        differences = seen["post_local_sgd"]
+        assert differences["until it begins"] == 0 < differences["from exact"]
 
 
 @pytest.mark.slow
@@ -64,8 +64,8 @@ def test_little_is_sent(job):
 @pytest.mark.slow
 @pytest.mark.part("in the middle")
 def test_a_callback_may_evaluate_in_the_middle_of_an_epoch(job):
-    found = job[0]["in the middle"]
-    assert found == job[1]["in the middle"] and len(found["evaluated"]) == 2
+    result = job[0]["in the middle"]
+    assert result == job[1]["in the middle"] and len(result["evaluated"]) == 2
 
 
 @pytest.mark.slow
@@ -127,10 +127,10 @@ def test_a_task_is_trained_and_reported(tmp_path, flags):
         *("--epochs=2", "--global_batch_size=16", f"--report={report}", *flags),
     )
     assert code == 0, errors
-    found = json.loads(report.read_text())
+    written = json.loads(report.read_text())
     name, _, value = flags[0].removeprefix("--").partition("=")
-    assert found[name] == value
-    assert found["sent_bytes"]["sums"] > 0 and found["num_reductions"] > 0
+    assert written[name] == value
+    assert written["sent_bytes"]["sums"] > 0 and written["num_reductions"] > 0
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_it_prints_as_it_was_asked_for(spec):
     ["never", "accumulate", "accumulate:0", "local_sgd", "local_sgd:0", "local_sgd:x"]
     + ["post_local_sgd:8", "local_sgd:2,3"],
 )
-def test_what_cannot_be_is_refused(spec):
+def test_invalid_policies_raise(spec):
     with pytest.raises(ValueError, match="`sync` must be every_step, .* Received: "):
         Synchronization.parse(spec)
 

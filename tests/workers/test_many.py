@@ -33,5 +33,5 @@ def test_eleven_workers_train_to_the_weights_of_one_device():
         assert seen["gathered"] == [list(range(11))] * 2
         np.testing.assert_allclose(seen["losses"], one["losses"], rtol=1e-6)  # float32.
         np.testing.assert_allclose(seen["predictions"], one["predictions"], rtol=1e-12)
-        for weight, wanted in zip(seen["weights"], one["weights"], strict=True):
-            np.testing.assert_allclose(weight, wanted, rtol=1e-12)
+        for weight, expected in zip(seen["weights"], one["weights"], strict=True):
+            np.testing.assert_allclose(weight, expected, rtol=1e-12)

@@ -56,7 +56,7 @@ if os.environ.get("RANK", "0") == "0":
 def test_counts_are_those_of_one_device_in_every_epoch(tmp_path, transport, sync, learning_rate):
     launch = [sys.executable, "-m", "tfparallel", "launch", "--nproc_per_node=2"]
     launch += [f"--transport={transport}", "--"]
-    found = {}
+    histories = {}
     for name, head in (("one", []), ("two", launch)):
         done = subprocess.run(
             [*head, sys.executable, "-c", PROGRAM, tmp_path / name, sync, str(learning_rate)],
@@ -66,8 +66,8 @@ def test_counts_are_those_of_one_device_in_every_epoch(tmp_path, transport, sync
             timeout=120,
         )
         assert done.returncode == 0, done.stderr
-        found[name] = json.loads((tmp_path / name).read_text())
-    assert found["one"]["false_positives"][-1] > 0
-    for name, values in found["one"].items():
+        histories[name] = json.loads((tmp_path / name).read_text())
+    assert histories["one"]["false_positives"][-1] > 0
+    for name, values in histories["one"].items():
         # Float32 sums in another order.
-        assert found["two"][name] == pytest.approx(values, rel=1e-5), name
+        assert histories["two"][name] == pytest.approx(values, rel=1e-5), name

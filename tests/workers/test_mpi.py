@@ -115,9 +115,9 @@ def test_workers_of_one_host_sum_through_its_memory_unless_told_otherwise(
     report = tmp_path / "report.json"
     code, shown = train(f"--report={report}", transport=transport)
     assert code == 0, shown
-    found = json.loads(report.read_text())["all_reduce"]
-    assert (found["algorithm"], found["implementation"], found["source"]) == expected
-    assert why in found["why"]
+    choice = json.loads(report.read_text())["all_reduce"]
+    assert (choice["algorithm"], choice["implementation"], choice["source"]) == expected
+    assert why in choice["why"]
 
 
 def test_auto_takes_what_was_fastest_when_fit_began(tmp_path):
@@ -125,13 +125,13 @@ def test_auto_takes_what_was_fastest_when_fit_began(tmp_path):
     code, shown = train("--all_reduce=auto", f"--report={report}", transport=None)
     assert code == 0, shown
     assert "all-reduce by auto" in shown
-    found = json.loads(report.read_text())["all_reduce"]
-    assert set(found["microseconds"]) == {"ring_tuned", "mpi"}
-    assert found["source"] == "calibration" and "on 2 workers" in found["why"]
+    choice = json.loads(report.read_text())["all_reduce"]
+    assert set(choice["microseconds"]) == {"ring_tuned", "mpi"}
+    assert choice["source"] == "calibration" and "on 2 workers" in choice["why"]
     # On the chief alone.
     taken = "data_parallel: 2 workers x 1 device (CPU:0); gradients: all-reduce, chosen by a "
     assert shown.count(f"{taken}measurement when training begins.") == 1, shown
-    assert shown.count(f"all-reduce: {found['algorithm']} ({found['implementation']}); ") == 1
+    assert shown.count(f"all-reduce: {choice['algorithm']} ({choice['implementation']}); ") == 1
 
 
 ONE_WITHOUT_LIBRARY = """
@@ -156,15 +156,15 @@ from tfparallel.collectives import profile, transport_selection
 
 def main():
     group = tfparallel.MultiWorkerMirroredStrategy().workers
-    found = [transport_selection.TransportChoice(group).choose(1000)]
+    choices = [transport_selection.TransportChoice(group).choose(1000)]
     names = transport_selection.names_of(group)
     if group.worker_index == 0:
         profile.save(names, {"ring_tuned": [(1000, 2e-3)], "mpi": [(1000, 1e-3)]})
-    found.append(transport_selection.TransportChoice(group).choose(1000))
+    choices.append(transport_selection.TransportChoice(group).choose(1000))
     rank = [tf.constant(1.0 + group.worker_index)]
-    sums = [float(one.workers.all_reduce(rank)[0]) for one in found]
+    sums = [float(one.workers.all_reduce(rank)[0]) for one in choices]
     by_default = transport_selection.by_default(group).choice
-    return [one.as_json() for one in (by_default, *(one.choice for one in found))], sums
+    return [one.as_json() for one in (by_default, *(one.choice for one in choices))], sums
 """
 
 

@@ -36,13 +36,13 @@ def plain_keras():
 def test_all_is_as_on_one_device(job, one_device, case):
     expected = one_device[case]
     for seen in job:
-        found = seen[case]
+        results = seen[case]
         for name, values in expected["history"].items():
-            np.testing.assert_allclose(found["history"][name], values, **TOLERANCE, err_msg=name)
-        np.testing.assert_allclose(found["evaluate"], expected["evaluate"], **TOLERANCE)
-        np.testing.assert_allclose(found["predict"], expected["predict"], **TOLERANCE)
-        for weight, wanted in zip(found["weights"], expected["weights"], strict=True):
-            np.testing.assert_allclose(weight, wanted, **TOLERANCE)
+            np.testing.assert_allclose(results["history"][name], values, **TOLERANCE, err_msg=name)
+        np.testing.assert_allclose(results["evaluate"], expected["evaluate"], **TOLERANCE)
+        np.testing.assert_allclose(results["predict"], expected["predict"], **TOLERANCE)
+        for weight, expected_weight in zip(results["weights"], expected["weights"], strict=True):
+            np.testing.assert_allclose(weight, expected_weight, **TOLERANCE)
     np.testing.assert_allclose(job[0][case]["at chief"], expected["predict"], **TOLERANCE)
     assert job[1][case]["at chief"] is None
     assert sum(len(seen[case]["own"]) for seen in job) == own_reading.NUM_EXAMPLES
@@ -53,8 +53,8 @@ def test_a_sample_partition_takes_class_weights(job, one_device):
     for seen in job:
         own_losses, own_weights = seen["sample partition"]
         np.testing.assert_allclose(own_losses, losses, **TOLERANCE)
-        for weight, wanted in zip(own_weights, weights, strict=True):
-            np.testing.assert_allclose(weight, wanted, **TOLERANCE)
+        for weight, expected_weight in zip(own_weights, weights, strict=True):
+            np.testing.assert_allclose(weight, expected_weight, **TOLERANCE)
 
 
 @pytest.mark.parametrize("case", ["keras", "weighted"])

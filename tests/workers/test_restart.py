@@ -59,26 +59,26 @@ def metrics(shown):
     return re.findall(r"^\[0\] 3/3 - \S+ - \S+ - (accuracy.*)$", shown, re.MULTILINE)
 
 
-def killed_and_resumed(tmp_path, undisturbed, worker, step, *flags, told="", **options):
+def killed_and_resumed(tmp_path, undisturbed, worker, step, *flags, message="", **options):
     shutil.rmtree(tmp_path / "ckpt", ignore_errors=True)
     code, shown = job(
         f"--checkpoint_dir={tmp_path}/ckpt", f"--inject=kill:worker={worker},step={step}",
         f"--save={tmp_path}/k.keras", *flags, max_restarts=2, **options,
     )  # fmt: skip
-    assert told in shown, shown
-    told = f"worker {worker}, step {step}, flags {flags}:\n{shown}"
-    assert code == 0, told
-    assert f"[{worker}] inject: worker {worker} kills itself after {step} steps" in shown, told
-    assert f"worker {worker} was killed by SIGKILL" in shown, told
-    assert "restarting all workers (1 of 2)" in shown and "(2 of 2)" not in shown, told
+    assert message in shown, shown
+    report = f"worker {worker}, step {step}, flags {flags}:\n{shown}"
+    assert code == 0, report
+    assert f"[{worker}] inject: worker {worker} kills itself after {step} steps" in shown, report
+    assert f"worker {worker} was killed by SIGKILL" in shown, report
+    assert "restarting all workers (1 of 2)" in shown and "(2 of 2)" not in shown, report
     weights, logs = undisturbed
     ended_at = keras.models.load_model(tmp_path / "k.keras").get_weights()
-    for expected, found in zip(weights, ended_at, strict=True):
+    for expected, weight in zip(weights, ended_at, strict=True):
         # CPU kernels may share their sums out to threads in another way.
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5, err_msg=told)
+        np.testing.assert_allclose(weight, expected, rtol=0, atol=1e-5, err_msg=report)
     # Whatever epoch the run resumed in, what is logged of it is of all its steps.
     resumed = shown[shown.index("resuming at epoch") :]
-    assert metrics(resumed) == logs[-len(metrics(resumed)) :], told
+    assert metrics(resumed) == logs[-len(metrics(resumed)) :], report
     return int(re.search(r"\((\d+) steps are done\)", resumed)[1])
 
 
@@ -93,7 +93,7 @@ def test_processes_that_wait_take_over(tmp_path, undisturbed):
     slow = tmp_path / "slow.py"
     slow.write_text(f"import sys\nsys.path.append({str(TASKS)!r})\n{TASK.read_text()}{SLOWLY}")
     flags = [tmp_path, undisturbed, 1, 20, "--checkpoint_every_steps=1"]
-    assert killed_and_resumed(*flags, task=slow, launch=["--standby"], told=READY) >= 19
+    assert killed_and_resumed(*flags, task=slow, launch=["--standby"], message=READY) >= 19
 
 
 def test_a_killed_worker_costs_the_steps_since_the_epoch_began(tmp_path, undisturbed):
@@ -107,8 +107,8 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(tmp_path, und
     )  # fmt: skip
     assert code == 0 and "is not whole, and is passed over for the one before" in shown, shown
     assert "(6 steps are done)" in shown, shown
-    found = keras.models.load_model(tmp_path / "k.keras").get_weights()
-    for one, other in zip(undisturbed[0], found, strict=True):
+    weights = keras.models.load_model(tmp_path / "k.keras").get_weights()
+    for one, other in zip(undisturbed[0], weights, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
 
 
@@ -133,10 +133,10 @@ def test_a_worker_that_hangs_is_ended_and_named(tmp_path, undisturbed):
 
 
 def same_weights(path, undisturbed):
-    for expected, found in zip(
+    for expected, weight in zip(
         undisturbed[0], keras.models.load_model(path).get_weights(), strict=True
     ):
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(weight, expected, rtol=0, atol=1e-5)
 
 
 def test_a_job_that_is_told_to_end_saves_and_says_to_start_it_again(tmp_path, undisturbed):

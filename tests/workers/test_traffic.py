@@ -42,17 +42,17 @@ def main():
 
     x = np.arange({3 * ROWS}).reshape({ROWS}, 3) % {WORDS}
     y = np.ones(({ROWS}, {CLASSES}), "float32")
-    found = {{}}
+    results = {{}}
     for name, loss in {{"keras": keras.losses.MeanSquaredError(), "own": OfTheBatch()}}.items():
         model = tfparallel.data_parallel(build, strategy)
         model.compile("sgd", loss=loss, metrics=["mae"])
         sent = tfparallel.callbacks.SentBytes()
         model.fit(x, y, batch_size={ROWS}, verbose=0, callbacks=[sent])
-        found[name] = [sent.in_a_step, bool(model.why_joined)]
+        results[name] = [sent.in_a_step, bool(model.why_joined)]
     x, y = np.ones(({ROWS}, 3), "float32"), np.ones(({ROWS}, 2), "float32")
     for reduction in ("sum_over_batch_size", "mean_with_sample_weight"):
-        found[reduction] = in_a_step(strategy, reduction, x, y, np.arange(1.0, 1.0 + {ROWS}))
-    return found
+        results[reduction] = in_a_step(strategy, reduction, x, y, np.arange(1.0, 1.0 + {ROWS}))
+    return results
 
 
 def in_a_step(strategy, reduction, *data):
@@ -79,12 +79,12 @@ def in_a_step(strategy, reduction, *data):
 
 @pytest.mark.parametrize("transport", ["ring_tuned", "mpi"])
 def test_predictions_cross_only_where_they_must(transport):
-    found = run_workers(PROGRAM, NUM_WORKERS, environment={"TFPARALLEL_ALL_REDUCE": transport})
+    by_worker = run_workers(PROGRAM, NUM_WORKERS, environment={"TFPARALLEL_ALL_REDUCE": transport})
     dense = 4 * (3 * WIDTH * CLASSES + CLASSES)
     # A length that only the step knows is rounded up, by a quarter at most.
     own_slices = 3 * ROWS // NUM_WORKERS * (4 * WIDTH + 4)
     predictions = 4 * ROWS // NUM_WORKERS * CLASSES
-    for seen in found:
+    for seen in by_worker:
         sent, joined = seen["keras"]
         assert not joined and sent["rows"] == 0
         assert dense <= sent["sums"] <= dense + 1024

@@ -40,8 +40,8 @@ def assert_equal(results, expected):
     for result in results:
         for name in ("losses", "accuracies"):
             np.testing.assert_allclose(result[name], expected[name], rtol=1e-9, err_msg=name)
-        for weight, wanted in zip(result["weights"], expected["weights"], strict=True):
-            np.testing.assert_allclose(weight, wanted, rtol=1e-9, atol=1e-12)
+        for weight, expected_weight in zip(result["weights"], expected["weights"], strict=True):
+            np.testing.assert_allclose(weight, expected_weight, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("num_workers, num_devices", [(3, 1)])
@@ -56,8 +56,8 @@ def test_training_with_keras(tmp_path, num_workers, num_devices):
     # What the others saved is gone, and what the chief saved is plain Keras.
     assert [path.name for path in (tmp_path / "job").iterdir()] == ["model.keras"]
     saved = keras.models.load_model(tmp_path / "job" / "model.keras")
-    for weight, wanted in zip(saved.weights, results[0]["weights"], strict=True):
-        np.testing.assert_array_equal(weight.numpy(), wanted)
+    for weight, expected in zip(saved.weights, results[0]["weights"], strict=True):
+        np.testing.assert_array_equal(weight.numpy(), expected)
 
 
 @pytest.mark.parametrize(("num_devices", "from_function"), [(1, False), (2, True)])
@@ -66,9 +66,9 @@ def test_a_custom_training_loop(tmp_path, num_devices, from_function):
     if num_devices > 1:
         # TensorFlow's collectives lose their keys in a first step that makes variables (those of
         # an optimizer) on several devices; so does its own MirroredStrategy on two CPUs.
-        made = "        optimizer = keras.optimizers.RMSprop(learning_rate=0.005)\n"
-        assert text.count(made) == 1
-        text = text.replace(made, f"{made}        optimizer.build(model.trainable_variables)\n")
+        line = "        optimizer = keras.optimizers.RMSprop(learning_rate=0.005)\n"
+        assert text.count(line) == 1
+        text = text.replace(line, f"{line}        optimizer.build(model.trainable_variables)\n")
     results = run_workers(
         text,
         num_devices=num_devices,

@@ -22,14 +22,14 @@ class Noisy(keras.optimizers.SGD):
 def main():
     tfparallel.MultiWorkerMirroredStrategy()
     keras.utils.set_random_seed(5)
-    found = []
+    weights = []
     for sync in ("every_step", "accumulate:2"):
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
         model = tfparallel.data_parallel(model, sync=sync)
         model.compile(Noisy(0.1), "mse")
         model.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=4, verbose=0)
-        found += [weight.tolist() for weight in model.get_weights()]
-    return found
+        weights += [weight.tolist() for weight in model.get_weights()]
+    return weights
 """
 
 pytestmark = pytest.mark.slow
@@ -47,9 +47,9 @@ def run_job(request, tmp_path_factory):
 def test_it_is_one_step_on_a_larger_batch(job, model):
     """With a last batch of one row, of which a worker has none."""
     for seen in job:
-        found = seen["larger batch"][model]
-        assert found["weights"] < 1e-9 and found["between workers"] == 0
-        assert found.get("history", 0) < 1e-5  # Metrics are float32.
+        results = seen["larger batch"][model]
+        assert results["weights"] < 1e-9 and results["between workers"] == 0
+        assert results.get("history", 0) < 1e-5  # Metrics are float32.
 
 
 @pytest.mark.part("options")
@@ -108,12 +108,12 @@ def test_workers_that_shuffle_otherwise_are_told(job):
 @pytest.mark.part("shares")
 def test_each_replica_may_keep_its_share_of_the_optimizer(job):
     for seen in job:
-        found = seen["shares"]
-        assert found["weights"] < 1e-9
+        results = seen["shares"]
+        assert results["weights"] < 1e-9
         # Half a sum for gradients, half of one for weights, and what fills up such small shares.
-        assert found["sent"]["shares"] < 1.5 * found["sent"]["whole"]
+        assert results["sent"]["shares"] < 1.5 * results["sent"]["whole"]
         # Two slots an element, on four replicas; the first kernel has five rows.
-        assert 2 * found["elements"] / 4 <= found["held"] < 0.75 * found["elements"]
+        assert 2 * results["elements"] / 4 <= results["held"] < 0.75 * results["elements"]
 
 
 @pytest.mark.part("parameters")
@@ -133,8 +133,8 @@ def test_what_is_logged_of_an_epoch_that_was_resumed_is_the_same_on_all_workers(
 @pytest.mark.part("parameters")
 def test_shares_of_weights_are_told_from_one_workers_own(job):
     for seen in job:
-        held, elements = seen["parameters"]["held"]
-        assert elements / 4 <= held < 0.5 * elements  # The first kernel has five rows.
+        num_held, elements = seen["parameters"]["held"]
+        assert elements / 4 <= num_held < 0.5 * elements  # The first kernel has five rows.
         assert "The workers hold different weights" in seen["parameters"]["loaded by one"]
         assert "Take Checkpoint" in seen["parameters"]["backup"]
         assert "could not be written" in seen["parameters"]["disk"]
@@ -158,14 +158,14 @@ def test_gradients_are_clipped_in_shares_too(job, clipping, shard):
 @pytest.mark.part("accumulated shares")
 def test_gradients_of_several_steps_are_added_up_in_shares(job):
     for seen in job:
-        found = dict(seen["accumulated shares"])
-        held, elements = found.pop("held")
-        assert elements / 4 <= held < 0.5 * elements  # Small weights are filled up.
-        assert found.pop("history") < 1e-5  # Metrics are float32.
-        assert found.pop("rows") == [57]
+        results = dict(seen["accumulated shares"])
+        num_held, elements = results.pop("held")
+        assert elements / 4 <= num_held < 0.5 * elements  # Small weights are filled up.
+        assert results.pop("history") < 1e-5  # Metrics are float32.
+        assert results.pop("rows") == [57]
         # Gradients are sent in each step, weights with an update alone: (1 + 1/3) / 2.
-        assert found.pop("sent") < 0.8
-        assert len(found) == 12 and max(found.values()) < 1e-9
+        assert results.pop("sent") < 0.8
+        assert len(results) == 12 and max(results.values()) < 1e-9
 
 
 @pytest.mark.part("shares that go on")

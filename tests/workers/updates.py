@@ -121,7 +121,7 @@ class Evaluates(keras.callbacks.Callback):
 
 
 def larger_batch(workers, folder):
-    found = {}
+    results = {}
     for name, function in (("dense", build), ("masked", build_masked)):
         one, model = alone(function), parallel(function)
         # The last step has one row, so that a worker has none; it is an update of its own, too.
@@ -133,8 +133,8 @@ def larger_batch(workers, folder):
         if function is build:
             seen["history"] = largest(history, expected)
         seen["between workers"] = between_workers(workers, model.get_weights())
-        found[name] = seen
-    return found
+        results[name] = seen
+    return results
 
 
 @functools.cache
@@ -145,15 +145,15 @@ def undisturbed():
 
 
 def options_of_keras(workers, folder):
-    found = {}
+    differences = {}
     for name, options in (
         ("jit_compile", {"jit_compile": True, "steps_per_execution": 2}),
         ("evaluates", {"callbacks": [Evaluates()]}),
     ):
         model = parallel(build)
         trained(model, ROWS, **options)
-        found[name] = apart(model, undisturbed()[0])
-    return found
+        differences[name] = apart(model, undisturbed()[0])
+    return differences
 
 
 def dropout(workers, folder):
@@ -170,13 +170,13 @@ def dropout(workers, folder):
 
 
 def sums(workers, folder):
-    found = {}
+    bytes_by_sync = {}
     for sync in ("every_step", "accumulate:4"):
         before = workers.traffic.read()
         trained(parallel(build, sync), ROWS, number=40 * ROWS, epochs=1)
         after = workers.traffic.read()
-        found[sync] = after["sums"] - before["sums"]
-    return found
+        bytes_by_sync[sync] = after["sums"] - before["sums"]
+    return bytes_by_sync
 
 
 class Interrupts(keras.callbacks.Callback):
@@ -275,9 +275,9 @@ def shares(workers, folder):
         trained(model, ROWS, optimizer=keras.optimizers.Adam(0.05, global_clipnorm=0.1))
         sent[name] = workers.traffic.read()["sums"] - before
     slots = [v for v in model.optimizer.variables if hasattr(v, "_sharded")]
-    held = sum(copies(slot)[0].shape.num_elements() for slot in slots)
+    num_held = sum(copies(slot)[0].shape.num_elements() for slot in slots)
     elements = sum(int(np.prod(w.shape)) for w in model.trainable_variables)
-    return {"weights": apart(model, one), "held": held, "sent": sent, "elements": elements}
+    return {"weights": apart(model, one), "held": num_held, "sent": sent, "elements": elements}
 
 
 def clipped_shares(workers, folder):
@@ -287,14 +287,14 @@ def clipped_shares(workers, folder):
 
 def apart_in_shares(cases):
     """How far from one device shares end, by what is shared and by the case's options of SGD."""
-    found = {}
+    differences = {}
     for name, options in cases.items():
         trained(one := alone(build_read), ROWS, optimizer=keras.optimizers.SGD(0.1, **options))
         for shard in ("optimizer", "parameters"):
             other = parallel(build_read, "every_step", shard=shard)
             trained(other, ROWS, optimizer=keras.optimizers.SGD(0.1, **options))
-            found[f"{shard}, {name}"] = apart(other, one)
-    return found
+            differences[f"{shard}, {name}"] = apart(other, one)
+    return differences
 
 
 def noise_of(shard):
@@ -312,30 +312,30 @@ def accumulated_shares(workers, folder):
     sharding._FEWEST = 10
     momentum = lambda: keras.optimizers.SGD(0.1, momentum=0.9)  # noqa: E731
     expected = trained(one := alone(build_read), ROWS * STEPS, optimizer=momentum())
-    found, rows = {}, set()
+    results, rows = {}, set()
     for shard in ("gradients", "parameters"):
         model = parallel(build_read, shard=shard)
         history = trained(model, ROWS, optimizer=momentum())
         rows.add(float(model.metrics[0].count.numpy()))  # Of which a mean says nothing.
-        found[f"{shard}, by the step"] = apart(model, one)
-        found["history"] = max(found.get("history", 0), largest(history, expected))
-    found["rows"] = list(rows)
-    held = [own[0].shape.num_elements() for _, own in model._policy._accumulators.values()]
-    found["held"] = [sum(held), sum(int(np.prod(w.shape)) for w in model.weights)]
+        results[f"{shard}, by the step"] = apart(model, one)
+        results["history"] = max(results.get("history", 0), largest(history, expected))
+    results["rows"] = list(rows)
+    sizes = [pieces[0].shape.num_elements() for _, pieces in model._policy._accumulators.values()]
+    results["held"] = [sum(sizes), sum(int(np.prod(w.shape)) for w in model.weights)]
     scaled = lambda: keras.optimizers.LossScaleOptimizer(momentum())  # noqa: E731
     trained(model := parallel(build_read, shard="parameters"), ROWS, optimizer=scaled())
-    found["loss scaling"] = apart(model, one)
-    found["noise"] = float(np.abs(noise_of("parameters") / noise_of(None) - 1).max())
+    results["loss scaling"] = apart(model, one)
+    results["noise"] = float(np.abs(noise_of("parameters") / noise_of(None) - 1).max())
     sent = []
     for steps in (None, STEPS):
         optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=steps)
         before = workers.traffic.read()["sums"]
         trained(parallel(build_read, "every_step", shard="optimizer"), ROWS, optimizer=optimizer)
         sent.append(workers.traffic.read()["sums"] - before)
-    found["sent"] = sent[1] / sent[0]
+    results["sent"] = sent[1] / sent[0]
     cases = CLIPPED | {"loss scale": {"loss_scale_factor": 8.0}}
     accumulating = {"gradient_accumulation_steps": STEPS}
-    return found | apart_in_shares({name: case | accumulating for name, case in cases.items()})
+    return results | apart_in_shares({name: case | accumulating for name, case in cases.items()})
 
 
 def compiled():
@@ -347,65 +347,65 @@ def compiled():
 
 def shares_that_go_on(workers, folder):
     """Beside accumulated gradients, from checkpoints and backups, under a loss of two calls."""
-    found = {}
+    differences = {}
     accumulating = parallel(build, shard="optimizer")
     trained(accumulating, ROWS)
     whole = alone(build)
     trained(whole, ROWS * STEPS)
-    found["accumulated"] = apart(accumulating, whole)
+    differences["accumulated"] = apart(accumulating, whole)
     checkpoint = tfparallel.callbacks.Checkpoint(folder + "/sharded")
     trained(parallel(build, shard="optimizer"), ROWS, epochs=1, callbacks=[checkpoint])
     resumed = parallel(build)  # With whole slots.
     checkpoint = tfparallel.callbacks.Checkpoint(folder + "/sharded")
     trained(resumed, ROWS, callbacks=[checkpoint])
-    found["resumed"] = apart(resumed, whole)
+    differences["resumed"] = apart(resumed, whole)
     backed = parallel(build, "every_step", shard="optimizer")
     trained(backed, ROWS, epochs=1, optimizer=keras.optimizers.Adam(0.05))
     backup = keras.callbacks.BackupAndRestore(folder + "/backup")  # With nothing to restore.
     fitted = {"batch_size": ROWS, "shuffle": False, "verbose": 0}
     backed.fit(*data(57), callbacks=[backup], **fitted)
     trained(one := alone(build), ROWS, optimizer=keras.optimizers.Adam(0.05))
-    found["backed up"] = apart(backed, one)
+    differences["backed up"] = apart(backed, one)
     for interrupted in (True, False):  # And with something: the chief alone reads the file.
         restored = parallel(build, "every_step", shard="optimizer")
         backup = keras.callbacks.BackupAndRestore(folder + "/restored")
         callbacks = [backup, InterruptsEpoch()] if interrupted else [backup]
         with contextlib.suppress(KeyboardInterrupt):
             trained(restored, ROWS, optimizer=keras.optimizers.Adam(0.05), callbacks=callbacks)
-    found["restored"] = apart(restored, one)
+    differences["restored"] = apart(restored, one)
     trained(one := alone(build_twice), ROWS)
     trained(twice := parallel(build_twice, "every_step", shard="optimizer"), ROWS)
-    found["called twice"] = apart(twice, one)
+    differences["called twice"] = apart(twice, one)
     one, other = alone(compiled), parallel(compiled, "every_step", shard="optimizer")
     for model in (one, other):
         model.fit(*data(57, masked=True), **fitted)
-    found["compiled by its function"] = apart(other, one)
-    return found
+    differences["compiled by its function"] = apart(other, one)
+    return differences
 
 
 def parameters(workers, folder):
     """Each of four replicas keeps its share of the weights, gathers it and writes files of it."""
     sharding._FEWEST = 20
-    found = {}
+    results = {}
     for name, optimizer in PARAMETERS.items():
         expected = trained(one := alone(build), ROWS, optimizer=optimizer())
         model = parallel(build, "every_step", shard="parameters")
         trained(model, ROWS, optimizer=optimizer())
-        found[name] = apart(model, one)
+        results[name] = apart(model, one)
     kernels = [weight for weight in model.weights if len(weight.shape) > 1]
-    held = sum(kernel.pieces[0].shape.num_elements() for kernel in kernels)
-    found["held"] = [held, sum(int(np.prod(kernel.shape)) for kernel in kernels)]
+    num_held = sum(kernel.pieces[0].shape.num_elements() for kernel in kernels)
+    results["held"] = [num_held, sum(int(np.prod(kernel.shape)) for kernel in kernels)]
     with path_of_chief(folder + "/shared_out.keras", workers.worker_index == 0) as path:
         model.save(path)
-        found["file"] = apart(keras.models.load_model(path), one)
+        results["file"] = apart(keras.models.load_model(path), one)
     for interrupts in ([Interrupts()], []):
         checkpoint = tfparallel.callbacks.Checkpoint(folder + "/shared_out", every_steps=2)
         resumed = parallel(build, "every_step", shard="parameters")
         with contextlib.suppress(KeyboardInterrupt):
             callbacks = [checkpoint, *interrupts]
             history = trained(resumed, ROWS, optimizer=optimizer(), callbacks=callbacks)
-    found["resumed"] = apart(resumed, one)
-    found["history"] = largest(history, expected)
+    results["resumed"] = apart(resumed, one)
+    results["history"] = largest(history, expected)
     # A disk that is gone where the chief is to write: the others read shares until it has failed.
     lost, failing = folder + "/lost", parallel(build, "every_step", shard="parameters")
     is_chief = workers.worker_index == 0
@@ -415,7 +415,7 @@ def parameters(workers, folder):
     try:
         trained(failing, ROWS, callbacks=[removes, tfparallel.callbacks.Checkpoint(lost)])
     except RuntimeError as error:
-        found["disk"] = str(error)
+        results["disk"] = str(error)
     whole = resumed.get_weights()
     if workers.worker_index == 0:
         resumed.set_weights([weight * 2 for weight in whole])
@@ -426,24 +426,24 @@ def parameters(workers, folder):
         try:
             resumed.fit(*data(16), batch_size=ROWS, verbose=0, callbacks=callbacks)
         except (RuntimeError, ValueError) as error:
-            found[name] = str(error)
-    found |= saved_by_one(workers, resumed, folder + "/alone.weights.h5")
-    return found
+            results[name] = str(error)
+    results |= saved_by_one(workers, resumed, folder + "/alone.weights.h5")
+    return results
 
 
 def saved_by_one(workers, model, path):
     """The chief alone saves; when it has waited long enough, the others come too late."""
     waited, files._SAVE_SECONDS = files._SAVE_SECONDS, 5.0
-    found = {}
+    messages = {}
     for worker in range(workers.num_workers):
         if workers.worker_index == worker:
             try:
                 model.save_weights(path)
             except RuntimeError as error:
-                found["saved by one"] = str(error)
+                messages["saved by one"] = str(error)
         workers.exchange(None, "what each has done")
     files._SAVE_SECONDS = waited
-    return found
+    return messages
 
 
 PARAMETERS = {

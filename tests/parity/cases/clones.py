@@ -245,7 +245,7 @@ def on_batches_compiled_outside(form, case):
     case.compile(model)
     x, y = data.flat()
     rows = [slice(i, i + 17) for i in range(0, len(x), 17)]
-    losses = [model.train_on_batch(x[own], y[own]) for own in rows]
+    losses = [model.train_on_batch(x[part], y[part]) for part in rows]
     return observe(model, {"loss": losses})
 
 

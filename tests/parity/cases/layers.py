@@ -363,9 +363,9 @@ class Python(layers.Layer):
     """Python computes it, and its gradient."""
 
     def call(self, x):
-        found = tf.py_function(tf.sin, [x], x.dtype)
-        found.set_shape(x.shape)
-        return found
+        y = tf.py_function(tf.sin, [x], x.dtype)
+        y.set_shape(x.shape)
+        return y
 
     def compute_output_shape(self, shape):
         return shape
@@ -384,8 +384,8 @@ class DroppingCell(layers.Layer):
         self.inner.build((None, shape[-1] + self.state_size))
 
     def call(self, x, states, training=False):
-        found = self.inner(ops.concatenate([x, states[0]], -1))
-        return self.drop(found, training=training), [found]
+        output = self.inner(ops.concatenate([x, states[0]], -1))
+        return self.drop(output, training=training), [output]
 
 
 def read_in_a_closure():

@@ -16,7 +16,7 @@ from .structures import fit_evaluate_predict
 GROUP = "Rows"
 ONCE = "an embedding that is read once a batch"
 DROPPED = "dropout of what has no rows, or has them on another axis"
-HELD = "a metric that a layer holds"
+METRIC = "a metric that a layer holds"
 
 
 class Positions(layers.Layer):
@@ -193,7 +193,7 @@ CASES += [
 CASES += [
     case(
         GROUP,
-        HELD,
+        METRIC,
         "metrics that a layer holds",
         build=stack((64,), dense, HoldsMetrics),
         train=fit_evaluate_predict,
@@ -202,7 +202,7 @@ CASES += [
 
 
 MIXED = "a layer that mixes examples"
-KEPT = "a layer that keeps something of the rows"
+STATEFUL = "a layer that keeps something of the rows"
 VIEWS = "two views of each example, one after the other on axis 0"
 
 
@@ -275,7 +275,7 @@ def mixed(name, make, refused, feature=MIXED, **fields):
 
 def keeps(what):
     refused = refusals.MIXES_EXAMPLES if what != "mean" else refusals.STATE_OF_A_CALL
-    return mixed(f"keeps the {what}", functools.partial(KeepsState, what), refused, KEPT)
+    return mixed(f"keeps the {what}", functools.partial(KeepsState, what), refused, STATEFUL)
 
 
 CASES += [
