@@ -50,33 +50,6 @@ def restored(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return tf.bitcast(tensor, dtype) if dtype == tf.bfloat16 else tf.cast(tensor, dtype)
 
 
-def size_along(tensor: tf.Tensor, axis: int) -> int | tf.Tensor:
-    """The size of an axis: an integer if it is static, so that no operation computes it."""
-    size = tensor.shape[axis] if tensor.shape.rank is not None else None
-    return tf.shape(tensor)[axis] if size is None else size
-
-
-def reshaped(tensor: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
-    """Reshapes a tensor, by no operation if that is its static shape already."""
-    known = tensor.shape.as_list() if tensor.shape.rank is not None else None
-    return tensor if known == list(shape) else tf.reshape(tensor, shape)
-
-
-def concatenated(tensors: Sequence[tf.Tensor], axis: int) -> tf.Tensor:
-    """Concatenates tensors along an axis; a single one is returned as it is."""
-    return tensors[0] if len(tensors) == 1 else tf.concat(tensors, axis)
-
-
-def split_in(tensor: tf.Tensor, sizes: Sequence[int | tf.Tensor], axis: int) -> list[tf.Tensor]:
-    """Splits a tensor along an axis; a single part is the tensor itself."""
-    return [tensor] if len(sizes) == 1 else tf.split(tensor, sizes, axis, num=len(sizes))
-
-
-def split_evenly(tensor: tf.Tensor, number: int) -> list[tf.Tensor]:
-    """Splits a tensor along axis 0 in equal parts; a single part is the tensor itself."""
-    return [tensor] if number == 1 else tf.split(tensor, number)
-
-
 def by_dtype(tensors: Sequence[tf.Tensor]) -> dict[tf.DType, list[int]]:
     """Returns the indices of the tensors, grouped by dtype."""
     indices: dict[tf.DType, list[int]] = {}

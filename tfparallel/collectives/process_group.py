@@ -35,19 +35,16 @@ from tfparallel.collectives.compression import Compression
 from tfparallel.collectives.packing import (
     buckets,
     by_dtype,
-    concatenated,
     in_vectors,
     movable,
-    reshaped,
     restored,
     sendable,
-    size_along,
     size_step,
-    split_in,
 )
 from tfparallel.collectives.traffic import ROWS, SUMS, Traffic
 from tfparallel.flight.marks import around
 from tfparallel.seams.tensorflow import all_gather_v2, all_reduce_v2, all_to_all_v2
+from tfparallel.tracing.static_shapes import concatenated, reshaped, size_along, split
 
 _FIRST_GROUP_KEY = 2**20  # Above those that TensorFlow's strategies count up from 1.
 _MAX_SIGNATURES = 2**20  # A key is signature + _MAX_SIGNATURES · size step, in 32 bits.
@@ -223,7 +220,7 @@ class ProcessGroup:
             widths = [row.shape[1] for row in rows]
             local_rows = self._scattered(tf.reshape(concatenated(rows, 1), [-1]))
             local_rows = tf.ensure_shape(local_rows, [sum(widths)])
-            for i, part in zip(indices, split_in(local_rows, widths, 0), strict=True):
+            for i, part in zip(indices, split(local_rows, widths, 0), strict=True):
                 number, *rest = tensors[i].shape
                 results[i] = reshaped(part, [number // self.num_workers, *rest])
         return results
@@ -258,7 +255,7 @@ class ProcessGroup:
             flats = [tf.reshape(sent[i], [size_along(sent[i], 0), -1]) for i in indices]
             rows = self._gather_rows(concatenated(flats, 1), counts, kind)
             widths = [size_along(flat, 1) for flat in flats]
-            for i, part in zip(indices, split_in(rows, widths, 1), strict=True):
+            for i, part in zip(indices, split(rows, widths, 1), strict=True):
                 rest = tensors[i].shape[1:]
                 total = sum(counts) if all(isinstance(n, int) for n in counts) else None
                 if total is not None and rest.is_fully_defined():

@@ -11,7 +11,7 @@ from absl import flags
 
 from tfparallel import devices as device_lib
 from tfparallel.bench import cost_fit, table
-from tfparallel.bench.between_workers import Workers, worker_contenders
+from tfparallel.bench.worker_contenders import Workers, worker_contenders
 from tfparallel.bench.collectives import REDUCING
 from tfparallel.bench.contender import Contender, OneProcess, World
 from tfparallel.bench.in_process import device_contenders

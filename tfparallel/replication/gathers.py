@@ -20,7 +20,6 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives.custom_gradient import is_differentiable
-from tfparallel.collectives.packing import reshaped, split_evenly
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.problems import PlacementError
 from tfparallel.seams.distribute import PerReplica, regroup
@@ -32,6 +31,7 @@ from tfparallel.seams.tensorflow import (
     waiting_for,
 )
 from tfparallel.tracing.graphs import is_in_function
+from tfparallel.tracing.static_shapes import reshaped, split
 from tfparallel.variables.sharded import (
     ShardedVariable,
     joined_rows,
@@ -314,7 +314,7 @@ class Gathers:
         with tf.device(terms[0].device):
             total = tf.add_n(terms) if terms[1:] else terms[0]
             (pieces,) = strategy.workers.reduce_scatter([total])
-            return [(each,) for each in split_evenly(pieces, len(terms))]
+            return [(each,) for each in split(pieces, len(terms))]
 
     def _summed_rows(self, variable, values, indices, kinds) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """For a table that is read by rows: each local replica's part of all readings' sum."""

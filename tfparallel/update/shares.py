@@ -24,10 +24,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.collectives.packing import split_evenly
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.extend import extend
 from tfparallel.seams.optimizers import accumulators_of
+from tfparallel.tracing.static_shapes import split
 from tfparallel.update.clipping import norm_factors
 from tfparallel.update.pending import PendingSums, is_left_out
 from tfparallel.update.places import Places
@@ -183,7 +183,7 @@ def summed(
         sums = places.workers.reduce_scatter(totals)
         for (i, gradient), total in zip(rest.items(), sums, strict=True):
             rows = total if gradient is None else total + gradient
-            results[i] = ShardedGradient(split_evenly(rows, len(places)))
+            results[i] = ShardedGradient(split(rows, len(places)))
     return results
 
 

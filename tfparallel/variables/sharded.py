@@ -20,12 +20,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.collectives.packing import concatenated, reshaped
 from tfparallel.compute_context import context
 from tfparallel.extend import extend
 from tfparallel.problems import PlacementError
 from tfparallel.seams.keras import autocast, in_stateless_scope, set_storage, value_in_scope
 from tfparallel.seams.tensorflow import not_recording, record_operation
+from tfparallel.tracing.static_shapes import concatenated, reshaped
 from tfparallel.variables.composed import ComposedVariable
 from tfparallel.variables.replica import is_in_replica
 

@@ -1,0 +1,42 @@
+"""Shape operations that add nothing to a graph if the static shape says they change nothing.
+
+A graph of N layers has N times the operations of one layer, and TensorFlow spends time and memory
+on each while it prepares a step: tens of kilobytes per operation.
+"""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+__all__ = ["concatenated", "reshaped", "size_along", "split"]
+
+
+def size_along(tensor: tf.Tensor, axis: int) -> int | tf.Tensor:
+    """Returns the size of an axis: an integer if it is static, else a scalar tensor."""
+    size = tensor.shape[axis] if tensor.shape.rank is not None else None
+    return tf.shape(tensor)[axis] if size is None else size
+
+
+def reshaped(tensor: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
+    """Reshapes a tensor; returns it unchanged if it has that shape."""
+    known = tensor.shape.as_list() if tensor.shape.rank is not None else None
+    return tensor if known == list(shape) else tf.reshape(tensor, shape)
+
+
+def concatenated(tensors: Sequence[tf.Tensor], axis: int) -> tf.Tensor:
+    """Concatenates tensors along an axis; returns a single tensor unchanged."""
+    return tensors[0] if len(tensors) == 1 else tf.concat(tensors, axis)
+
+
+def split(
+    tensor: tf.Tensor, sizes: int | Sequence[int | tf.Tensor], axis: int = 0
+) -> list[tf.Tensor]:
+    """Splits a tensor along an axis; a single part is the tensor itself.
+
+    Args:
+        tensor: The tensor.
+        sizes: The number of equal parts, or the size of each part.
+        axis: The axis.
+    """
+    number = sizes if isinstance(sizes, int) else len(sizes)
+    return [tensor] if number == 1 else tf.split(tensor, sizes, axis, num=number)
