@@ -271,8 +271,7 @@ class ProcessGroup:
 
         One more collective exchanges the counts. All `tensors` have the same number of rows.
         """
-        num_rows = tf.reshape(tf.shape(tensors[0])[0], [1])
-        counts = self._collective("all_gather", num_rows)
+        counts = self._collective("all_gather", tf.shape(tensors[0])[:1])
         return self.all_gather(tensors, tf.unstack(counts, num=self.num_workers), kind)
 
     def broadcast(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
