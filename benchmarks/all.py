@@ -27,6 +27,7 @@ BENCHMARKS = {
     "meshes": ["meshes.py"],
     "pipeline": ["pipeline.py"],
     "sharded": ["sharded.py"],
+    "sharded_memory": ["sharded_memory.py"],
     "restarts": ["restarts.py"],
     "restarts_standby": ["restarts.py", "--standby", "--num_kills=5"],
     "elastic": ["elastic.py"],

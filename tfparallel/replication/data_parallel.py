@@ -90,9 +90,8 @@ def data_parallel(
             as on one device. False uses the moments of each replica, which saves one small
             reduction per layer and is not exact.
         check_rows: Whether to refuse a model that mixes examples, for instance by subtracting
-            the mean of the batch. We probe the model with synthetic rows before the first step,
-            unless it consists of Keras's own layers. False trains it anyway, to other weights
-            than on one device.
+            the mean of the batch. The traced step must prove that each example is computed
+            independently. False trains the model anyway, to other weights than on one device.
         allow_independent_workers: Whether several workers of one job may each train a separate
             model.
 
