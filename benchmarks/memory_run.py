@@ -14,7 +14,7 @@ import resource
 import sys
 import threading
 
-WIDTH, BATCH, SEED = 1024, 16, 7
+WIDTH, BATCH, SEED = 4096, 16, 7
 # RLIMIT_DATA counts what is reserved. TensorFlow's hundred threads would reserve 8 MiB each;
 # malloc, once it has seen a large array, would keep what is freed; and oneDNN's allocator takes
 # regions each twice the last.
