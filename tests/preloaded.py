@@ -14,7 +14,7 @@ for _name in (
     "tfparallel.callbacks",
     "tfparallel.devices",
     "tfparallel.hybrid.hybrid_parallel",
-    "tfparallel.replication.drop_in",
+    "tfparallel.replication.drop_in_strategies",
 ):
     importlib.import_module(_name)
 gc.collect()

@@ -17,9 +17,9 @@ __version__ = "0.1.0"
 # Public name -> (module, attribute); None stands for the module itself.
 _FACE = {
     "Cluster": ("tfparallel.cluster.cluster_spec", "Cluster"),
-    "MirroredStrategy": ("tfparallel.replication.drop_in", "MirroredStrategy"),
+    "MirroredStrategy": ("tfparallel.replication.drop_in_strategies", "MirroredStrategy"),
     "MultiWorkerMirroredStrategy": (
-        "tfparallel.replication.drop_in",
+        "tfparallel.replication.drop_in_strategies",
         "MultiWorkerMirroredStrategy",
     ),
     "all_gather": ("tfparallel.collectives.ops", "all_gather"),

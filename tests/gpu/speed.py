@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tests.gpu.row import OK, Row, tried
 from tfparallel import device_memory
-from tfparallel.replication.drop_in import MirroredStrategy
+from tfparallel.replication.drop_in_strategies import MirroredStrategy
 
 # How TensorFlow's own strategy fails where XLA is to compile a step of several devices.
 _ONE_DEVICE_A_PROGRAM = "tfvariable_on_a_different_device|[Uu]nsupported operations"

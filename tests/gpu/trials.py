@@ -34,7 +34,7 @@ from tfparallel.collectives import cross_device
 from tfparallel.collectives.algorithm_selection import ChosenAllReduce
 from tfparallel.diagnostics.check import make_deterministic
 from tfparallel.replication.data_parallel import data_parallel
-from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
+from tfparallel.replication.drop_in_strategies import MultiWorkerMirroredStrategy
 
 _HALF_TOLERANCE = 3e-2
 # Batch normalization and convolutions multiply what half precision rounds; this network does not.

@@ -15,7 +15,7 @@ from tests.replication import test_accumulated_steps as accumulated
 from tests.replication import test_sharded_optimizer as sharded
 from tfparallel import Mesh
 from tfparallel.strategies.variables import copies as copies_of
-from tfparallel.update.built import wrapped_by
+from tfparallel.update.built_optimizers import wrapped_by
 
 pytestmark = pytest.mark.slow
 

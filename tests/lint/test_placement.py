@@ -18,7 +18,6 @@ from tests.lint.sizes import Sizes
 from tfparallel.data import rows_of_replica as shard
 from tfparallel.layers import softmax_loss
 from tfparallel.replication import inputs, random
-from tfparallel.step import where_rows_meet
 
 pytestmark = pytest.mark.slow
 
@@ -245,7 +244,7 @@ def all_rows(piece, tensor):
 
 
 def cut_on_gpus(monkeypatch):
-    for module in (shard, where_rows_meet):
+    for module in (shard, loss_placement):
         monkeypatch.setattr(module, "where_it_is", lambda tensor: contextlib.nullcontext())
     assert inputs.shards is shard
 

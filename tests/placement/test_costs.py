@@ -13,7 +13,7 @@ from tests.commands.command_line import tfparallel as run
 from tfparallel.placement import layer_timing
 from tfparallel.placement.layer_costs import layer_costs, model_costs
 from tfparallel.placement.layer_timing import measured_seconds
-from tfparallel.variables.storageless import StoragelessModel
+from tfparallel.variables.deferred_build import StoragelessModel
 
 MIB = 2**20
 

@@ -8,7 +8,7 @@ from keras import losses, metrics
 
 from tfparallel.step.additivity import adds_up, why_not_by_rows
 from tfparallel.step.loss_terms import NotByPieces
-from tfparallel.step.terms import growth, states, terms
+from tfparallel.step.piece_sums import growth, states, terms
 
 ROWS = 7
 PIECES = (slice(0, 3), slice(3, 5), slice(5, ROWS))

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfparallel
-from tfparallel.tracing.apart import traced_apart
+from tfparallel.tracing.trial_trace import traced_apart
 
 TWO = ["CPU:0", "CPU:1"]
 FORMS = {

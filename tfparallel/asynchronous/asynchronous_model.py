@@ -36,8 +36,8 @@ from tfparallel.seams.keras import batches_of, compute_output_spec, layers_in, s
 from tfparallel.step.additivity import metrics_of_rows_together
 from tfparallel.step.build import types_of_batches
 from tfparallel.step.metrics import StepMetrics
-from tfparallel.step.terms import states
-from tfparallel.tracing.apart import traced_apart
+from tfparallel.step.piece_sums import states
+from tfparallel.tracing.trial_trace import traced_apart
 from tfparallel.user_log import notice
 
 __all__ = ["AsynchronousModel", "extend_model"]

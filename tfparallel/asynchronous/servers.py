@@ -36,7 +36,7 @@ from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
 from tfparallel.seams.keras import set_storage
 from tfparallel.startup import quiet_stderr
-from tfparallel.update.built import own_variables
+from tfparallel.update.built_optimizers import own_variables
 
 __all__ = ["Servers", "join", "move_to_servers"]
 

@@ -11,7 +11,7 @@ from tfparallel.seams.compiled import added_loss, compiled_loss, loss_of_batch, 
 from tfparallel.seams.keras import mask_of
 from tfparallel.step.loss_terms import call_with
 from tfparallel.step.metrics import StepMetrics
-from tfparallel.step.terms import growth
+from tfparallel.step.piece_sums import growth
 
 __all__ = ["STALENESS", "WorkerStep", "loss_trackers"]
 

@@ -30,8 +30,8 @@ from tfparallel.seams.keras import (
     get_global,
     make_global_seed_generator,
 )
-from tfparallel.tracing.apart import traced_apart
-from tfparallel.update.built import optimizers_of, wrapped_by
+from tfparallel.tracing.trial_trace import traced_apart
+from tfparallel.update.built_optimizers import optimizers_of, wrapped_by
 from tfparallel.update.files import assign, holds_pieces, value, wait_to_save
 
 __all__ = [

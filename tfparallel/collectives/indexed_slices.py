@@ -25,7 +25,7 @@ import tensorflow as tf
 from tfparallel.collectives.custom_gradient import is_differentiable
 from tfparallel.compute_context import within
 from tfparallel.data import provenance
-from tfparallel.tracing.apart import traced_apart
+from tfparallel.tracing.trial_trace import traced_apart
 
 ROWS, ONCE, DISTINCT = "rows", "once", "distinct"
 

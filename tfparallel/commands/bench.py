@@ -26,7 +26,7 @@ from tfparallel.command_line.contradictions import counts_of
 from tfparallel.command_line.exits import StartError, UsageError
 from tfparallel.command_line.flags import resolved
 from tfparallel.diagnostics.report import versions, write_report
-from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
+from tfparallel.replication.drop_in_strategies import MultiWorkerMirroredStrategy
 from tfparallel.startup import quiet_stderr
 from tfparallel.task import Task, TaskError, load_task
 

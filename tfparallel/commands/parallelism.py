@@ -25,7 +25,7 @@ from tfparallel.placement.layer_devices import PlacementError
 from tfparallel.placement.model_parallel import model_parallel
 from tfparallel.placement.processes import connect_to_cluster
 from tfparallel.replication.data_parallel import data_parallel
-from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirroredStrategy
+from tfparallel.replication.drop_in_strategies import MirroredStrategy, MultiWorkerMirroredStrategy
 from tfparallel.startup import has_nvidia_gpu, quiet_stderr
 from tfparallel.texts import counted, first_to_last
 

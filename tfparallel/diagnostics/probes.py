@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel import devices
-from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirroredStrategy
+from tfparallel.replication.drop_in_strategies import MirroredStrategy, MultiWorkerMirroredStrategy
 
 __all__ = ["PROBES", "main", "trained_by_workers"]
 

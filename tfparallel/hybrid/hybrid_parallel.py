@@ -22,7 +22,7 @@ from tfparallel.pipeline.pipeline_parallel import PipelineOptions, accumulating,
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.layer_devices import read_limits
 from tfparallel.problems import PlacementError, Problems, usable_devices
-from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
+from tfparallel.replication.drop_in_strategies import MultiWorkerMirroredStrategy
 from tfparallel.replication.worker_session import WorkerSession
 from tfparallel.seams.keras import layers_in
 from tfparallel.texts import first_to_last

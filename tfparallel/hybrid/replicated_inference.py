@@ -19,7 +19,7 @@ from tfparallel.data.rows_of_replica import Shard
 from tfparallel.extend import attach
 from tfparallel.judge.check_rows import why_not_in_pieces
 from tfparallel.logits import logits_of, output_of, sources_of
-from tfparallel.pipeline.pass_writes import other_writes
+from tfparallel.pipeline.allowed_writes import other_writes
 from tfparallel.pipeline.remote_replicas import Others
 from tfparallel.problems import PlacementError
 from tfparallel.replication.inputs import BatchInputs

@@ -16,8 +16,8 @@ from tfparallel.judge.propagation import Judge, judged_graph
 from tfparallel.judge.rules.draws import draws
 from tfparallel.judge.size import ROWS, depends_on_rows
 from tfparallel.seams.keras import layers_in, mask_of, set_mask
-from tfparallel.tracing.apart import traced_apart
 from tfparallel.tracing.graphs import with_inner, writes_state
+from tfparallel.tracing.trial_trace import traced_apart
 
 __all__ = ["AXIS", "Arguments", "keeps_positions_apart"]
 

@@ -14,8 +14,8 @@ import keras
 import tensorflow as tf
 
 from tfparallel.judge.arguments import placeholder_of, type_of_argument
-from tfparallel.judge.growth import SUMS, growth_of
 from tfparallel.judge.kept_attributes import attributes_kept, kept_tensors, plain_attributes
+from tfparallel.judge.metric_sums import SUMS, growth_of
 from tfparallel.judge.placements import Mixed, Placement, Replicate, Shard, Sum
 from tfparallel.judge.propagation import (
     Judge,
@@ -29,7 +29,6 @@ from tfparallel.judge.rules.draws import draws
 from tfparallel.judge.size import ROWS, depends_on_rows
 from tfparallel.judge.where import line_of, place_in
 from tfparallel.seams.keras import layers_in, mask_of, seed_generators_of
-from tfparallel.tracing.apart import traced_apart
 from tfparallel.tracing.graphs import (
     called_by,
     is_in_function,
@@ -37,6 +36,7 @@ from tfparallel.tracing.graphs import (
     with_inner,
     writes_state,
 )
+from tfparallel.tracing.trial_trace import traced_apart
 
 __all__ = ["Fault", "OfLayer", "Proof", "explained", "prove"]
 

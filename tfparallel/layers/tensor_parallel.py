@@ -34,7 +34,7 @@ from tfparallel.placement.model_parallel import check_model, model_of, refuse_sc
 from tfparallel.problems import PlacementError, Problems, usable_devices
 from tfparallel.seams.functional import has_graph
 from tfparallel.seams.keras import layers_in
-from tfparallel.variables.storageless import NeedsStorage, StoragelessModel
+from tfparallel.variables.deferred_build import NeedsStorage, StoragelessModel
 
 __all__ = ["SplitRequest", "parts_planned", "split_in_place", "splits_of", "tensor_parallel"]
 

@@ -17,8 +17,8 @@ from tfparallel.pipeline.micro_batches import Batch, Joined
 from tfparallel.pipeline.remote_replicas import Others
 from tfparallel.seams.compiled import loss_of_batch, with_losses
 from tfparallel.seams.keras import storage_of
-from tfparallel.step.terms import whole_loss
-from tfparallel.step.where_rows_meet import of_the_batch
+from tfparallel.step.loss_placement import of_the_batch
+from tfparallel.step.piece_sums import whole_loss
 
 __all__ = ["ExtraLosses", "WholeLoss", "added_up", "scale_of"]
 

@@ -22,7 +22,7 @@ import tensorflow as tf
 from tfparallel.pipeline.pass_context import computing
 from tfparallel.seams.functional import calling_with, calls_of, in_training
 from tfparallel.seams.keras import mask_of, set_mask
-from tfparallel.tracing.apart import traced_apart
+from tfparallel.tracing.trial_trace import traced_apart
 
 __all__ = ["Masks", "nodes_in_order"]
 

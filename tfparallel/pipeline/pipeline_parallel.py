@@ -11,9 +11,9 @@ from tfparallel.judge.check_rows import exchange_moments
 from tfparallel.layout.layout import RECOMPUTES, Layout
 from tfparallel.layout.mesh import Mesh
 from tfparallel.layout.schedule import Schedule, ScheduleError, make_schedule
+from tfparallel.pipeline.allowed_writes import check_state
 from tfparallel.pipeline.batch_norm import DeferredBatchNormalization, batch_norms
 from tfparallel.pipeline.pass_context import extend_random_layers
-from tfparallel.pipeline.pass_writes import check_state
 from tfparallel.pipeline.pipelined_model import PipelinedModel
 from tfparallel.placement import layer_devices
 from tfparallel.placement.graph import layers_in_order

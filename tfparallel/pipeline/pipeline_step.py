@@ -22,6 +22,7 @@ import tensorflow as tf
 from tfparallel.collectives import indexed_slices
 from tfparallel.collectives.packing import is_summable
 from tfparallel.data.rows_of_replica import for_replicas
+from tfparallel.pipeline.allowed_writes import sums_in_layers
 from tfparallel.pipeline.batch_loss import ExtraLosses, WholeLoss, added_up, scale_of
 from tfparallel.pipeline.batch_norm import write_averages
 from tfparallel.pipeline.device_order import DeviceOrder
@@ -29,13 +30,12 @@ from tfparallel.pipeline.gradient_sums import GradientSums, totals
 from tfparallel.pipeline.micro_batch_loss import check_equal
 from tfparallel.pipeline.micro_batches import Batch, Joined
 from tfparallel.pipeline.pass_context import StepMemory
-from tfparallel.pipeline.pass_writes import sums_in_layers
 from tfparallel.pipeline.remote_replicas import Others
 from tfparallel.pipeline.schedule_executor import PassOptions, PassOutputs, ReplicaStep
 from tfparallel.pipeline.stages import Values
 from tfparallel.seams.keras import clear_losses
+from tfparallel.step.loss_placement import aligned, of_the_batch
 from tfparallel.step.one_step import PassResult
-from tfparallel.step.where_rows_meet import aligned, of_the_batch
 from tfparallel.strategies.replica_trace import MeshTrace
 from tfparallel.strategies.variables import copies
 from tfparallel.variables.replica import Replica

@@ -11,8 +11,8 @@ from tfparallel.extend import attach
 from tfparallel.judge.check_rows import check_rows
 from tfparallel.layout.schedule import Schedule
 from tfparallel.pipeline.accumulate import AccumulateBatches
+from tfparallel.pipeline.allowed_writes import writable
 from tfparallel.pipeline.micro_batch_loss import COMPARES, check_decomposes
-from tfparallel.pipeline.pass_writes import writable
 from tfparallel.pipeline.pipeline_step import Step
 from tfparallel.pipeline.remote_replicas import Others
 from tfparallel.pipeline.schedule_executor import PassOptions
@@ -24,8 +24,8 @@ from tfparallel.replication.state import global_seed_generator
 from tfparallel.replication.sync_policy import EveryStep, HasPolicy
 from tfparallel.seams.compiled import compiled_loss
 from tfparallel.seams.functional import as_outputs
+from tfparallel.step.loss_placement import WhereRowsMeet, said_in, why_unaligned
 from tfparallel.step.one_step import PassResult
-from tfparallel.step.where_rows_meet import WhereRowsMeet, said_in, why_unaligned
 from tfparallel.variables.replica import replicas_of
 
 __all__ = ["PipelinedModel"]

@@ -22,13 +22,13 @@ import tensorflow as tf
 from tfparallel.collectives.custom_gradient import is_differentiable
 from tfparallel.data.rows_of_replica import Shard
 from tfparallel.layout.schedule import Instruction, Schedule
+from tfparallel.pipeline.allowed_writes import PassScope
 from tfparallel.pipeline.batch_loss import scale_of
 from tfparallel.pipeline.device_order import DeviceOrder
 from tfparallel.pipeline.gradient_sums import OF_LOSS, Added, GradientSums, read_by
 from tfparallel.pipeline.micro_batch_loss import Part
 from tfparallel.pipeline.micro_batches import Batch
 from tfparallel.pipeline.pass_context import StepMemory
-from tfparallel.pipeline.pass_writes import PassScope
 from tfparallel.pipeline.stage_call import LossCall, StageCall
 from tfparallel.pipeline.stages import Key, LogitsOf, Stage, Values, with_mask_of
 from tfparallel.pipeline.traced_once import MustTraceEach

@@ -12,18 +12,18 @@ import tensorflow as tf
 
 from tfparallel.collectives.custom_gradient import is_differentiable
 from tfparallel.data.rows_of_replica import Shard, of_any_number, where_it_is
+from tfparallel.pipeline.allowed_writes import PassScope
 from tfparallel.pipeline.micro_batch_loss import MicroBatchLoss, Part
 from tfparallel.pipeline.micro_batches import Batch
 from tfparallel.pipeline.pass_context import Pass, StepMemory, computing
-from tfparallel.pipeline.pass_writes import PassScope
 from tfparallel.pipeline.stages import Key, LogitsOf, Stage, Values, with_mask_of
 from tfparallel.pipeline.traced_once import MustTraceEach, TracedOnce
 from tfparallel.seams.compiled import compiled_loss
 from tfparallel.seams.keras import mask_of, storage_of
+from tfparallel.step.loss_placement import as_many_rows
 from tfparallel.step.metrics import StepMetrics
-from tfparallel.step.terms import growth
-from tfparallel.step.where_rows_meet import as_many_rows
-from tfparallel.tracing.apart import traced_apart
+from tfparallel.step.piece_sums import growth
+from tfparallel.tracing.trial_trace import traced_apart
 
 __all__ = ["LossCall", "StageCall", "StageOutputs"]
 

@@ -19,8 +19,8 @@ from tfparallel.extend import original_class
 from tfparallel.layout.model_costs import LayerCosts, Line, ModelCosts
 from tfparallel.placement.graph import edges, layers_in_order, row_bytes
 from tfparallel.placement.layer_timing import inputs_of, measured_seconds, specs
-from tfparallel.tracing.apart import traced_apart
 from tfparallel.tracing.audit import noting, recording
+from tfparallel.tracing.trial_trace import traced_apart
 from tfparallel.update.one_at_a_time import LARGE
 
 __all__ = ["bytes_of", "copy_of", "layer_costs", "model_costs"]

@@ -18,7 +18,7 @@ from tfparallel.placement import layer_devices
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.placed_model import PlacedLayer, PlacedModel
 from tfparallel.problems import PlacementError, Problems, usable_devices
-from tfparallel.variables.storageless import NeedsStorage, StoragelessModel, move_variables
+from tfparallel.variables.deferred_build import NeedsStorage, StoragelessModel, move_variables
 
 __all__ = ["check_model", "model_of", "model_parallel", "place", "seen_model"]
 

@@ -23,7 +23,7 @@ from tfparallel.step.jit_compile import compiled_by_device
 from tfparallel.step.one_step import OneStep, PassResult
 from tfparallel.step.read_inputs import read_inputs
 from tfparallel.tracing.audit import noting
-from tfparallel.update.built import check_known
+from tfparallel.update.built_optimizers import check_known
 from tfparallel.update.place_optimizer import prepare
 from tfparallel.update.places import Places
 from tfparallel.variables.replica import device_at_work

@@ -20,8 +20,8 @@ from tfparallel.devices import list_devices
 from tfparallel.layers.tensor_parallel import SplitRequest, parts_planned, splits_of
 from tfparallel.layout.mesh import Mesh
 from tfparallel.layout.model_costs import Line, Machine, ModelCosts
+from tfparallel.pipeline.allowed_writes import check_state
 from tfparallel.pipeline.batch_norm import batch_norms
-from tfparallel.pipeline.pass_writes import check_state
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.layer_costs import bytes_of, model_costs
 from tfparallel.placement.layer_timing import measured_side_by_side
@@ -36,7 +36,7 @@ from tfparallel.problems import PlacementError
 from tfparallel.replication.sharding import large_weights
 from tfparallel.seams.keras import layers_in
 from tfparallel.update.optimizer_kinds import check_elementwise
-from tfparallel.variables.storageless import NeedsStorage, StoragelessModel
+from tfparallel.variables.deferred_build import NeedsStorage, StoragelessModel
 
 __all__ = ["Plan", "make_plan"]
 

@@ -39,7 +39,7 @@ from tfparallel.seams.compiled import compiled_loss, loss_terms
 from tfparallel.seams.keras import layers_in
 from tfparallel.seams.tensorflow import ResourceVariable
 from tfparallel.step.one_step import PassResult
-from tfparallel.update.built import wrapped_by
+from tfparallel.update.built_optimizers import wrapped_by
 from tfparallel.update.shares import in_shares, summed
 from tfparallel.user_log import notice
 from tfparallel.variables.sharded import ShardedGradient, joined_rows

@@ -18,7 +18,7 @@ from tfparallel.data.partition import check_weights
 from tfparallel.layout.layout import SHARED_OUT, replicas_in_words
 from tfparallel.replication import clone
 from tfparallel.replication.data_parallel_model import extend_model, preparing
-from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirroredStrategy
+from tfparallel.replication.drop_in_strategies import MirroredStrategy, MultiWorkerMirroredStrategy
 from tfparallel.replication.refusals import check_scope
 from tfparallel.replication.sharding import build_in_shares
 from tfparallel.replication.sync_option import Synchronization

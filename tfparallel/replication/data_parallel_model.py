@@ -23,9 +23,9 @@ from tfparallel.replication import (
     state,
 )
 from tfparallel.replication.accumulate import Accumulate
-from tfparallel.replication.extend_parts import extend_parts
+from tfparallel.replication.extend_members import extend_parts
 from tfparallel.replication.local_sgd import LocalSgd
-from tfparallel.replication.own_rows import OwnRows
+from tfparallel.replication.per_replica_loss import OwnRows
 from tfparallel.replication.places import ReplicaPlaces
 from tfparallel.replication.replicated_layer import ReplicatedLayer, judge_anew
 from tfparallel.replication.sync_option import EVERY_STEP, Synchronization
@@ -37,7 +37,7 @@ from tfparallel.step.call import Call
 from tfparallel.step.jit_compile import compiled_by_device
 from tfparallel.step.one_step import OneStep
 from tfparallel.step.read_inputs import read_inputs
-from tfparallel.update.built import check_known, wrapped_by
+from tfparallel.update.built_optimizers import check_known, wrapped_by
 from tfparallel.update.place_optimizer import prepare
 
 

@@ -9,7 +9,7 @@ from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.cluster.roles import Roles
 from tfparallel.collectives import transport
 from tfparallel.collectives.compression_name import CompressionName
-from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
+from tfparallel.replication.drop_in_strategies import MultiWorkerMirroredStrategy
 
 __all__ = ["init"]
 

@@ -17,9 +17,9 @@
 ∂J/∂y comes from the loss of the whole batch, so it includes the divisor of that loss: examples,
 tokens under a mask, or a sum of weights. The sum over k is therefore exact for shards of any size
 and for any loss, even one that compares examples. A call that computes losses over its own rows
-returns `Sums` instead of outputs (`own_rows.py`), and receives 1/D in the backward pass. If D
-follows from sizes, no worker waits for the others before its backward pass is done: the sums travel
-with the gradients.
+returns `Sums` instead of outputs (`per_replica_loss.py`), and receives 1/D in the backward pass. If
+D follows from sizes, no worker waits for the others before its backward pass is done: the sums
+travel with the gradients.
 """
 
 import functools
@@ -51,7 +51,7 @@ from tfparallel.seams.keras import mask_of, set_mask
 from tfparallel.seams.tensorflow import is_recording, needs_gradient, recording
 from tfparallel.strategies.replica_trace import ReplicaTrace
 from tfparallel.tracing.graphs import operations_here
-from tfparallel.update.pending import PendingSums
+from tfparallel.update.pending_sums import PendingSums
 
 
 class _Replica(NamedTuple):

@@ -7,8 +7,8 @@ from tfparallel.extend import attach
 from tfparallel.judge.check_rows import check_rows
 from tfparallel.replication.replicated_call import ReplicatedCall
 from tfparallel.seams.keras import clear_losses, compute_output_spec, in_stateless_scope
-from tfparallel.tracing.apart import traced_apart
-from tfparallel.update.pending import PendingSums
+from tfparallel.tracing.trial_trace import traced_apart
+from tfparallel.update.pending_sums import PendingSums
 
 __all__ = ["ReplicatedLayer", "judge_anew"]
 

@@ -9,11 +9,11 @@ import tensorflow as tf
 
 from tfparallel.replication.places import ReplicaPlaces
 from tfparallel.seams.keras import layers_in, weights_held_by
-from tfparallel.update.built import optimizers_of, trained_by
+from tfparallel.update.built_optimizers import optimizers_of, trained_by
 from tfparallel.update.optimizer import UnitOptimizer
 from tfparallel.update.shares import shard
+from tfparallel.variables.deferred_build import NeedsStorage, StoragelessModel
 from tfparallel.variables.sharded import ShardedVariable
-from tfparallel.variables.storageless import NeedsStorage, StoragelessModel
 
 __all__ = ["build_in_shares", "large_weights", "shard_weights"]
 

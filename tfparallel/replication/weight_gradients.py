@@ -20,7 +20,7 @@ from tfparallel.replication.gathers import Gathers
 from tfparallel.replication.row_sums import Sums
 from tfparallel.seams.keras import storage_of
 from tfparallel.strategies import variables
-from tfparallel.update.pending import PendingSums
+from tfparallel.update.pending_sums import PendingSums
 from tfparallel.variables.sharded import ShardedVariable
 
 __all__ = ["WeightGradients"]

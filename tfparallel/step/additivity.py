@@ -1,8 +1,8 @@
 """Judges on their graphs whether losses and metrics of pieces add up to those of the batch.
 
 The loss and the metrics are traced with targets, outputs and weights of any number of rows. The
-terms of each loss (`terms.py`) and the increments of a metric's states must be sums over the rows.
-This works for the user's own losses and metrics as well as for Keras's.
+terms of each loss (`piece_sums.py`) and the increments of a metric's states must be sums over the
+rows. This works for the user's own losses and metrics as well as for Keras's.
 """
 
 import itertools
@@ -13,8 +13,8 @@ import keras
 import tensorflow as tf
 
 from tfparallel.extend import is_own
-from tfparallel.judge.growth import SUMS, growth_of
 from tfparallel.judge.kept_attributes import kept_as_they_were
+from tfparallel.judge.metric_sums import SUMS, growth_of
 from tfparallel.judge.placements import Mixed, Placement, Replicate, Shard, Sum
 from tfparallel.judge.propagation import Judge, Judged, exchanges_of, judged_graph
 from tfparallel.judge.rules.draws import draws
@@ -24,9 +24,9 @@ from tfparallel.seams.compiled import compiled_loss, compiled_metrics, loss_term
 from tfparallel.seams.keras import set_mask
 from tfparallel.step.loss_terms import REDUCTIONS
 from tfparallel.step.metrics import StepMetrics
-from tfparallel.step.terms import example_losses, terms_of
-from tfparallel.tracing.apart import traced_apart
+from tfparallel.step.piece_sums import example_losses, terms_of
 from tfparallel.tracing.graphs import with_inner, writes_state
+from tfparallel.tracing.trial_trace import traced_apart
 
 __all__ = ["AddsUp", "adds_up", "metrics_of_rows_together", "why_not_by_rows"]
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfparallel.extend import is_own
 from tfparallel.seams.compiled import compiled_loss, compiled_metrics, loss_of_batch
 from tfparallel.seams.keras import batches_of, compute_output_spec, end_build
-from tfparallel.tracing.apart import traced_apart
+from tfparallel.tracing.trial_trace import traced_apart
 
 __all__ = ["build_ahead", "symbolic_build", "types_of_batches"]
 

@@ -21,7 +21,7 @@ from tfparallel.seams.compiled import (
     metrics_by_output,
     with_metrics_by_output,
 )
-from tfparallel.step.terms import grow
+from tfparallel.step.piece_sums import grow
 
 __all__ = ["StepMetrics"]
 

@@ -23,7 +23,7 @@ from tfparallel.step.call import Call
 from tfparallel.step.jit_compile import CompiledByDevice
 from tfparallel.step.logs import LogsWhereTheyAre
 from tfparallel.step.metrics import StepMetrics
-from tfparallel.tracing.apart import traced_apart
+from tfparallel.tracing.trial_trace import traced_apart
 
 __all__ = ["PassResult", "OneStep"]
 

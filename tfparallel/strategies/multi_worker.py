@@ -27,8 +27,8 @@ from tfparallel.collectives import transport, transport_selection
 from tfparallel.collectives.algorithm_selection import Choice
 from tfparallel.collectives.compression import compression_of
 from tfparallel.collectives.coordination import leave_in_order
-from tfparallel.collectives.freed_memory import keep_freed_memory
 from tfparallel.collectives.in_replica import join_rows
+from tfparallel.collectives.malloc_settings import keep_freed_memory
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.device_names import canonical
 from tfparallel.join_job import join_job, serving

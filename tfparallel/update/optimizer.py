@@ -25,11 +25,11 @@ from tfparallel.seams.optimizers import (
     weights_of,
 )
 from tfparallel.update import files
-from tfparallel.update.built import own_variables, trained_by, wrapped_by
+from tfparallel.update.built_optimizers import own_variables, trained_by, wrapped_by
 from tfparallel.update.clipping import clip_parts, clip_shares
 from tfparallel.update.constraints import apply_constraints
 from tfparallel.update.optimizer_kinds import is_keras_class, is_keras_object, updates_alike
-from tfparallel.update.pending import PendingSums
+from tfparallel.update.pending_sums import PendingSums
 from tfparallel.update.places import Places
 from tfparallel.update.shares import Shares
 from tfparallel.variables.replica import is_in_replica

@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from tfparallel.seams.keras import variables_held_by
 from tfparallel.seams.optimizers import count_of, rate_of
-from tfparallel.update.built import prepare_built, wrapped_by
+from tfparallel.update.built_optimizers import prepare_built, wrapped_by
 from tfparallel.update.optimizer import UnitOptimizer, extend_for
 from tfparallel.update.optimizer_kinds import check_elementwise
 from tfparallel.update.places import Places

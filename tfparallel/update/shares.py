@@ -29,7 +29,7 @@ from tfparallel.extend import extend
 from tfparallel.seams.optimizers import accumulators_of
 from tfparallel.tracing.static_shapes import split
 from tfparallel.update.clipping import norm_factors
-from tfparallel.update.pending import PendingSums, is_left_out
+from tfparallel.update.pending_sums import PendingSums, is_left_out
 from tfparallel.update.places import Places
 from tfparallel.variables.sharded import (
     ShardedGradient,

@@ -28,7 +28,6 @@ from tfparallel.judge.rules.along_axes import (
 from tfparallel.judge.rules.by_element import BY_ELEMENT, by_element, like
 from tfparallel.judge.rules.call import Call, Rule, are_numbers, first_mixed, numbers_a_row
 from tfparallel.judge.rules.draws import drawn, draws, shape_argument
-from tfparallel.judge.rules.entries import of_entries
 from tfparallel.judge.rules.indices import (
     bincount,
     cross_entropy,
@@ -55,6 +54,7 @@ from tfparallel.judge.rules.shapes import (
     tiled,
     transposed,
 )
+from tfparallel.judge.rules.sparse_and_ragged import of_entries
 from tfparallel.judge.size import depends_on_rows, power_of_rows
 
 __all__ = ["RULES", "apply"]

@@ -12,7 +12,7 @@ from tfparallel.replication.places import ReplicaPlaces
 from tfparallel.replication.replicated_layer import ReplicatedLayer
 from tfparallel.replication.sharding import shard_weights
 from tfparallel.seams.keras import layers_in, seed_generators_of
-from tfparallel.update.built import optimizers_of
+from tfparallel.update.built_optimizers import optimizers_of
 from tfparallel.update.place_optimizer import prepare
 
 __all__ = ["extend_parts"]

@@ -2,7 +2,7 @@
 
 from tfparallel.replication import data_parallel_model as models
 from tfparallel.replication import refusals, sample_partition
-from tfparallel.replication.extend_parts import extend_parts
+from tfparallel.replication.extend_members import extend_parts
 from tfparallel.strategies import keras_trainer, mirrored, multi_worker
 
 
