@@ -1,1 +1,1 @@
-"""Drop-in strategies: the devices, and the variables that live on all of them."""
+"""The strategies' base: their devices, variables with a copy on each, and the replica trace."""
