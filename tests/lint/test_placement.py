@@ -18,6 +18,7 @@ from tests.lint.sizes import Sizes
 from tfparallel.data import rows_of_replica as shard
 from tfparallel.layers import softmax_loss
 from tfparallel.replication import inputs, random
+from tfparallel.step import loss_placement
 
 pytestmark = pytest.mark.slow
 

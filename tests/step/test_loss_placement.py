@@ -10,6 +10,7 @@ import tfparallel
 from tests.comparison import assert_equal, seeded, state_of
 from tfparallel.data import EpochBatches
 from tfparallel.device_names import canonical
+from tfparallel.step import loss_placement
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_float64")]
 

@@ -1,1 +1,1 @@
-"""Traces one replica, and replays its operations for the others."""
+"""Traces one replica and replays it for the others; traces for inspection alone."""
