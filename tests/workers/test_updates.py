@@ -116,6 +116,14 @@ def test_each_replica_may_keep_its_share_of_the_optimizer(job):
         assert 2 * results["elements"] / 4 <= results["held"] < 0.75 * results["elements"]
 
 
+@pytest.mark.part("shares")
+@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+def test_a_step_in_shares_computes_no_shape_that_is_static(job, shard):
+    for seen in job:
+        of_two_layers, of_four_layers = seen["shares"]["computed shapes"][shard]
+        assert of_two_layers == of_four_layers
+
+
 @pytest.mark.part("parameters")
 @pytest.mark.parametrize(
     "case", ["clipnorm", "loss scale", "global_clipnorm", "file", "resumed"]

@@ -277,7 +277,37 @@ def shares(workers, folder):
     slots = [v for v in model.optimizer.variables if hasattr(v, "_sharded")]
     num_held = sum(copies(slot)[0].shape.num_elements() for slot in slots)
     elements = sum(int(np.prod(w.shape)) for w in model.trainable_variables)
-    return {"weights": apart(model, one), "held": num_held, "sent": sent, "elements": elements}
+    computed = {shard: num_computed_shapes(shard) for shard in ("optimizer", "parameters")}
+    return {
+        "weights": apart(model, one),
+        "held": num_held,
+        "sent": sent,
+        "elements": elements,
+        "computed shapes": computed,
+    }
+
+
+def num_computed_shapes(shard):
+    """How many shapes a step of 2 and of 4 layers packs from sizes that it computes."""
+    numbers, fewest, sharding._FEWEST = [], sharding._FEWEST, 20
+    for num_layers in (2, 4):
+        graphs = []
+
+        def loss(targets, outputs, graphs=graphs):
+            graphs.append(tf.compat.v1.get_default_graph())
+            return tf.reduce_mean(tf.square(targets - outputs), axis=-1)
+
+        def build_deep(num_layers=num_layers):
+            hidden = [layers.Dense(5) for _ in range(num_layers)]
+            return keras.Sequential([keras.Input((5,)), *hidden, layers.Dense(2)])
+
+        model = parallel(build_deep, "every_step", shard=shard)
+        model.compile("adam", loss)
+        model.fit(*data(ROWS), batch_size=ROWS, verbose=0)
+        step = max((graph.get_operations() for graph in graphs), key=len)
+        numbers.append(sum(op.type == "Pack" for op in step))
+    sharding._FEWEST = fewest
+    return numbers
 
 
 def clipped_shares(workers, folder):
