@@ -54,7 +54,7 @@ def test_placed_layers_are_not_quantized(form):
     """Story: Keras warned that it quantizes no class of another name, and left all in float."""
     builder = getattr(tfparallel, f"{form}_parallel")
     model = builder(around, ["CPU:0", "CPU:1"])
-    with pytest.raises(ValueError, match="cannot be quantized once they are placed"):
+    with pytest.raises(ValueError, match="Placed layers cannot be quantized"):
         model.quantize("int8")
 
 

@@ -224,10 +224,10 @@ def test_help_loads_no_tensorflow():
         ([BLOBS, "--parallel=hybrid", "--mesh=data=2,rows=2"], "Received: 'data=2,rows=2'"),
         ([BLOBS, "--parallel=hybrid", "--mesh=data=2,data=2"], "each once"),
         ([BLOBS, "--parallel=hybrid", "--mesh=seq=2"], "data, pipeline, tensor, sequence, each"),
-        ([BLOBS, "--parallel=hybrid", "--mesh=sequence=0"], "1 or more. Received: sequence=0."),
+        ([BLOBS, "--parallel=hybrid", "--mesh=sequence=0"], "at least 1. Received: sequence=0."),
         (
             [BLOBS, "--parallel=hybrid", "--mesh=sequence=2,tensor=2"],
-            "Received: a mesh of tensor=2, sequence=2. Take tensor=1 or sequence=1.",
+            "Received: a mesh of tensor=2, sequence=2. Use tensor=1 or sequence=1.",
         ),
         (
             [BLOBS, "--parallel=hybrid", "--mesh=data=8,pipeline=2", "--global_batch_size=16"],

@@ -56,7 +56,7 @@ def test_a_mesh_that_cannot_be_trained_is_listed_and_the_next_is_tried():
     code, shown, said = run("plan", task, "--num_devices=2", "--num_trials=4")
     assert code == 0, said
     assert "; 2 meshes tried in " in shown
-    lines = [line for line in shown.splitlines() if line.endswith(" the batch is divided")]
+    lines = [line for line in shown.splitlines() if line.endswith(" the batch cannot be divided")]
     refused = sorted(line.split()[0].rstrip(",") for line in lines)
     assert refused == [*3 * ["data=2"], "pipeline=2"]  # Three times: whole, and in shares.
     assert shown.startswith(("first: one device, ", "first: tensor=2, "))

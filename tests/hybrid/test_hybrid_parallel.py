@@ -253,7 +253,7 @@ def test_the_layout_tells_what_is_where():
         "  replica 0  stage 1  CPU:1  third, skip, normalize, out\n"
         "  replica 1  stage 0  CPU:2  first, drop, second\n"
         "  replica 1  stage 1  CPU:3  third, skip, normalize, out\n"
-        "  gradients: added on the devices of replica 0"
+        "  gradients: summed on the devices of replica 0"
     )
 
 
@@ -328,7 +328,7 @@ def test_a_layer_of_the_users_own(layer, capfd):
     build = between(layer)
     model = compile_model(hybrid(build))
     assert_equal(train(model), train(compile_model(seeded(build))))
-    said = "is evaluated on the first replica alone" in capfd.readouterr().err
+    said = "is evaluated only on the first replica" in capfd.readouterr().err
     assert said == (layer is not Traced)
 
 

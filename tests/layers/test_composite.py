@@ -293,7 +293,7 @@ def test_most_weights_in_place_are_a_warning_that_names_their_layers(caplog):
     with caplog.at_level(logging.WARNING):
         tfparallel.tensor_parallel(build, DEVICES[:2])
     assert "11% of the weights of model" in caplog.text
-    assert "The most are in wrapped (TimeDistributed): 89%." in caplog.text
+    assert "The largest unsplit layers are wrapped (TimeDistributed): 89%." in caplog.text
 
 
 @pytest.mark.parametrize(

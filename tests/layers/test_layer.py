@@ -76,7 +76,7 @@ def test_a_layer_that_calls_another_of_the_model_reads_the_whole():
 def test_weights_of_a_split_layer_are_all_that_it_has(method, inside):
     layer = split(attention).get_layer("attend")._query_dense if inside else split().get_layer("a")
     argument = 2 if method == "enable_lora" else "int8"
-    with pytest.raises(ValueError, match=rf"must stay those.*Received: {method}\(\).*plain model"):
+    with pytest.raises(ValueError, match=rf"must keep.*Received: {method}\(\).*plain model"):
         getattr(layer, method)(argument)
 
 
@@ -89,7 +89,7 @@ def test_what_a_split_layer_computes_is_set_before():
     assert [v.path for v in model.trainable_variables] == [
         "normalize/gamma", "normalize/beta", "b/kernel", "b/bias",
     ]  # fmt: skip
-    with pytest.raises(ValueError, match="no LoRA, no quantization, also inside of it"):
+    with pytest.raises(ValueError, match="no activity regularizer, LoRA, quantization or groups"):
         tfparallel.tensor_parallel(with_lora, DEVICES, split={"attend": "heads"})
 
 

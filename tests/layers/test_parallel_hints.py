@@ -178,7 +178,7 @@ def test_a_single_layer_is_split_by_height_where_that_is_asked_for():
     x = np.random.default_rng(0).normal(size=(3, 7, 6, 2))
     expected = model.predict(x, verbose=0)
     np.testing.assert_allclose(parts.predict(x, verbose=0), expected, rtol=1e-12, atol=1e-14)
-    with pytest.raises(ValueError, match=r"6 rows of output.*'pool': 'height'\}. Leave the layer"):
+    with pytest.raises(ValueError, match=r"6 output rows.*'pool': 'height'\}. Leave it out"):
         plan(Group(model, graph=model), 6, {"pool": "height"})
 
 
@@ -221,21 +221,21 @@ def test_a_wrong_argument_names_the_class_that_was_written(make, error, message)
             "'a' written as ColumnParallelDense; layer 'a' with 1 units, for 2 devices",
         ),
         (lambda: ParallelMultiHeadAttention(1, 2, name="a"), None, "'a' with 1 heads, for 2"),
-        (lambda: VocabParallelEmbedding(1, 2, name="a"), (3,), "'a' with 1 rows of vocabulary"),
+        (lambda: VocabParallelEmbedding(1, 2, name="a"), (3,), "'a' with 1 vocabulary entries"),
         (
             lambda: ChannelParallelConv2D(4, 1, groups=2, name="a"),
             (4, 4, 2),
-            r"no groups .*written as ChannelParallelConv2D. Leave .* split=\{'a': None\}",
+            r"or groups.*written as ChannelParallelConv2D. Leave .* split=\{'a': None\}",
         ),
         (
             lambda: SpatialParallelConv2D(4, 4, name="a"),
             (4, 4, 2),
-            "2 rows of output or more.*'a' written as SpatialParallelConv2D. Leave it in place",
+            "at least 2 output rows.*'a' written as SpatialParallelConv2D. Leave it in place",
         ),
         (
             lambda: layers.TimeDistributed(ColumnParallelDense(4, name="a")),
             (4, 4),
-            "inside of layers of Keras: 'a' written as ColumnParallelDense. Write plain layers",
+            "inside other Keras layers: 'a' written as ColumnParallelDense. Use plain Keras layers",
         ),
     ],
 )

@@ -392,13 +392,13 @@ def test_a_model_without_sequences_is_refused():
         inputs = keras.Input((WIDTH,))
         return keras.Model(inputs, layers.Dense(1)(layers.Dense(3, "relu")(inputs)))
 
-    message = "2 parts by positions; inputs .* mesh with sequence=2. Take sequence=1; data=2"
+    message = "2 parts by position; inputs .* mesh with sequence=2. Use sequence=1; data=2"
     with pytest.raises(ValueError, match=message):
         divided(build, 2)
 
 
 def test_a_mesh_divides_weights_or_sequences():
-    with pytest.raises(ValueError, match="Take tensor=1 or sequence=1"):
+    with pytest.raises(ValueError, match="Use tensor=1 or sequence=1"):
         tfparallel.Mesh(tensor=2, sequence=2)
 
 

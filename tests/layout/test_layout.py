@@ -43,7 +43,7 @@ def test_schedules_that_fit_nothing_and_layers_that_come_twice():
     with pytest.raises(LayoutError) as caught:
         Layout(*both, schedule="1f1b", chunks_per_device=2, recompute="sometimes")
     said = str(caught.value)
-    assert "`chunks_per_device` belongs to schedule='interleaved'" in said
+    assert "`chunks_per_device` requires schedule='interleaved'" in said
     assert "Received twice: 'a'." in said and "Received: recompute='sometimes'." in said
     for fields in ({"schedule": "foo"}, {"schedule": "gpipe", "num_micro_batches": 0}):
         with pytest.raises(LayoutError, match=r"must be (one of|a whole number)"):

@@ -32,5 +32,5 @@ def test_workers_have_devices_of_the_same_names():
 
 
 def test_workers_share_replicas_evenly():
-    with pytest.raises(LayoutError, match="as many replicas as the others.*for 2 workers"):
+    with pytest.raises(LayoutError, match="the same number of replicas.*for 2 workers"):
         Layout(Mesh(data=3), ["CPU:0", "CPU:1"], workers=2)

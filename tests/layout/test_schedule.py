@@ -124,7 +124,7 @@ def test_a_trace_has_each_instruction():
         (("zigzag", 2, 4), "'zigzag'"),
         (("1f1b", 2, 0), "`num_micro_batches`.*Received: 0"),
         (("gpipe", 2, 4, 2), "chunks_per_device=2, schedule='gpipe'"),
-        (("interleaved", 4, 6), "num_micro_batches=6 on 4 devices. Take 8"),
+        (("interleaved", 4, 6), "num_micro_batches=6 on 4 devices. Use 8"),
         (("interleaved", 1, 6), "num_devices=1"),
         (("interleaved", 2, 6, 1), "chunks_per_device=1"),
     ],

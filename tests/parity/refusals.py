@@ -31,5 +31,5 @@ SCALES_BY_CALLS = dict.fromkeys(
     (*REPLICATED, "pipeline_parallel"), "A float8 layer scales by the largest values"
 ) | {"tensor_parallel": "Nothing in model '\\w+' can be split"}
 MIXES_EXAMPLES = dict.fromkeys(
-    (*REPLICATED, "pipeline_parallel"), "A layer mixes examples, and the batch is divided"
+    (*REPLICATED, "pipeline_parallel"), "A layer mixes examples, so the batch cannot be divided"
 )

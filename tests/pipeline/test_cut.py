@@ -199,5 +199,5 @@ def test_a_layer_that_leaves_another_training_is_refused():
     x = inputs()
     model = keras.Model(x, layers.Dense(1, name="b")(Freezing(name="a")(x)))
     stage, _ = cut_stages(model, {"b": 1}, 2)
-    with pytest.raises(ValueError, match="Received: layer 'a', which calls a layer of its own"):
+    with pytest.raises(ValueError, match="Received: layer 'a', which calls an inner layer"):
         stage.run({id(model.inputs[0]): np.zeros((2, 3))}, Masks(model, model, [None]))

@@ -39,7 +39,7 @@ def doubles():
 @pytest.mark.parametrize("build", [doubles, replaced])
 def test_a_call_of_the_models_own_is_refused(build):
     """Story: a pipeline left it out, silently."""
-    with pytest.raises(PlacementError, match="calls of a model's graph.*Received: `call`"):
+    with pytest.raises(PlacementError, match="layers of a model's graph.*Received: `call`"):
         check_state(build(), None)
 
 

@@ -390,7 +390,7 @@ def test_a_loss_that_compares_examples_is_refused_before_a_weight_moves():
         ({"schedule": "interleaved"}, "2 layers for 4 stages, 2 on each of 2 devices"),
         ({"recompute": "sometimes"}, "recompute='sometimes'"),
         ({"batch_normalization": "frozen"}, "batch_normalization='frozen'"),
-        ({"layers_per_stage": [2, 0]}, r"\[2, 0\], which are 2 in 2 stages"),
+        ({"layers_per_stage": [2, 0]}, r"\[2, 0\], a total of 2 in 2 stages"),
         ({"num_micro_batches": 0}, "Received: 0"),
     ],
 )
@@ -415,8 +415,8 @@ def test_all_that_does_not_fit_is_told_at_once():
     assert "CPU:7 does not exist" in devices
     assert "`num_micro_batches` must be a whole number of at least 1. Received: 0" in number
     assert "recompute='sometimes'" in recompute and "batch_normalization='frozen'" in batch_norm
-    assert "each of the 2 stages 1 or more layers, and all 2 layers" in counts
-    assert "Received: [1, 1, 1, 1, 9], which are 13 in 5 stages" in counts
+    assert "each of the 2 stages 1 or more layers, 2 in total" in counts
+    assert "Received: [1, 1, 1, 1, 9], a total of 13 in 5 stages" in counts
     assert calls == [1]
     with pytest.raises(ValueError) as raised:
         tfparallel.pipeline_parallel(build, ["CPU:7"], 0, "zigzag", balance="feet")

@@ -561,7 +561,7 @@ def test_a_tensor_that_another_stage_keeps_is_refused():
 
     model = tfparallel.pipeline_parallel(build, ["CPU:0", "CPU:1"], 2, layers_per_stage=[2, 2])
     model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="keeps a tensor, and another stage reads it"):
+    with pytest.raises(ValueError, match="stores a tensor, and another stage or the loss reads it"):
         model.fit(np.ones((4, 4)), np.ones((4, 1)), verbose=0)
 
 
@@ -627,7 +627,7 @@ def test_a_draw_in_a_loop_is_refused():
 
     model = tfparallel.pipeline_parallel(build, ["CPU:0", "CPU:1"], 2, layers_per_stage=[1, 1])
     model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="draws anew each time that a loop or a branch"):
+    with pytest.raises(ValueError, match="draws new random values each time a loop or a branch"):
         model.fit(np.ones((4, 3, 4)), np.ones((4, 1)), verbose=0)
 
 

@@ -201,7 +201,7 @@ def test_an_audit_sees_what_a_tape_does():
 def test_a_report_is_a_table():
     model = compile_model(tfparallel.model_parallel(sequential, DEVICES[:2]))
     lines = str(placement_report(model)).splitlines()
-    assert lines[0].split() == "layer device parameters slots outputs an example".split()
+    assert lines[0].split() == "layer device parameters slots outputs per example".split()
     assert lines[1].split() == ["flatten", "CPU:0", "0", "B", "0", "B", "576", "B"]
     assert "variables: 8 of 8 on their device" in lines
 
@@ -244,7 +244,7 @@ class OwnStep(keras.Model):
         (
             sequential,
             {"devices": DEVICES, "layers_per_stage": [1, 1, 1]},
-            r"all 5 layers together.*Received: \[1, 1, 1\], which are 3 on 3 devices",
+            r"all 5 layers.*Received: \[1, 1, 1\], a total of 3 on 3 devices",
         ),
         (sequential, {"layers_per_stage": [2, 3]}, "devices=None"),
         (
@@ -252,12 +252,12 @@ class OwnStep(keras.Model):
             {"device_map": {"flatten": "CPU:0", "four": "CPU:0"}},
             "without a device: one, two, three, logits; no such layer: four",
         ),
-        (sequential, {"device_map": {}, "devices": DEVICES}, "leave `devices`"),
+        (sequential, {"device_map": {}, "devices": DEVICES}, "combined with `devices`"),
         (sequential, {"devices": []}, "^Cannot use these devices: the list is empty[^\n]*$"),
         (
             sequential,
             {"devices": ["CPU:0", "CPU:9"], "layers_per_stage": [1, 1, 1]},
-            r"CPU:9 does not exist.*\n.*each of the 2 devices.*which are 3 on 3 devices",
+            r"CPU:9 does not exist.*\n.*each of the 2 devices.*a total of 3 on 3 devices",
         ),
         (
             lambda: keras.Sequential([keras.Input((2,)), layers.Dense(1, name="only")]),
@@ -267,7 +267,7 @@ class OwnStep(keras.Model):
         (
             sequential,
             {"device_map": {"flatten": "CPU:9", "four": "CPU:0"}, "devices": DEVICES},
-            r"leave `devices`.*\n.*no such layer: four.*\n.*CPU:9 does not exist",
+            r"combined with `devices`.*\n.*no such layer: four.*\n.*CPU:9 does not exist",
         ),
     ],
 )

@@ -181,7 +181,7 @@ def trained(build, **options):
         (net(Centred), "layer 'centred.*' of class Centred in .*output 0 .*all_gather"),
         (nested, "layer 'culprit' of class Centred"),
         (net(HiddenByZeros), "class HiddenByZeros"),
-        (net(AddsLoss), "class AddsLoss in .*a loss that it adds"),
+        (net(AddsLoss), "class AddsLoss in .*a loss added with `add_loss`"),
         (net(lambda: KeepsState("maximum")), r"class KeepsState in .*variable 'sequential.*/kept'"),
         (net(lambda: layers.Softmax(axis=0)), "of class Softmax"),
         (net(lambda: layers.Softmax(axis=-2)), "of class Softmax"),
@@ -191,21 +191,21 @@ def trained(build, **options):
         (net(TimeMajor, tail=False), "class TimeMajor"),
         (net(LessRowMean, RunningMax), "class RunningMax"),
         (net(lambda: layers.Lambda(lambda x: x - tfparallel.all_reduce(ops.mean(x), "mean"))),
-         r"\(line \d+ of test_check_rows.py\) takes the mean over replicas, which may have other"),
+         r"\(line \d+ of test_check_rows.py\) averages over replicas, which may have different"),
         (net(lambda: layers.Lambda(lambda x: x / tfparallel.all_reduce(ops.ones(())))),
-         "adds up over the replicas what is no sum over the rows"),
+         "sums a value over the replicas that is not a sum over the rows"),
         (net(lambda: layers.Lambda(lambda x: x - tfparallel.all_gather(ops.mean(x, 0))[0])),
-         "joins what does not have a row for each example"),
+         "gathers a tensor that does not have a row for each example"),
         (net(DropsInFunction), "class Dropout .*draws inside a `tf.function` of the layer"),
         (net(AlwaysDropsInFunction), "class Dropout .*draws inside a `tf.function`"),
         (net(JoinsInFunction), "is exchanged inside a `tf.function` of the layer"),
-        (net(JoinedAlongFeatures), "joins what does not have a row for each example"),
+        (net(JoinedAlongFeatures), "gathers a tensor that does not have a row for each example"),
         (net(lambda: layers.Lambda(lambda x: x / tfparallel.all_reduce(np.float32(1)))),
-         "adds up over the replicas what is no sum over the rows"),
-        (net(ScaledByWeight), "adds up over the replicas what is no sum over the rows"),
-        (net(CountsWithNumber), "adds up over the replicas what is no sum over the rows"),
+         "sums a value over the replicas that is not a sum over the rows"),
+        (net(ScaledByWeight), "sums a value over the replicas that is not a sum over the rows"),
+        (net(CountsWithNumber), "sums a value over the replicas that is not a sum over the rows"),
         (net(lambda: layers.Lambda(lambda x: x / tfparallel.all_reduce(ops.mean(x), "max"))),
-         "takes the largest of what is not the largest of a replica's rows"),
+         "takes the maximum of values that are not maxima of a replica's rows"),
         (net(LargestSum), "class LargestSum"),
     ],
     ids=[
@@ -409,7 +409,7 @@ def test_what_an_eager_call_keeps_is_refused_behind_an_exchange():
     x, y = np.zeros((4, 3)), np.zeros((4, 4))
     model = tfparallel.data_parallel(Keeps, devices=["CPU:0", "CPU:1"])
     model.compile("sgd", "mse", run_eagerly=True)
-    with pytest.raises(ValueError, match="keeps a tensor in `self.stored`.*of an eager step"):
+    with pytest.raises(ValueError, match="stores a tensor in `self.stored`.*in an eager step"):
         model.fit(x, y, verbose=0)
     model.compile("sgd", "mse")
     model.fit(x, y, verbose=0)
@@ -449,7 +449,7 @@ def test_a_constant_with_rows_of_its_own_is_refused(declared):
 
     model = tfparallel.data_parallel(build, devices=TWO)
     model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="Mul .line .* constant with rows of its own"):
+    with pytest.raises(ValueError, match="Mul .line .* constant that has its own rows"):
         model.fit(X[:2], Y[:2], batch_size=2, verbose=0)
 
 

@@ -47,7 +47,7 @@ def test_a_call_that_pads_is_built_with_ragged_tensors(in_float64):
 
 def test_what_depends_on_the_longest_of_the_batch_is_refused():
     """Story: no ragged rows were made up, so that each replica took its own longest, silently."""
-    with pytest.raises(ValueError, match="A layer mixes examples, and the batch is divided"):
+    with pytest.raises(ValueError, match="A layer mixes examples, so the batch cannot be divided"):
         trained(replicated(True))
 
 

@@ -149,7 +149,7 @@ def test_one_for_all_rows(form, y_and_weight, said):
     dataset = tf.data.Dataset.from_tensors((np.arange(12.0).reshape(ROWS, 3), *y_and_weight))
     model = hybrid(lambda: seeded(one)) if form == "hybrid" else placed(form, one)
     if form == "1f1b":
-        with pytest.raises(ValueError, match=f"Received: {said}.*Take schedule='gpipe'"):
+        with pytest.raises(ValueError, match=f"Received: {said}.*Use schedule='gpipe'"):
             trained_on(model, dataset)
         return
     assert_equal(trained_on(model, dataset), trained_on(seeded(one), dataset), rtol=1e-9)

@@ -74,7 +74,7 @@ def build():
 def main():
     tfparallel.hybrid_parallel(build, tfparallel.Mesh(data=3, pipeline=2))
 """
-    with pytest.raises(JobFailed, match="has as many replicas as the others"):
+    with pytest.raises(JobFailed, match="must have the same number of replicas"):
         run_workers(program, 2, num_devices=2)
 
 

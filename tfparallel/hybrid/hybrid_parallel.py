@@ -106,16 +106,16 @@ def hybrid_parallel(
     mesh = _mesh_of(mesh)
     if shard not in (None, "optimizer"):
         raise PlacementError(
-            "The replicas of a mesh keep shares of the optimizer alone; stages and parts divide "
-            f"the weights. `shard` must be 'optimizer' or None. Received: shard={shard!r}. Give "
-            "the mesh a larger `pipeline` or `tensor`, or take `data_parallel`."
+            "The replicas of a mesh shard only the optimizer; stages and parts divide "
+            f"the weights. `shard` must be 'optimizer' or None. Received: shard={shard!r}. Use a "
+            "mesh with a larger `pipeline` or `tensor`, or `data_parallel`."
         )
     cluster = Cluster() if allow_independent_workers else Cluster.from_env()
     number = cluster.num_workers
     if mesh.data % number:
         raise PlacementError(
-            f"Each of the {number} workers ({cluster.source}) has as many replicas as the others. "
-            f"Received: a mesh of {mesh}. Take data={number}, or a multiple of it."
+            f"Each of the {number} workers ({cluster.source}) must have the same number of "
+            f"replicas. Received: a mesh of {mesh}. Use data={number}, or a multiple of it."
         )
     if devices is None:
         devices = _first_devices(mesh, number)
@@ -124,7 +124,7 @@ def hybrid_parallel(
         device_memory = read_limits(device_memory, batch_size)
     with problems.gathered():
         if len(names) * number != mesh.size:
-            of_each = f", {mesh.size // number} on each worker" if number > 1 else ""
+            of_each = f", {mesh.size // number} per worker" if number > 1 else ""
             raise PlacementError(
                 f"A mesh of {mesh} has {mesh.size} devices{of_each}. Received: {len(names)} "
                 f"({', '.join(names)})."
@@ -206,11 +206,11 @@ class _Parts:
         if not splits:
             axis, needs = "tensor", ""
             if self._mesh.sequence > 1:
-                axis, needs = "sequence", " by positions; inputs must be (batch, positions, …)"
+                axis, needs = "sequence", " by position; inputs must be (batch, positions, …)"
             raise PlacementError(
                 f"Nothing in model '{model.name}' can be split into {self._number} parts{needs}. "
-                f"Received: a mesh with {axis}={self._number}. Take {axis}=1; data="
-                f"{self._number} uses as many devices."
+                f"Received: a mesh with {axis}={self._number}. Use {axis}=1; data="
+                f"{self._number} uses the same number of devices."
             )
         return splits
 

@@ -42,7 +42,7 @@ class _Inference(keras.StatelessScope):
 
     def add_update(self, update) -> None:
         variable, _ = update
-        raise PlacementError(f"'{variable.path}' is written in inference, once in each replica")
+        raise PlacementError(f"'{variable.path}' is written during inference, once in each replica")
 
 
 class _ReplicaOutputs(NamedTuple):
@@ -82,7 +82,7 @@ class SpreadCall:
             if self._is_chief:
                 wrapped = _IN_BOLD.search(str(error))  # Keras formats errors of a layer's call so.
                 reason = (wrapped[1] if wrapped else str(error)).partition(". ")[0]
-                notice(f"Model '{self.name}' is evaluated on the first replica alone: {reason}.")
+                notice(f"Model '{self.name}' is evaluated only on the first replica: {reason}.")
             return call(*args, **kwargs)
         clear_losses(self)
         if losses:
@@ -143,9 +143,9 @@ class SpreadCall:
         for op in () if graph is None else other_writes(graph, before):
             # Too late for another way: the step already contains these operations.
             raise RuntimeError(
-                "A `tf.Variable` that a layer writes in inference is written once in each replica. "
-                "A variable that Keras knows is required: the model is then evaluated on one "
-                f"replica. Received: {op.type} '{op.name}' in model '{self.name}'. Make it by "
+                "A `tf.Variable` that a layer writes during inference is written once in each "
+                "replica. Keras must track the variable; the model is then evaluated on one "
+                f"replica. Received: {op.type} '{op.name}' in model '{self.name}'. Create it with "
                 "`self.add_weight`."
             )
         with tf.device(self._last_device):

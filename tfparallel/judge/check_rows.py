@@ -83,9 +83,9 @@ def check_rows(
         named = [f"{each.name} ({original_class(each).__name__})" for each in drawing]
         more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
         notice(
-            "These layers draw other random values than on one device: "
+            "These layers produce different random values than on one device: "
             f"{', '.join(named[:_SHOWN])}{more}. The same seed gives the same run. `Dropout` "
-            "layers draw those of one device.",
+            "layers produce the same values as on one device.",
             once=True,
         )
 
@@ -106,7 +106,7 @@ def why_not_in_pieces(layer: keras.Layer, call: Callable, args: tuple, kwargs: d
         proof = prove(layer, call, args, kwargs)
     except Exception as error:
         if _declares_its_rows(layer):
-            return _refusal(layer, layer, f"for another number of rows it fails: {error}")
+            return _refusal(layer, layer, f"it fails for another number of rows: {error}")
         raise  # As the step would, which is traced in the same way.
     attach(layer, _proof=proof)
     for part, axis in proof.rows:
@@ -127,18 +127,18 @@ def why_not_shared(layer: keras.Layer) -> str | None:
     part, name = proof.stored[0]
     is_part = not (isinstance(layer, keras.Model) and layer.compiled)
     if is_part or any(is_own(layer, method) for method in _READ_LATER):
-        where = "may be read by a method of the model's own"
+        where = "may be read by one of the model's own methods"
     elif tf.executing_eagerly() and proof.exchanges:
-        where = "may be read behind a batch normalization of an eager step"
+        where = "may be read after a batch normalization in an eager step"
     elif any(refers_to(each, [layer, part]) for each in _compiled_with(layer)):
         where = "may be read by a loss or a metric"
     else:
         return None
     return (
-        "Replicas share a layer's attributes. Tensors that leave a call as its outputs are "
-        f"required. Received: layer '{part.name}' of class {original_class(part).__name__} keeps a "
-        f"tensor in `self.{name}`, which {where}, perhaps that of another replica. Return it, and "
-        "hand it on as an argument."
+        "Replicas share a layer's attributes. A call must return any tensor that is read later. "
+        f"Received: layer '{part.name}' of class {original_class(part).__name__} stores a tensor "
+        f"in `self.{name}`, which {where}, possibly in another replica. Return the tensor, and "
+        "pass it on as an argument."
     )
 
 
@@ -156,8 +156,8 @@ def why_not_called_again(layer: keras.Layer) -> str | None:
         return None
     part, name = proof.counted[0]
     return (
-        "Pieces of a batch call a layer more often than one device does. A call that leaves the "
-        f"layer's attributes as they are is required. Received: layer '{part.name}' of class "
+        "A layer is called once per piece of the batch, more often than on one device. A call must "
+        f"not change the layer's attributes. Received: layer '{part.name}' of class "
         f"{original_class(part).__name__} changes `self.{name}` in each call. Count in a variable "
         "(`add_weight`), or train with `tfparallel.model_parallel`."
     )
@@ -187,11 +187,11 @@ def _declares_its_rows(layer) -> bool:
 
 def _refusal(layer: keras.Layer, at_fault: keras.Layer, why: str) -> str:
     return (
-        "A layer mixes examples, and the batch is divided. Layers whose result for an example "
-        f"depends on that example alone are required. Received: layer '{at_fault.name}' of class "
-        f"{original_class(at_fault).__name__} in model '{layer.name}': {why}. Join the "
-        "rows in the layer with `tfparallel.all_gather` (under `data_parallel`), take a "
-        "`keras.layers.BatchNormalization`, or train on one device. To train anyway, to other "
+        "A layer mixes examples, so the batch cannot be divided. The result for each example must "
+        f"depend on that example alone. Received: layer '{at_fault.name}' of class "
+        f"{original_class(at_fault).__name__} in model '{layer.name}': {why}. Gather the "
+        "rows in the layer with `tfparallel.all_gather` (under `data_parallel`), use "
+        "`keras.layers.BatchNormalization`, or train on one device. To train anyway, to different "
         "weights than one device's, pass `check_rows=False`."
     )
 

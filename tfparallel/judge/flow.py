@@ -14,7 +14,7 @@ from tfparallel.seams.tensorflow import gradient_function_of, graph_of
 
 __all__ = ["FLOWS"]
 
-_HANDED_ON = "hands what it found in one row on to the next"
+_HANDED_ON = "carries a value from one row to the next"
 
 Flow = Callable[[Any, tf.Operation, Sequence], list[tuple]]
 
@@ -37,7 +37,7 @@ def _called(judge, op, graph, inputs) -> list:
 
 def _function(judge, op, inputs):
     if _inner(op, "f") is None:
-        mixed = Mixed(op, "calls a function of which nothing is known")
+        mixed = Mixed(op, "calls an unknown function")
         return [(mixed, None, None)] * len(op.outputs)
     return list(map(_fields, _called(judge, op, _inner(op, "f"), inputs)))
 
@@ -46,7 +46,7 @@ def _branches(judge, op, inputs):
     condition, *arguments = inputs
     if condition.placement != Replicate():
         mixed = first_mixed([condition.placement])
-        why = "takes a branch that depends on the examples, or on their number"
+        why = "chooses a branch by the examples or their number"
         return [(mixed or Mixed(op, why), None, None)] * len(op.outputs)
     names = ["then_branch", "else_branch"]
     if op.type.endswith("Case"):
@@ -86,7 +86,7 @@ def _loop_of_turns(judge, op, inputs):
     decided = _inner_judge(judge, op, "cond", state).of(_inner(op, "cond").outputs[0])
     if decided.placement != Replicate() or numbers_a_row(decided):
         mixed = first_mixed([decided.placement])
-        why = "runs as often as the examples, or their number, decide"
+        why = "runs a number of iterations that depends on the examples or their number"
         return [(mixed or Mixed(op, why), None, None)] * len(op.outputs)
     return [
         (each.placement, each.dims, each.value if is_fixed else None)
@@ -178,7 +178,7 @@ def _fixed_point(judge, op, state, counters=()):
         state = new
         if is_same:
             return state, after
-    mixed = Mixed(op, "holds something else in each of its turns")
+    mixed = Mixed(op, "changes the placement of its variables in each iteration")
     return [each._replace(placement=mixed) for each in state], after
 
 
@@ -261,7 +261,7 @@ def _gradient_mixes(judge, op, inputs, custom):
         try:
             results = custom(op, *upstream)
         except Exception as error:
-            return Mixed(op, f"has a gradient of its own that is not known: {error}"[:200])
+            return Mixed(op, f"has a custom gradient that cannot be traced: {error}"[:200])
     results = results if isinstance(results, list | tuple) else [results]
     judgements = dict(judge.judged)
     for tensor, each in zip(upstream, inputs, strict=True):
@@ -282,7 +282,7 @@ def _gradient_mixes(judge, op, inputs, custom):
             else judged.placement == _of_gradient(each.placement)
         )
         if not is_right and not judged.is_zero:
-            return Mixed(op, "has a gradient of its own that is not that of each example")
+            return Mixed(op, "has a custom gradient that does not treat each example independently")
     return None
 
 

@@ -8,8 +8,8 @@ from tfparallel.judge.size import ROWS, depends_on_rows, is_row_number
 
 __all__ = ["LISTS", "OF_ROW_NUMBER"]
 
-OF_ROW_NUMBER = "computes with the number of a row"
-_OTHER_KIND = "reads a list of another kind"
+OF_ROW_NUMBER = "computes with a row index"
+_OTHER_KIND = "reads an unsupported list of tensors"
 
 
 def _list_of(judge, op, inputs):
@@ -19,7 +19,7 @@ def _list_of(judge, op, inputs):
     if isinstance(placement, Shard):
         if placement.axis == 0:
             if placement != Shard(0) or dims is None or dims[0] != ROWS:
-                return [(Mixed(op, "takes apart what holds several places a row"), None, None)]
+                return [(Mixed(op, "unstacks a tensor with several entries per row"), None, None)]
             return [(Listed(Row(None), True), None, None)]
         placement = Shard(placement.axis - 1, placement.power, placement.folded)
     mixed = first_mixed([placement])
@@ -30,7 +30,7 @@ def _empty_list(judge, op, inputs):
     number = inputs[1].value
     by_row = number is not None and number.size == 1 and number.item() == ROWS
     if not by_row and (inputs[1].placement != Replicate() or numbers_a_row(inputs[1])):
-        return [(Mixed(op, "has as many items as the examples decide"), None, None)]
+        return [(Mixed(op, "makes a list whose length depends on the examples"), None, None)]
     return [(Listed(None, by_row), _list_dims(number, inputs[0].value), None)]
 
 
@@ -52,11 +52,11 @@ def _list_item(judge, op, inputs):
     if listed.by_row:
         turn = None if index.value is None else index.value.item()
         if not is_row_number(turn):
-            return [(Mixed(op, "takes some of the examples"), None, None)]
+            return [(Mixed(op, "selects some of the examples"), None, None)]
         return [(Row(turn), dims, None)]
     if index.placement != Replicate() or numbers_a_row(index):
         mixed = first_mixed([index.placement])
-        return [(mixed or Mixed(op, "takes an item by an index of the examples"), None, None)]
+        return [(mixed or Mixed(op, "reads an item at an index from the examples"), None, None)]
     return [(listed.item or Replicate(), dims, None)]
 
 
@@ -67,7 +67,7 @@ def _list_set(judge, op, inputs):
         dims = (None, *inputs[2].dims)
     mixed = first_mixed([listed, item])
     if mixed or not isinstance(listed, Listed):
-        return [(mixed or Mixed(op, "writes a list of another kind"), None, None)]
+        return [(mixed or Mixed(op, "writes an unsupported list of tensors"), None, None)]
     if numbers_a_row(inputs[2]):
         return [(Mixed(op, OF_ROW_NUMBER), None, None)]
     if listed.by_row:
@@ -78,9 +78,9 @@ def _list_set(judge, op, inputs):
             return [(Mixed(op, "writes the row of another example"), None, None)]
         return [(Listed(Row(None), True), dims, None)]
     if index != Replicate() or numbers_a_row(inputs[1]):
-        return [(Mixed(op, "writes an item by an index of the examples"), None, None)]
+        return [(Mixed(op, "writes an item at an index from the examples"), None, None)]
     if isinstance(item, Row):
-        return [(Mixed(op, "writes one row for all"), None, None)]
+        return [(Mixed(op, "writes a single row for all examples"), None, None)]
     return [(_with_item(op, listed, item), dims, None)]
 
 
@@ -93,7 +93,7 @@ def _pushed(judge, op, inputs):
     listed, item = inputs[0].placement, inputs[1].placement
     mixed = first_mixed([listed, item])
     if mixed or not isinstance(listed, Listed) or listed.by_row or isinstance(item, Row):
-        return [(mixed or Mixed(op, "writes a list of another kind"), None, None)]
+        return [(mixed or Mixed(op, "writes an unsupported list of tensors"), None, None)]
     if numbers_a_row(inputs[1]):
         return [(Mixed(op, OF_ROW_NUMBER), None, None)]
     dims = None if inputs[1].dims is None else (None, *inputs[1].dims)
@@ -110,7 +110,7 @@ def _stacked(judge, op, inputs):
     item = listed.item or Replicate()
     if isinstance(item, Shard):
         if item.numbers:
-            return [(Mixed(op, "computes with the numbers of the rows"), None, None)]
+            return [(Mixed(op, "computes with row indices"), None, None)]
         item = Shard(item.axis + 1, item.power, item.folded)
     return [(item, dims, None)]
 
@@ -131,7 +131,7 @@ def _list_shape(judge, op, inputs):
     sizes = np.empty(len(dims) - 1, object)
     sizes[:] = dims[1:]
     has_rows = any(map(depends_on_rows, dims[1:]))
-    return [(Mixed(op, "is made of sizes of rows") if has_rows else Replicate(), None, sizes)]
+    return [(Mixed(op, "depends on the number of rows") if has_rows else Replicate(), None, sizes)]
 
 
 LISTS = {

@@ -35,14 +35,14 @@ def growth_of(
         behind = [each for each in op.inputs if _leads_to(each, old)]
         if op.type not in ("Add", "AddV2") or len(behind) != 1:
             judged = judge.of(new).placement
-            why = "makes a state that is not the one before and a sum over the rows"
+            why = "computes a state that is not the previous state plus a sum over the rows"
             return judged if isinstance(judged, Mixed) else Mixed(op, why)
         (added,) = (each for each in op.inputs if each is not behind[0])
         judged = judge.of(added)
         if judged.placement not in SUMS and not judged.is_zero:
             return judged.placement
         if _reads(added, states):
-            return Mixed(op, "adds to a state what depends on the state before")
+            return Mixed(op, "adds to a state a value that depends on the previous state")
         new = behind[0]
     return Sum()
 

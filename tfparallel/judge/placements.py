@@ -27,7 +27,7 @@ __all__ = [
     "Sum",
 ]
 
-OF_REPLICA = "is the number of the replica"  # A reason why a tensor is `Mixed`.
+OF_REPLICA = "is the replica's index"  # A reason why a tensor is `Mixed`.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -97,7 +97,7 @@ def _traced(layer, call, arguments, length) -> _Trace | None:
             try:
                 outputs = call(leaves)
             except Exception as error:  # A `call` may raise anything; a step will raise it again.
-                logging.info("Layer '%s' cannot be called apart: %s", layer.name, error)
+                logging.info("Layer '%s' cannot be traced on its own: %s", layer.name, error)
                 return None
             finally:
                 has_drawn = repr(drawn) != repr((random.getstate(), np.random.get_state()))

@@ -44,7 +44,7 @@ _IN_FUNCTION = (
     "inside a `tf.function` of the layer, whose trace TensorFlow reuses for the other pieces "
     "(remove the decorator: Keras compiles the whole step)"
 )
-_LONGEST = "makes an axis that is as long as the longest row of the piece"
+_LONGEST = "makes an axis as long as the longest row of the piece"
 _MEANS = (Replicate(), Sum(-1))
 
 
@@ -53,7 +53,7 @@ class Fault(NamedTuple):
 
     Attributes:
         layer: The layer or model at fault.
-        what: "output 0", "a loss that it adds", "variable 'path'".
+        what: "output 0", "a loss added with `add_loss`", "variable 'path'".
         placement: Its placement.
     """
 
@@ -63,7 +63,7 @@ class Fault(NamedTuple):
 
     def __str__(self):
         if not isinstance(self.placement, Mixed):
-            return f"{self.what} does not have a row for each example, but is {self.placement}"
+            return f"{self.what} does not have a row for each example: it is {self.placement}"
         operation, why = self.placement.operation, self.placement.why
         return (
             f"operation {operation.type}{line_of(operation)} {why}, and {self.what} depends on it"
@@ -100,8 +100,8 @@ class Proof(NamedTuple):
             return str(self.fault)
         names = [layer.name for layer in self.drawing]
         return "; ".join([
-            f"{self.num_operations} operations, of any number of rows: each output has a row for "
-            "each example, made of that example alone",
+            f"{self.num_operations} operations, for any number of rows: each output has a row for "
+            "each example, computed from that example alone",
             *(["pieces exchange batch statistics"] if self.exchanges else []),
             *([f"random values are drawn by {', '.join(names)}"] if names else []),
         ])  # fmt: skip
@@ -283,7 +283,7 @@ def _judged(layer, trace: _Trace) -> Proof:
             faults.append(_fault(layer, f"the mask of output {i}", judge.of(mask).placement, mask))
     added = [tf.convert_to_tensor(loss) for loss in scope.losses]
     faults += [
-        _fault(layer, "a loss that it adds", judge.of(loss).placement, loss)
+        _fault(layer, "a loss added with `add_loss`", judge.of(loss).placement, loss)
         for loss in added
         if judge.of(loss).placement not in _MEANS
     ]

@@ -52,20 +52,20 @@ _EXCHANGED, _EXCHANGES, _NOTES = (
 _RIGHT = {
     "sum": (
         (Sum(), Replicate(power=1)),
-        "adds up over the replicas what is no sum over the rows: the result depends on how many "
-        "there are",
+        "sums a value over the replicas that is not a sum over the rows, so the result depends on "
+        "the number of replicas",
     ),
     "mean": (
         (Replicate(),),
-        "takes the mean over replicas, which may have other numbers of rows: sums, and numbers of "
-        "rows, are to be added up",
+        "averages over replicas, which may have different numbers of rows; sum the values and the "
+        "numbers of rows instead",
     ),
     "in function": ((), "is exchanged inside a `tf.function` of the layer"),
-    "max": ((Replicate(),), "takes the largest of what is not the largest of a replica's rows"),
-    "min": ((Replicate(),), "takes the smallest of what is not the smallest of a replica's rows"),
+    "max": ((Replicate(),), "takes the maximum of values that are not maxima of a replica's rows"),
+    "min": ((Replicate(),), "takes the minimum of values that are not minima of a replica's rows"),
 }
 _EXTREMES = {"max": ("Max", "Any"), "min": ("Min", "All")}
-_JOINED = "joins what does not have a row for each example"
+_JOINED = "gathers a tensor that does not have a row for each example"
 
 
 class Judged(NamedTuple):
@@ -296,7 +296,7 @@ def _of_value(op, value) -> Placement:
         return Replicate()
     power = power_of_rows(flat[0]) if len(flat) == 1 else None
     if power is None:
-        return Mixed(op, "is made of the number of rows")
+        return Mixed(op, "is computed from the number of rows")
     return Replicate(power)
 
 

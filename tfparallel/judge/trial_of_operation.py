@@ -46,12 +46,12 @@ def tried(op: tf.Operation, inputs: Sequence) -> list[Placement]:
     placements = [each.placement for each in inputs]
     if not all(isinstance(p, Shard) and not p.power and not p.folded or p == Replicate()
                for p in placements):  # fmt: skip
-        return [Mixed(op, "is not known for sums over the rows")] * number
+        return [Mixed(op, "has no rule for sums over the rows")] * number
     values = [n for each in inputs if each.value is not None for n in each.value.ravel().tolist()]
     if any(map(depends_on_rows, values)):
-        return [Mixed(op, "takes as much as the number of rows says")] * number
+        return [Mixed(op, "has an argument that depends on the number of rows")] * number
     if op.op_def.is_stateful and op.type not in _FUNCTIONS:
-        return [Mixed(op, "has a state, and no rule")] * number
+        return [Mixed(op, "is stateful, and has no rule")] * number
     agreed: list[Placement] | None = None
     for seed in _SEEDS:
         try:
@@ -60,7 +60,7 @@ def tried(op: tf.Operation, inputs: Sequence) -> list[Placement]:
         except Exception as error:
             if seed == _ALIKE:
                 continue
-            return [Mixed(op, f"has no rule, and cannot be tried: {error}"[:200])] * number
+            return [Mixed(op, f"has no rule, and cannot be tried alone: {error}"[:200])] * number
         if placed is None:
             continue
         agreed = (
@@ -69,7 +69,7 @@ def tried(op: tf.Operation, inputs: Sequence) -> list[Placement]:
             else [one if one == other else None for one, other in zip(agreed, placed, strict=True)]
         )
     if agreed is None:
-        return [Mixed(op, "has no rule, and made up inputs tell nothing")] * number
+        return [Mixed(op, "has no rule, and no finite result on synthetic inputs")] * number
     return [p or Mixed(op, "mixes the examples") for p in agreed]
 
 
@@ -93,7 +93,7 @@ def tried_with_rows(op: tf.Operation, judge) -> list[Placement]:
                         values |= {tensor.name: value for tensor, value in pairs}
                     runs.append(_Run(judge, values, seed, rows).outputs(op))
         except Exception as error:
-            return [Mixed(op, f"cannot be tried on made-up rows: {error}"[:200])] * len(op.outputs)
+            return [Mixed(op, f"fails on synthetic rows: {error}"[:200])] * len(op.outputs)
         placed = [_placed(*map(np.asarray, each)) for each in zip(*runs, strict=True)]
         agreed = (
             placed
@@ -224,7 +224,7 @@ def _synthetic(tensor, judged, seed):
     if static is not None:
         return static
     if tensor.shape.rank is None:
-        raise ValueError("an input has an unknown number of axes")
+        raise ValueError("an input has unknown rank")
     axis = judged.placement.axis if isinstance(judged.placement, Shard) else None
     shape = [_NUM_ROWS if a == axis else size or 4 for a, size in enumerate(tensor.shape)]
     random = np.random.default_rng(seed)

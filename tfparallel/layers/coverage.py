@@ -33,8 +33,8 @@ def warn_of_whole(model: keras.Model, groups: Sequence[Group]) -> None:
     total = sum(math.prod(v.shape) for v in model.weights)
     largest = sorted(filter(sizes.get, sizes), key=sizes.get, reverse=True)[:_MOST_NAMES]
     logging.warning(
-        "%.0f%% of the weights of model '%s' are split; the others are on the first device alone. "
-        "The most are in %s. docs/split_layers.md says which layers can be split.",
+        "%.0f%% of the weights of model '%s' are split; the rest are on the first device. The "
+        "largest unsplit layers are %s. docs/split_layers.md lists the layers that can be split.",
         100 * share,
         model.name,
         ", ".join(f"{name}: {sizes[name] / total:.0%}" for name in largest),

@@ -109,9 +109,9 @@ class SplitLayer(OnDevices, FixedLayer):
         """Sets an attribute, unless the smaller layers hold a copy of it."""
         if name in getattr(self, "_settings", ()):
             raise PlacementError(
-                "What a layer computes must be set before it is split. Received: "
-                f"{name}={value!r} of layer '{self.name}'. Set it in the plain model, and call "
-                "`tensor_parallel` with that."
+                "A layer's settings must be changed before it is split. Received: "
+                f"{name}={value!r} of layer '{self.name}'. Set it in the plain model, and pass "
+                "that to `tensor_parallel`."
             )
         super().__setattr__(name, value)
 
@@ -171,9 +171,9 @@ class PartwiseLayer(SplitLayer):
 
 def _fixed(layer, method) -> str:
     return (
-        "The weights of a split layer must stay those that it was split with. Received: "
-        f"{method}() of layer '{layer.name}'. Call {method}() on the plain model, and "
-        "`tensor_parallel` with that: it leaves such a layer in place, on the first device."
+        "A split layer must keep the weights that it was split with. Received: "
+        f"{method}() of layer '{layer.name}'. Call {method}() on the plain model, and pass that "
+        "to `tensor_parallel`, which leaves such a layer whole on the first device."
     )
 
 

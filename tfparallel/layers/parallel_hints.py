@@ -39,9 +39,9 @@ class ParallelHint:
         """
         if "plain" not in vars(cls):
             raise TypeError(
-                "A layer that is split must be of one of Keras's own classes, and "
-                f"`{cls.__name__}` stands for none. Received: a call of `{cls.__name__}`. Write a "
-                "layer of Keras, and ask by `tensor_parallel(..., split={name: kind})`."
+                f"Only layers of Keras's own classes can be split, and `{cls.__name__}` stands for "
+                f"none. Received: a call of `{cls.__name__}`. Use a Keras layer, and request its "
+                "split with `tensor_parallel(..., split={name: kind})`."
             )
         try:
             layer = cls.plain(*args, **kwargs)

@@ -67,8 +67,8 @@ def check_lengths(tensors: Sequence[tf.Tensor]) -> None:
         tf.debugging.assert_equal(
             tf.stack(others),
             first,
-            "Sequences that meet in a layer are divided alike, so they must have one length. Bring "
-            "them to one, or leave the layer whole by `split={name: None}`.",
+            "Sequences that a layer combines are split in the same way, so they must have the same "
+            "length. Pad them to one length, or leave the layer whole with `split={name: None}`.",
         )
 
 

@@ -89,7 +89,7 @@ def warn_of_whole(plans: Sequence[tuple[Group, Mapping[str, str]]]) -> None:
     if names:
         logging.warning(
             "These layers read whole sequences, on the first device: %s. docs/long_sequences.md "
-            "says which layers compute in parts.",
+            "lists the layers that can be split.",
             ", ".join(names),
         )
 

@@ -83,7 +83,7 @@ def cross_entropy(labels: tf.Tensor, logits: Parts, dtype) -> tf.Tensor:
         with tf.control_dependencies(
             [
                 tf.debugging.assert_non_negative(labels, "A label is negative."),
-                tf.debugging.assert_less(labels, num_classes, "A label is no class."),
+                tf.debugging.assert_less(labels, num_classes, "A label is out of range."),
             ]
         ):
             labels = tf.identity(labels)

@@ -62,7 +62,7 @@ class SplitModel(NestedModel, PlacedModel):
         """
         raise PlacementError(
             "TFLite's converter needs a model with whole weights. Received: model "
-            f"'{self.name}', whose layers lie in parts on {', '.join(self.devices)}. Save it by "
+            f"'{self.name}', whose layers are split over {', '.join(self.devices)}. Save it with "
             "`model.save('model.keras')`, and convert what `keras.models.load_model` returns."
         )
 

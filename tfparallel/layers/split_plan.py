@@ -56,10 +56,10 @@ _EMBEDDINGS = {_layers.Embedding, getattr(_layers, "ReversibleEmbedding", _layer
 _COUNTS: dict[type, tuple[Callable[[Any], int], str]] = {
     _layers.Dense: (attrgetter("units"), "units"),
     _layers.Conv2D: (attrgetter("filters"), "channels"),
-    _layers.EinsumDense: (units_of, "units along an axis that is the kernel's own"),
+    _layers.EinsumDense: (units_of, "units along an axis that only the kernel has"),
     _layers.MultiHeadAttention: (attrgetter("num_heads"), "heads"),
     _layers.GroupQueryAttention: (attrgetter("num_key_value_heads"), "key and value heads"),
-    **dict.fromkeys(_EMBEDDINGS, (attrgetter("input_dim"), "rows of vocabulary")),
+    **dict.fromkeys(_EMBEDDINGS, (attrgetter("input_dim"), "vocabulary entries")),
 }
 # How layers that read and return whole tensors are split.
 _ALONE = {
@@ -205,9 +205,9 @@ def _requested_kind(layer, requests, num_devices, graph) -> str | None:
     is_called = kind not in (ROW, HEIGHT) or graph.is_called_once(layer)
     if not _is_plain(layer) or not is_simple or not is_called:
         raise PlacementError(
-            "A layer that is split must have no activity regularizer, no LoRA, no quantization, "
-            "also inside of it, no groups and the channels last; by row or height it must be "
-            "called once. Received: "
+            "A split layer and its inner layers must have no activity regularizer, LoRA, "
+            "quantization or groups, and must have the channels last; a layer that is split by row "
+            "or height must be called once. Received: "
             f"{_request(layer, requests)}. {_way_out(layer, requests)}"
         )
     if kind == HEIGHT:
@@ -220,16 +220,16 @@ def _requested_kind(layer, requests, num_devices, graph) -> str | None:
         raise PlacementError(
             f"Each device needs a part. Received: {_request(layer, requests)}; layer "
             f"'{layer.name}' with {count} {unit}, for {num_devices} devices. It can be split over "
-            f"{count} devices at most."
+            f"at most {count} devices."
         )
     return kind
 
 
 def _not_by_height(layer, requests, num_devices) -> str:
     return (
-        "A layer that is split by height must have a picture of known height and width, the "
-        f"channels last, and {num_devices} rows of output or more, one a device; no operation that "
-        "is no layer may read it, and as the model's output it has no activation. Received: "
+        "A layer that is split by height needs images of known height and width, with the channels "
+        f"last, and at least {num_devices} output rows, one per device. Only layers may read its "
+        "output, and as the model's output it must have no activation. Received: "
         f"{_request(layer, requests)}. {_way_out(layer, requests)}"
     )
 
@@ -243,8 +243,8 @@ def _request(layer, requests) -> str:
 
 def _way_out(layer, requests) -> str:
     if layer.name in requests and hint_of(layer) is None:
-        return "Leave the layer out."
-    return f"Leave it in place by split={{{layer.name!r}: None}}."
+        return "Leave it out of `split`."
+    return f"Leave it in place with split={{{layer.name!r}: None}}."
 
 
 def _used(kinds, in_parts, graph) -> dict[str, str]:

@@ -113,7 +113,7 @@ def tensor_parallel(
     with problems.gathered():
         if len(names) < 2:
             raise PlacementError(
-                f"A layer is split over two devices or more. Received: devices={names}."
+                f"A layer must be split over at least two devices. Received: devices={names}."
             )
     with problems.gathered():
         if convolutions not in ("channels", "height"):
@@ -342,9 +342,9 @@ def _nothing_to_split(model, num_devices) -> str:
     ]
     return (
         f"Nothing in model '{model.name}' can be split over {num_devices} devices. It needs at "
-        f"least one such layer: Dense or Conv2D with {num_devices} units or filters, attention "
-        f"with {num_devices} heads, or an Embedding of {num_devices} ids; of Keras's own classes, "
-        f"without activity regularizer. Received: {', '.join(layers)}. Take fewer devices, or "
+        f"least one Keras layer without activity regularizer that is a Dense or Conv2D with "
+        f"{num_devices} units or filters, an attention with {num_devices} heads, or an Embedding "
+        f"of {num_devices} ids. Received: {', '.join(layers)}. Use fewer devices, or "
         "`tfparallel.data_parallel`."
     )
 
@@ -358,7 +358,7 @@ def _refuse_hidden(model, seen) -> None:
     ]
     if hidden:
         raise PlacementError(
-            "A layer that is split must be one of a functional or Sequential model's own, or of "
-            "one nested in it, or of a composite layer's. Received, inside of layers of Keras: "
-            f"{', '.join(hidden)}. Write plain layers of Keras there."
+            "A split layer must belong to a functional or Sequential model, to a model nested in "
+            "it, or to a composite layer. Received, inside other Keras layers: "
+            f"{', '.join(hidden)}. Use plain Keras layers there."
         )

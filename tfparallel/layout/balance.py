@@ -93,7 +93,7 @@ def partition(num_stages: int, *balanced: Weighed, capped: Sequence[Weighed] = (
     num_layers = len(balanced[0].costs)
     if not 1 <= num_stages <= num_layers:
         raise ValueError(
-            "A stage needs a layer at least. Received: "
+            "Each stage needs at least one layer. Received: "
             f"{num_stages} stages for {num_layers} layers."
         )
     table = np.zeros((num_layers + 1, num_layers + 1))

@@ -19,9 +19,9 @@ RECOMPUTES = ("never", "always", "except_last")
 
 # What replicas may shard, and the words for it in a line of output.
 SHARED_OUT = {
-    "optimizer": "the optimizer in shares",
-    "gradients": "accumulated gradients and the optimizer in shares",
-    "parameters": "large weights and the optimizer in shares",
+    "optimizer": "optimizer sharded",
+    "gradients": "accumulated gradients and optimizer sharded",
+    "parameters": "large weights and optimizer sharded",
 }
 
 _Pairs = tuple[tuple[str, Any], ...]
@@ -94,32 +94,32 @@ class Layout:
     def _problems(self):
         if self.mesh.data % self.workers:
             yield (
-                "Each worker has as many replicas as the others. Received: a mesh of "
+                "Each worker must have the same number of replicas. Received: a mesh of "
                 f"{self.mesh} for {self.workers} workers."
             )
         elif len(self.devices) * self.workers != self.mesh.size:
-            of_each = f", {self.mesh.size // self.workers} a worker" if self.workers > 1 else ""
+            of_each = f", {self.mesh.size // self.workers} per worker" if self.workers > 1 else ""
             yield (
                 f"A mesh of {self.mesh} has {self.mesh.size} devices{of_each}. Received: "
                 f"{len(self.devices)} ({', '.join(self.devices)})."
             )
         twice = sorted({name for name in self.devices if self.devices.count(name) > 1})
         if twice:
-            yield f"A device has one place in a mesh. Received twice: {', '.join(twice)}."
+            yield f"A device must appear only once in a mesh. Received twice: {', '.join(twice)}."
         outside = {layer: n for layer, n in self.stages if n not in range(self.num_stages)}
         if outside:
             yield (
-                f"The stages are 0 to {self.num_stages - 1}. Received: "
+                f"Stages must be 0 to {self.num_stages - 1}. Received: "
                 f"{', '.join(f'{layer!r} in stage {n}' for layer, n in outside.items())}."
             )
         if self.mesh.pipeline > 1 and not self.stages:
             yield (
-                "Each layer has a stage where there are several. Received: "
+                "A mesh with several stages needs `stages`. Received: "
                 f"pipeline={self.mesh.pipeline} without `stages`."
             )
         if self.schedule is None and (self.num_micro_batches, self.chunks_per_device) != (1, 1):
             yield (
-                "Micro-batches, and several stages a device, need a schedule. Received: "
+                "Micro-batches and several stages per device need a schedule. Received: "
                 f"num_micro_batches={self.num_micro_batches}, "
                 f"chunks_per_device={self.chunks_per_device}, schedule=None."
             )
@@ -131,7 +131,10 @@ class Layout:
         for name in ("stages", "splits"):
             layers = [layer for layer, _ in getattr(self, name)]
             if again := sorted({layer for layer in layers if layers.count(layer) > 1}):
-                yield f"`{name}` has a layer once. Received twice: {', '.join(map(repr, again))}."
+                yield (
+                    f"`{name}` must list each layer once. Received twice: "
+                    f"{', '.join(map(repr, again))}."
+                )
         if self.recompute not in RECOMPUTES:
             yield (
                 f"`recompute` must be one of {', '.join(RECOMPUTES)}. "

@@ -64,13 +64,13 @@ class Mesh:
         }
         if wrong:
             raise ValueError(
-                "Each axis of a mesh has a whole number of devices, 1 or more. Received: "
+                "Each mesh axis must have a whole number of devices, at least 1. Received: "
                 f"{', '.join(f'{axis}={size!r}' for axis, size in wrong.items())}."
             )
         if self.tensor > 1 and self.sequence > 1:
             raise ValueError(
-                "The devices of a stage divide its weights or its sequences. Received: a mesh of "
-                f"{self}. Take tensor=1 or sequence=1."
+                "The devices of a stage divide its weights or its sequences, not both. Received: a "
+                f"mesh of {self}. Use tensor=1 or sequence=1."
             )
 
     @classmethod
@@ -90,8 +90,8 @@ class Mesh:
         is_right = set(names) <= set(axes) and len(set(names)) == len(names)
         if not is_right or not all(size.strip().isdecimal() for _, _, size in pairs):
             raise ValueError(
-                f"A mesh names some of the axes {', '.join(axes)}, each once, and how many "
-                f"devices are along it, such as data=2,pipeline=2. Received: {text!r}."
+                f"A mesh must name some of the axes {', '.join(axes)}, each once, with its number "
+                f"of devices, such as data=2,pipeline=2. Received: {text!r}."
             )
         return cls(**{name: int(size) for name, (_, _, size) in zip(names, pairs, strict=True)})
 

@@ -134,7 +134,7 @@ class Schedule:
                     if at < len(passes)
                 ]
                 raise ScheduleError(
-                    f"The devices of schedule {self.name} would wait for one another for ever. "
+                    f"The devices of schedule {self.name} would wait for each other forever. "
                     f"Received: {waiting}, none of which can begin."
                 )
 
@@ -270,27 +270,27 @@ def _problems(name, num_devices, num_micro_batches, chunks) -> Iterator[str]:
             yield f"`{argument}` must be a whole number of at least 1. Received: {value!r}."
     if chunks is not None and name in SCHEDULES and name != "interleaved":
         yield (
-            "`chunks_per_device` belongs to schedule='interleaved'; the others have one stage a "
+            "`chunks_per_device` requires schedule='interleaved'; the others have one stage per "
             f"device. Received: chunks_per_device={chunks}, schedule={name!r}. Drop it."
         )
     if name != "interleaved" or not all(map(_is_count, counts.values())):
         return
     if chunks is not None and (not _is_count(chunks) or chunks < 2):
         yield (
-            "schedule='interleaved' needs two stages a device or more. Received: "
-            f"chunks_per_device={chunks!r}. One is schedule='1f1b'."
+            "schedule='interleaved' needs at least two stages per device. Received: "
+            f"chunks_per_device={chunks!r}. For one, use schedule='1f1b'."
         )
     if num_devices < 2:
         yield (
-            "schedule='interleaved' needs two devices or more, whose stages alternate. Received: "
-            f"num_devices={num_devices}. Take schedule='1f1b'."
+            "schedule='interleaved' needs at least two devices, whose stages alternate. Received: "
+            f"num_devices={num_devices}. Use schedule='1f1b'."
         )
     elif num_micro_batches % num_devices:
         above = -(-num_micro_batches // num_devices) * num_devices
         yield (
-            "schedule='interleaved' takes micro-batches in groups of one a device, so their number "
+            "schedule='interleaved' takes micro-batches in groups of one per device; their number "
             f"must be a multiple of the devices'. Received: num_micro_batches={num_micro_batches} "
-            f"on {num_devices} devices. Take {above}, or schedule='1f1b'."
+            f"on {num_devices} devices. Use {above}, or schedule='1f1b'."
         )
 
 

@@ -94,7 +94,7 @@ def simulate(schedule: Schedule, stages: Sequence[StageSeconds]) -> Timeline:
     """
     if len(stages) != schedule.num_stages:
         raise ValueError(
-            f"The seconds of each of the {schedule.num_stages} stages are required. Received: "
+            f"Each of the {schedule.num_stages} stages needs a time in seconds. Received: "
             f"{len(stages)} of them."
         )
     free = [0.0] * schedule.num_devices

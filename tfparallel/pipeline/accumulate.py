@@ -35,8 +35,8 @@ class AccumulateBatches(Accumulate):
         """Adds up the gradients of a batch."""
         if result.predictions is not None:
             self.refuse(
-                "Losses and metrics that are sums over the rows are required",
-                self.model.why_joined or "outputs that meet for one of them",
+                "Losses and metrics must be sums over the rows",
+                self.model.why_joined or "outputs that are joined for one of them",
             )
         super().apply(result, usual)
 

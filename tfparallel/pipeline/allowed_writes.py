@@ -96,9 +96,9 @@ class PassScope(keras.StatelessScope):
     def _refuse_recompute(self, source: str) -> None:
         if self._is_recomputed:
             raise PlacementError(
-                "In a recompute a layer must draw the numbers that it drew the first time. A "
-                "`keras.random.SeedGenerator` of the layer's own is required (`seed=self.seed_"
-                f"generator`). Received: a draw from {source}. Or take recompute='never'."
+                "A layer that is recomputed must draw the same random numbers again. It needs its "
+                "own `keras.random.SeedGenerator` (`seed=self.seed_generator`). Received: a draw "
+                f"from {source}. Or pass recompute='never'."
             )
 
 
@@ -116,9 +116,9 @@ def other_writes(
 
 def _changes_state(received: str) -> str:
     return (
-        "A layer that changes its state in each call would change it once a micro-batch, where one "
-        "device does so once a step; and in each recompute. Layers without such a state are "
-        f"required. Received: {received}. Train this model with `tfparallel.model_parallel`."
+        "A layer that changes its state in each call would do so for each micro-batch and each "
+        "recompute, but only once per step on one device. Layers must have no such state. "
+        f"Received: {received}. Train this model with `tfparallel.model_parallel`."
     )
 
 
@@ -176,26 +176,27 @@ def check_state(model: keras.Model, batch_normalization: str | None) -> None:
     cls = original_class(model)
     if "call" in vars(model) or cls.call not in (Functional.call, keras.Sequential.call):
         raise PlacementError(
-            "A pipeline makes the calls of a model's graph, so a `call` of the model's own would "
-            "be left out. A functional or Sequential model with Keras's `call` is required. "
-            f"Received: `call` of model '{model.name}' of class {cls.__name__}. Put what it does "
-            "into layers of the graph, or take `tfparallel.model_parallel`."
+            "A pipeline calls the layers of a model's graph, and would skip a custom `call`. The "
+            "model must be functional or Sequential, with Keras's `call`. "
+            f"Received: `call` of model '{model.name}' of class {cls.__name__}. Move its code "
+            "into layers of the graph, or use `tfparallel.model_parallel`."
         )
     norms = [layer for layer in batch_norms(model) if layer.trainable]
     if norms and batch_normalization is None:
         raise PlacementError(
             "Batch normalization takes the statistics of the whole batch, which no stage sees at "
-            "once. batch_normalization='deferred' normalizes each micro-batch by its own moments "
-            "and moves the averages by the whole batch's: other weights than one device's, unless "
-            "its layers group the batch likewise. Received: batch_normalization=None with "
-            f"{[layer.name for layer in norms]}. Make the choice (--batch_normalization=deferred), "
-            "freeze the layers, or take layer or group normalization."
+            "once. batch_normalization='deferred' normalizes each micro-batch with its own "
+            "statistics, and updates the moving averages with the whole batch's. The weights then "
+            "differ from one device's, unless its layers group the batch in the same way. "
+            f"Received: batch_normalization=None with {[layer.name for layer in norms]}. Opt in "
+            "(--batch_normalization=deferred), freeze the layers, or use layer or group "
+            "normalization."
         )
     renorm = [layer.name for layer in norms if renormalizes(layer)]
     if renorm:
         raise PlacementError(
-            "Batch renormalization corrects by averages that move in each call. Layers without "
-            f"`renorm=True` are required of micro-batches. Received: {renorm}."
+            "Batch renormalization corrects with moving averages that change in each call. Layers "
+            f"that process micro-batches must not have `renorm=True`. Received: {renorm}."
         )
     check_scales(model)
     check_activity(model)
@@ -204,9 +205,9 @@ def check_state(model: keras.Model, batch_normalization: str | None) -> None:
     ]
     if stateful:
         raise PlacementError(
-            "Stateful recurrent layers keep a state for each row of the batch, and each "
-            "micro-batch has other rows. Layers without `stateful=True` are required. Received: "
-            f"{stateful}. Take `tfparallel.model_parallel`, or pass the state as an input."
+            "Stateful recurrent layers keep a state for each row of the batch, but each "
+            "micro-batch has different rows. Layers must not have `stateful=True`. Received: "
+            f"{stateful}. Use `tfparallel.model_parallel`, or pass the state as an input."
         )
 
 

@@ -26,7 +26,7 @@ __all__ = ["COMPARES", "MicroBatchLoss", "Part", "check_decomposes", "check_equa
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 _FLOOR = 1e-2  # A share of the terms' size: they may also cancel within a part.
 _WAY_OUT = (
-    "Take schedule='gpipe', which computes the loss of the whole batch, once, between the forward "
+    "Use schedule='gpipe', which computes the loss of the whole batch once, between the forward "
     "and the backward passes."
 )
 
@@ -108,9 +108,9 @@ def check_decomposes(model: keras.Model, schedule: str) -> None:
     """
     if is_own(model, "compute_loss"):
         raise PlacementError(
-            f"schedule={schedule!r} computes the loss of each micro-batch, and a `compute_loss` of "
-            f"the user's own may do anything. Received: {original_class(model).__name__}."
-            f"compute_loss. {_WAY_OUT}"
+            f"schedule={schedule!r} computes the loss of each micro-batch, but a custom "
+            "`compute_loss` may need the whole batch. Received: "
+            f"{original_class(model).__name__}.compute_loss. {_WAY_OUT}"
         )
 
 
@@ -131,9 +131,9 @@ def check_equal(
     return tf.debugging.Assert(
         close | tf.math.is_nan(whole) | tf.math.is_inf(whole),
         [
-            f"{COMPARES}: the parts do not add up to the whole. A sum or a mean over "
-            "the examples is required. " + _WAY_OUT + " Received: of "
-            "the parts, and of the whole batch:",
+            f"{COMPARES}: the parts do not add up to the whole. The loss must be a sum or a mean "
+            "over the examples. " + _WAY_OUT + " Received: for "
+            "the parts, and for the whole batch:",
             parts,
             whole,
         ],
@@ -151,7 +151,7 @@ def _values(loss, y_true, y_pred, weight) -> ExampleLosses:
     if getattr(loss, "fn", None) is keras.losses.ctc:
         raise NotByPieces(
             "The CTC loss fails on an empty micro-batch. The last batch of an epoch may have one, "
-            "so a loss that can be computed for no rows is required. Received: "
+            "so the loss must accept zero rows. Received: "
             f"{loss!r}."
         )
     return values_of(loss, y_true, y_pred, weight)

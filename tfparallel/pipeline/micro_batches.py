@@ -151,9 +151,9 @@ class Batch:
         if values[0][key].shape.rank == 0:
             raise ValueError(
                 "An output of shape () cannot be joined from micro-batches: a mean, a sum or a "
-                "maximum over the examples would each be joined in another way. Outputs of "
-                "shape (batch, …) are required. Received: a scalar. Return a value for each "
-                "example, or add a scalar with `self.add_loss`."
+                "maximum over the examples would each be joined in a different way. Outputs must "
+                "have shape (batch, …). Received: a scalar. Return a value for each example, or "
+                "add a scalar with `self.add_loss`."
             )
         behind = self.behind.get(key)
         masks = [self.masks.at_end(key, piece[key]) for piece in values]

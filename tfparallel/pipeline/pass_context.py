@@ -107,10 +107,10 @@ class MicroBatchSeedGenerator:
         key = stage_pass.key(self)
         if stage_pass.memory.is_in_control_flow():
             raise PlacementError(
-                "A layer draws anew each time that a loop or a branch of its is run, and a "
-                "micro-batch draws what was drawn for the batch. A draw before the loop or the "
-                f"branch is required. Received: a draw of '{self.name}' inside of one, such as by "
-                "a Dropout in the cell of an `RNN`. Take a layer that draws once a call, as `LSTM`"
+                "A layer draws new random values each time a loop or a branch runs, but "
+                "micro-batches share one draw for the batch. The layer must draw before the loop "
+                f"or the branch. Received: a draw of '{self.name}' inside one, such as by a "
+                "Dropout in the cell of an `RNN`. Use a layer that draws once per call, as `LSTM`"
                 "(dropout=…) does, or `tfparallel.model_parallel`."
             )
         if key not in stage_pass.memory.seeds:

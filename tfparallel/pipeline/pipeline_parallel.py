@@ -44,8 +44,8 @@ class TooFewLayersError(PlacementError):
         super().__init__(
             f"Each stage needs a layer. Received: {num_layers} layers for {schedule.num_stages} "
             f"stages, {schedule.chunks_per_device} on each of {schedule.num_devices} devices "
-            f"(schedule={schedule.name!r}). Name fewer devices, or pass allow_empty_stages=True: "
-            "the last stages then only hand on what they are given."
+            f"(schedule={schedule.name!r}). Pass fewer devices, or allow_empty_stages=True: "
+            "the last stages then only pass on their inputs."
         )
 
 
@@ -171,8 +171,8 @@ def accumulating(sync: str) -> Synchronization:
     policy = Synchronization.parse(sync)
     if policy.grows or policy.is_local or policy.is_async:
         raise PlacementError(
-            "A model in micro-batches takes sync='every_step' or 'accumulate:N'. Received: "
-            f"sync={sync!r}. Replicas that each hold the whole model, in `data_parallel`, take all."
+            "A pipeline or a mesh supports sync='every_step' or 'accumulate:N'. Received: "
+            f"sync={sync!r}. `data_parallel`, whose replicas hold the whole model, supports all."
         )
     return policy
 
@@ -267,7 +267,7 @@ def in_micro_batches(
 
 def _reduction(num_replicas: int, workers: int) -> str | None:
     """Returns how gradients of replicas are summed, in words; `num_replicas` are per worker."""
-    within_worker = ["added on the devices of replica 0"] if num_replicas > 1 else []
+    within_worker = ["summed on the devices of replica 0"] if num_replicas > 1 else []
     between_workers = [f"summed over {workers} workers"] if workers > 1 else []
     return ", then ".join([*within_worker, *between_workers]) or None
 
@@ -313,7 +313,7 @@ def _check_counts(layers_per_stage, num_layers, num_stages, allow_empty_stages) 
     if not fits or any(not isinstance(n, int) or n < fewest for n in counts):
         raise PlacementError(
             f"`layers_per_stage` must give each of the {num_stages} stages {fewest} or "
-            f"more layers, and all {num_layers} layers together. Received: {counts}, which are "
+            f"more layers, {num_layers} in total. Received: {counts}, a total of "
             f"{sum(counts)} in {len(counts)} stages."
         )
 

@@ -134,9 +134,9 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
         other = why_unaligned((x, y, sample_weight))
         if other is not None and self.schedule.name != "gpipe":
             raise PlacementError(
-                f"schedule={self.schedule.name!r} takes the loss of each micro-batch. Inputs, "
-                f"targets and weights with a row for each example are required. Received: {other}. "
-                "Take schedule='gpipe', or give each example a row."
+                f"schedule={self.schedule.name!r} computes the loss of each micro-batch. Inputs, "
+                f"targets and weights must have a row for each example. Received: {other}. "
+                "Use schedule='gpipe', or give each example a row."
             )
         way = self._way((x, y, sample_weight), "fit")
         options = PassOptions(
@@ -183,7 +183,7 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
             pieces = f"{replicas} replicas x {per_replica}" if replicas > 1 else f"{per_replica}"
             raise PlacementError(
                 "A batch must have an example for each micro-batch (the last of an epoch may have "
-                f"fewer). Received: batches of {batch_size} for {pieces} micro-batches. Take "
+                f"fewer). Received: batches of {batch_size} for {pieces} micro-batches. Use "
                 f"batch_size={number} or more, or fewer micro-batches."
             )
 

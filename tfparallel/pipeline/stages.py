@@ -131,9 +131,9 @@ def _training_after(node, training):
 
 def _training_error(layer, training):
     return ValueError(
-        "Stages need to know in advance with which `training` each layer is called. Received: "
-        f"layer {layer.name!r}, which calls a layer of its own with training={training}; in Keras "
-        f"{keras.__version__} that holds for all layers behind it, too. Use data_parallel, or a "
+        "Stages must know in advance with which `training` each layer is called. Received: "
+        f"layer {layer.name!r}, which calls an inner layer with training={training}; in Keras "
+        f"{keras.__version__} that also applies to all layers after it. Use data_parallel, or "
         "Keras before 3.16."
     )
 

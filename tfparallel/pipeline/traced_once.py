@@ -98,9 +98,9 @@ class TracedOnce:
             results = list(self._traced(*arguments))
         except InaccessibleTensorError as error:
             raise PlacementError(
-                "A layer keeps a tensor, and another stage reads it, or the loss does. A tensor "
-                "must go to where it is read through the model's graph, which is cut into stages: "
-                "as an output of one layer and an input of the other. Received: "
+                "A layer stores a tensor, and another stage or the loss reads it. A tensor must "
+                "reach its reader through the model's graph, which is cut into stages: as an "
+                "output of one layer and an input of the other. Received: "
                 f"{str(error).partition(' is out of scope')[0]}."
             ) from error
         masks = results[len(results) - len(self._masked) :]

@@ -44,9 +44,9 @@ def by_layers_per_stage(
         or any(not isinstance(n, int) or n < 1 for n in counts)
     ):
         raise PlacementError(
-            f"`layers_per_stage` must give each of the {len(devices)} devices one layer or more, "
-            f"and all {len(layers)} layers together: {_names(layers)}. Received: {counts}, which "
-            f"are {sum(counts)} on {len(counts)} devices."
+            f"`layers_per_stage` must give each of the {len(devices)} devices at least one layer, "
+            f"and place all {len(layers)} layers: {_names(layers)}. Received: {counts}, a total "
+            f"of {sum(counts)} on {len(counts)} devices."
         )
     placed = iter(layers)
     return {
@@ -105,15 +105,15 @@ def by_balance(
         try:
             costs = model_costs(model, [batch_size], measures=balance != "memory")
         except NoCopy as error:  # The cut changes no results.
-            notice(f"Model '{model.name}' is cut by balance='memory', not {balance!r}. {error}")
+            notice(f"Model '{model.name}' is cut with balance='memory', not {balance!r}. {error}")
             balance = "memory"
             costs = model_costs(model, [batch_size], measures=False)
     except (ValueError, TypeError, tf.errors.OpError) as error:
         raise PlacementError(
-            f"The best cut needs the costs of a batch, which the model did not compute: {error}\n"
-            "A batch that the model takes is required. Received: made-up examples, "
-            f"batch_size={batch_size}. Pass the `batch_size` that you train with, or say where "
-            "to cut by `layers_per_stage`."
+            f"The best cut needs the costs of a batch, on which the model failed: {error}\n"
+            "The model must accept the batch. Received: synthetic examples, "
+            f"batch_size={batch_size}. Pass the `batch_size` that you train with, or choose the "
+            "cut with `layers_per_stage`."
         ) from error
     try:
         counts = costs.cut(
@@ -123,7 +123,7 @@ def by_balance(
         raise PlacementError(
             f"No cut into {len(devices)} stages keeps each within `device_memory`. Received: "
             f"device_memory={device_memory}; the best cut has a stage of {error.smallest:.0f} "
-            f"bytes, {error.smallest - device_memory:.0f} more. Take more devices, a smaller "
+            f"bytes, {error.smallest - device_memory:.0f} more. Use more devices, a smaller "
             "batch, or an optimizer with less state."
         ) from error
     return by_layers_per_stage(layers, devices, counts)
@@ -211,7 +211,7 @@ def _check_number(layers, devices) -> None:
     if len(devices) > len(layers):
         raise PlacementError(
             f"Each device needs a layer. Received: {len(devices)} devices for {len(layers)} layers "
-            f"({_names(layers)}). Name fewer devices."
+            f"({_names(layers)}). Pass fewer devices."
         )
 
 

@@ -247,10 +247,10 @@ class NoCopy(PlacementError):
 
     def __init__(self, layer: keras.Layer):
         super().__init__(
-            "A layer is measured on a copy that is made of its config, so `get_config` and "
-            f"`from_config` are required. Received: layer '{layer.name}' of class "
-            f"{original_class(layer).__name__}, which cannot be made again. Give the class a "
-            "`get_config`, or take what measures nothing, such as balance='memory'."
+            "A layer is measured on a copy made from its config, so it needs `get_config` and "
+            f"`from_config`. Received: layer '{layer.name}' of class "
+            f"{original_class(layer).__name__}, which cannot be made from its config. Define "
+            "`get_config`, or use an option that measures nothing, such as balance='memory'."
         )
 
 

@@ -125,9 +125,9 @@ def place(
             return _copy_of(model, decide, *how)
         except (CannotCarry, NotAlike) as error:
             raise PlacementError(
-                f"{str(error).removesuffix(_INSTEAD)} The function's own model is cloned, because "
-                f"{reason} Or give the layer a `compute_output_spec`: then it is not called while "
-                "the model is built."
+                f"{str(error).removesuffix(_INSTEAD)} The function's model is cloned, because "
+                f"{reason} Or give the layer a `compute_output_spec`, so that it is not called "
+                "while the model is built."
             ) from error
     layers = layers_in_order(check_model(built.model))
     layout = decide(built.model)
@@ -189,7 +189,7 @@ def _placement(model, devices, layers_per_stage, device_map, best):
     if devices is None:
         if layers_per_stage is not None:
             raise PlacementError(
-                "`layers_per_stage` needs the devices that it counts for. Received: "
+                "`layers_per_stage` requires `devices`. Received: "
                 f"layers_per_stage={list(layers_per_stage)}, devices=None."
             )
         return layer_devices.by_variables(model)
@@ -209,8 +209,9 @@ def _by_device_map(layers, devices, layers_per_stage, device_map):
     with problems.gathered():
         if devices is not None or layers_per_stage is not None:
             raise PlacementError(
-                "`device_map` says all; leave `devices` and `layers_per_stage` out. Received: "
-                f"devices={devices}, layers_per_stage={layers_per_stage} beside a device_map."
+                "`device_map` cannot be combined with `devices` or `layers_per_stage`. Received: "
+                f"devices={devices}, layers_per_stage={layers_per_stage} with a device_map. "
+                "Pass `device_map` alone."
             )
     with problems.gathered():
         placement = layer_devices.by_device_map(layers, device_map)
@@ -257,7 +258,7 @@ def check_model(model: keras.Model) -> keras.Model:
         raise PlacementError(
             "A custom `train_step` uses a GradientTape, which would run the backward pass on one "
             "device. Keras's own `train_step` is required for placed layers. "
-            f"Received: {kind}. Express the loss by `compile(loss=...)`, `add_loss` or layers."
+            f"Received: {kind}. Express the loss with `compile(loss=...)`, `add_loss` or layers."
         )
     if not isinstance(model, keras.Sequential) and not hasattr(model, "operations"):
         raise PlacementError(
@@ -273,8 +274,8 @@ def check_model(model: keras.Model) -> keras.Model:
         )
     if isinstance(getattr(model, "_distribute_strategy", None), tf.distribute.Strategy):
         raise PlacementError(
-            "The model was built under a strategy's scope, which mirrors its variables. A model "
-            f"built outside is required. Received: {type(model._distribute_strategy).__name__}."
+            "The model was built under a strategy's scope, which mirrors its variables. It must "
+            f"be built outside the scope. Received: {type(model._distribute_strategy).__name__}."
         )
     return model
 

@@ -133,10 +133,10 @@ class PlacedModel(OneStep):
             PlacementError: Always.
         """
         raise PlacementError(
-            "A model's layers cannot be quantized once they are placed: Keras quantizes layers of "
-            f"its own classes alone. A quantized model is required. Received: `quantize` on layers "
+            "Placed layers cannot be quantized, because Keras quantizes only layers of its own "
+            f"classes. The model must be quantized first. Received: `quantize` on layers "
             f"on {self.devices}. Save the model, load the file, which is plain Keras, call "
-            "`quantize` there, and place the result."
+            "`quantize` on it, and place the result."
         )
 
     @property

@@ -183,7 +183,7 @@ def _wait_for_servers(addresses: Sequence[str], start_timeout: float) -> None:
     for index, address in enumerate(addresses[1:], start=1):
         if not wait_for_server(address, deadline):
             raise RuntimeError(
-                f"Process {index} ({address}) was met, and has not started to serve within "
+                f"Process {index} ({address}) was reached, but did not start to serve within "
                 f"{start_timeout:.0f} s. Every process is required. See its output."
             )
 
@@ -195,8 +195,8 @@ def _explanation() -> str:
     layers = ", ".join(lost_layers) or "none"
     return (
         f"A process of the job has ended: {names}. Every process is required, and the layers that "
-        f"it held are lost: {layers}. The cause is in its output; `tfparallel launch "
-        "--max_restarts=3` starts all again, and they resume from their checkpoint if there is one."
+        f"it held are lost: {layers}. Its output shows the cause; `tfparallel launch "
+        "--max_restarts=3` restarts all processes, which resume from their checkpoint, if any."
     )
 
 

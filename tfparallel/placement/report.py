@@ -52,7 +52,7 @@ class PlacementReport:
     elsewhere: list[Noted]
 
     def __str__(self):
-        rows = [("layer", "device", "parameters", "slots", "outputs an example"), *(
+        rows = [("layer", "device", "parameters", "slots", "outputs per example"), *(
             (r.layer, r.device, size_text(r.parameter_bytes), size_text(r.slot_bytes),
              size_text(r.activation_bytes))
             for r in self.layers
@@ -137,7 +137,7 @@ def placement_report(
     ]
     report = PlacementReport(rows, num_audited, elsewhere)
     if strict and elsewhere:
-        raise ValueError(f"Everything of a layer must be on its device. Received:\n{report}")
+        raise ValueError(f"A layer must be entirely on its device. Received:\n{report}")
     return report
 
 

@@ -423,7 +423,7 @@ CASES += [
         "cell with dropout",
         build=stack((8, 8), lambda: layers.RNN(DroppingCell())),
         data=row_digits,
-        refused={"pipeline_parallel": "A layer draws anew each time that a loop or a branch"},
+        refused={"pipeline_parallel": "A layer draws new random values each time a loop"},
     ),
     case(
         GROUP,

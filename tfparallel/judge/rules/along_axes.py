@@ -46,33 +46,33 @@ def reduced(call: Call):
     keeps = call.op.get_attr("keep_dims")
     axes, dims = call.axes(1), call.dims()
     if axes is None:
-        return call.mixed("reduces axes that are known only when it runs")
+        return call.mixed("reduces over axes that are unknown at trace time")
     if not isinstance(placement, Shard):
         if kind not in ("Sum", "Mean"):
-            return call.mixed("is no sum, of sums over the rows")
+            return call.mixed("reduces sums over the rows, and is not a sum")
         if kind == "Mean" and any(depends_on_rows(dims[axis]) for axis in axes):
-            return call.mixed("takes the mean of an axis whose size depends on the rows")
+            return call.mixed("averages over an axis whose size depends on the rows")
         return placement
     lengths = {a for a, n in enumerate(dims) if a != placement.axis and depends_on_rows(n)}
     padded = [axis for axis in axes if axis in lengths]
     if kind == "Sum" and not all(_is_zero_in_pads(call, call.op.inputs[0], a) for a in padded):
-        return call.mixed("adds what rows are padded with, to the longest of the piece")
+        return call.mixed("sums over padding, which reaches to the longest row of the piece")
     if placement.axis in axes:
         if lengths - set(axes):
-            return call.mixed("adds rows that are padded to the longest of the piece")
+            return call.mixed("sums rows that are padded to the longest row of the piece")
         if placement.folded:
-            return call.mixed("reduces an axis in which rows lie apart")
+            return call.mixed("reduces over an axis on which rows are not contiguous")
         if kind == "Sum":
             return Sum(placement.power)
         if kind == "Mean":
             if lengths:
-                return call.mixed("takes the mean of an axis whose size depends on the rows")
+                return call.mixed("averages over an axis whose size depends on the rows")
             return Sum(placement.power - 1)
-        return call.mixed("compares the examples, along the axis that holds them")
+        return call.mixed("reduces over the batch axis")
     if placement.power and kind not in ("Sum", "Mean", "Max", "Min"):
         return call.mixed("depends on the number of rows")
     if lengths & set(axes) and kind != "Sum":
-        return call.mixed("reduces an axis whose size depends on the rows")
+        return call.mixed("reduces over an axis whose size depends on the rows")
     remaining = [1 if a in axes else d for a, d in enumerate(dims) if keeps or a not in axes]
     before = 0 if keeps else sum(axis < placement.axis for axis in axes)
     return Shard(placement.axis - before, placement.power, placement.folded), tuple(remaining)
@@ -112,7 +112,7 @@ def added_up(call: Call):
     placement = call.placement()
     if isinstance(placement, Shard) and not placement.power:
         return Sum()
-    return call.mixed("is no sum over the rows, of sums over the rows")
+    return call.mixed("is a nonlinear function of a sum over the rows")
 
 
 def along(
@@ -125,18 +125,18 @@ def along(
         if is_linear and isinstance(placement, Sum | Replicate):
             return placement
         if not isinstance(placement, Shard):
-            return call.mixed("is no sum over the rows, of sums over the rows")
+            return call.mixed("is a nonlinear function of a sum over the rows")
         used_axes = axes(call) if callable(axes) else axes
         if used_axes is None or rank is None:
-            return call.mixed("works along axes that are known only when it runs")
+            return call.mixed("works along axes that are unknown at trace time")
         used_axes = {axis % rank for axis in used_axes}
         if placement.axis in used_axes:
-            return call.mixed("works along the axis that holds the examples")
+            return call.mixed("works along the batch axis")
         if placement.power:
             return call.mixed("depends on the number of rows")
         others = [each.placement for each in call.inputs[1:]]
         if any(p != Replicate() and not isinstance(p, Shard) for p in others):
-            return call.mixed("takes sums over the rows for arguments")
+            return call.mixed("has sums over the rows as arguments")
         if any(isinstance(p, Shard) and p.axis != placement.axis for p in others):
             return call.mixed("pairs each example with the others")
         if not removes:
@@ -162,13 +162,13 @@ def images(call: Call):
     """Judges convolutions and the like: rows on axis 0 of the first input, shared weights."""
     placement, *others = [each.placement for each in call.inputs]
     if not isinstance(placement, Shard) or placement.axis != 0 or placement.power:
-        return call.mixed("takes images whose axis 0 does not hold the examples")
+        return call.mixed("has its examples on another axis than axis 0")
     if any(p != Replicate() for p in others):
-        return call.mixed("has weights, or an argument, that depend on the rows")
+        return call.mixed("has weights or an argument that depend on the rows")
     if (call.rank() or 0) < 4:
-        return call.mixed("takes an image for several")
+        return call.mixed("treats the batch as a single image")
     if call.op.type == "MaxPoolWithArgmax" and call.op.get_attr("include_batch_in_index"):
-        return call.mixed("numbers what it finds through all examples")
+        return call.mixed("returns indices into the whole batch")
     dims = call.dims()
     rank = call.op.outputs[0].shape.rank
     sizes = None if dims is None or rank is None else (dims[0], *[None] * (rank - 1))
@@ -184,7 +184,7 @@ def biased(call: Call):
 def batch_norm(call: Call):
     """Judges a fused batch normalization that reads its moments."""
     if call.op.get_attr("is_training"):
-        return call.mixed("takes the statistics of all examples")
+        return call.mixed("computes statistics over all examples")
     first = images(call)
     return (
         [first[0], *[Replicate()] * (len(call.op.outputs) - 1)]
@@ -197,11 +197,11 @@ def transposed_convolution(call: Call):
     """Judges `Conv2DBackpropInput(sizes, weights, rows)`."""
     placement = call.placement(2)
     if placement != Shard(0) or call.placement(1) != Replicate():
-        return call.mixed("takes images whose axis 0 does not hold the examples")
+        return call.mixed("has its examples on another axis than axis 0")
     sizes = call.inputs[0].value
     rows = call.dims(2)[0]
     if sizes is None or sizes.ravel().tolist()[0] != rows:
-        return call.mixed("makes images for another number of rows")
+        return call.mixed("returns another number of rows")
     return Shard(0), tuple(sizes.ravel().tolist())
 
 
@@ -212,8 +212,8 @@ def recurrent(call: Call):
     rows, h, c, weights, *lengths = [each.placement for each in call.inputs]
     states = {p for p in (h, c) if p != Replicate()}
     if rows != Shard(axis) or states - {Shard(axis)} or weights != Replicate():
-        return call.mixed("takes sequences whose axis does not hold the examples")
+        return call.mixed("has its examples on another axis than the batch axis")
     if any(p not in (Shard(0), Replicate()) for p in lengths):
-        return call.mixed("takes lengths that are no rows")
-    mixed = call.mixed("keeps for its gradient what is of all rows")
+        return call.mixed("has sequence lengths that are not one per example")
+    mixed = call.mixed("saves a value of all rows for its gradient")
     return [Shard(axis), Shard(axis), Shard(axis), *[mixed] * (len(call.op.outputs) - 3)]

@@ -47,12 +47,12 @@ def by_element(call: Call):
     is_exact = not _rounds(call.op)
     if kind in _LINEAR_1 and is_exact:
         if are_numbers(placements[0]) and call.op.outputs[0].dtype.size < 4:
-            return call.mixed("computes with the numbers of the rows")
+            return call.mixed("computes with row indices")
         return placements[0]
     if kind == "QuantizeAndDequantizeV4" and not call.op.get_attr("range_given"):
-        return call.mixed("takes the range of all examples")
+        return call.mixed("computes the range of all examples")
     if kind == "Bitcast" and call.op.inputs[0].dtype.size != call.op.outputs[0].dtype.size:
-        return call.mixed("makes several elements of one, or one of several")
+        return call.mixed("changes the number of elements")
     ranks = [call.rank(i) for i in range(len(placements))]
     if kind == "Select" and ranks[0] == 1 and ranks[1] is not None and ranks[1] > 1:
         ranks[0] = ranks[1]  # Its condition has one element per row.
@@ -68,7 +68,7 @@ def by_element(call: Call):
     if kind in _SUMS or (kind in _CHOICES and shifted[0] == Replicate()):
         return sum_of(call, shifted if kind in _SUMS else shifted[1:], call.inputs)
     if is_sum:
-        return call.mixed("is no sum over the rows, of sums over the rows")
+        return call.mixed("is a nonlinear function of a sum over the rows")
     return call.mixed("depends on the number of rows")
 
 
@@ -99,7 +99,7 @@ def aligned(call, placements, ranks):
         return list(placements)
     known_ranks = [rank for rank in ranks if rank is not None]
     if any(rank is None for _, rank in shards) or not known_ranks:
-        return call.mixed("has inputs of an unknown number of axes")
+        return call.mixed("has inputs of unknown rank")
     rank = max(known_ranks)
     axes = {p.axis + rank - input_rank for p, input_rank in shards}
     if len(axes) > 1 or len({p.folded for p, _ in shards}) > 1:
@@ -110,7 +110,7 @@ def aligned(call, placements, ranks):
         if isinstance(p, Shard):
             p = dataclasses.replace(p, axis=axis)
         elif isinstance(p, Replicate) and not _is_broadcast(call, i, input_rank, axis, rank):
-            return call.mixed("has a constant with rows of its own beside the examples")
+            return call.mixed("combines the examples with a constant that has its own rows")
         shifted.append(p)
     return shifted
 
@@ -135,7 +135,7 @@ def product_of(call, placements, sign):
     sums = [p for p in placements if isinstance(p, Sum)]
     shards = [p for p in placements if isinstance(p, Shard)]
     if len(sums) > 1 or (sums and shards):
-        return call.mixed("multiplies a sum over the rows with what also depends on rows")
+        return call.mixed("multiplies a sum over the rows by a value that also depends on them")
     if sums:
         return Sum(power)
     if shards:

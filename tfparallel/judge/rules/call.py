@@ -79,7 +79,7 @@ def joined(op, one: Placement | None, other: Placement | None) -> Placement | No
     if isinstance(one, Listed) and isinstance(other, Listed):
         return Listed(joined(op, one.item, other.item), one.by_row or other.by_row)
     mixed = first_mixed([one, other])
-    return mixed or Mixed(op, f"makes now {one}, now {other}")
+    return mixed or Mixed(op, f"may return {one} or {other}")
 
 
 def numbers_a_row(judged) -> bool:

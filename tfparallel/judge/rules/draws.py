@@ -52,11 +52,11 @@ def drawn(call: Call):
         logits, *rest = others.values()
         if logits in (Replicate(), Shard(0)) and all(p == Replicate() for p in rest):
             return logits
-        return call.mixed("draws by sums over the rows, or a number that they decide")
+        return call.mixed("draws with arguments that combine the rows")
     if sizes is None:
         if all(each.placement == Replicate() for each in call.inputs):
             return Replicate()
-        return call.mixed("draws what only data decide")
+        return call.mixed("draws with a shape that depends on the data")
     sizes = tuple(sizes.ravel().tolist())
     rows = {axis for axis, size in enumerate(sizes) if depends_on_rows(size)}
     for number, placement in others.items():
@@ -64,7 +64,7 @@ def drawn(call: Call):
             continue
         axis = _axis_of_parameter(call, number, len(sizes))
         if axis is None or not isinstance(placement, Shard) or placement.power:
-            return call.mixed("draws by what depends on the rows")
+            return call.mixed("draws with parameters that depend on the rows")
         rows.add(axis)
     if kind in _APPENDS:
         sizes = (*sizes, *(call.dims(1) or ()))

@@ -37,12 +37,12 @@ def gathered(call: Call):
         rank = tf.TensorShape(call.op.outputs[0].shape).rank
         rank = None if rank is None or rank_of_indices is None else rank - rank_of_indices + 1
     if axis is None or rank is None or rank_of_indices is None:
-        return call.mixed("looks up along an axis that is known only when it runs")
+        return call.mixed("looks up along an axis that is unknown at trace time")
     place, batch = axis[0] % rank, batch % max(rank_of_indices, 1) if batch < 0 else batch
     if not isinstance(params, Shard) and indices == Replicate():
         return params
     if isinstance(params, Sum) or isinstance(indices, Sum) or power_of(indices):
-        return call.mixed("looks up by, or in, a sum over the rows")
+        return call.mixed("uses a sum over the rows as a table or as indices")
     sizes = None
     if call.dims(0) is not None and call.op.type != "ResourceGather":
         of_params, others = call.dims(0), call.dims(1)
@@ -54,17 +54,17 @@ def gathered(call: Call):
         if has_rows and place == 0 and are_numbers(indices) and rank_of_indices == 1:
             return params, call.dims(0)
         if params.axis == place or are_numbers(indices):
-            return call.mixed("looks up some of the examples")
+            return call.mixed("selects some of the examples")
         if isinstance(indices, Shard):
             if params.axis == indices.axis < batch:
                 return Shard(params.axis, params.power, params.folded), sizes
-            return call.mixed("looks up by one example in the others")
+            return call.mixed("uses one example as an index into the others")
         if params.axis < batch:
-            return call.mixed("has indices with rows of their own")
+            return call.mixed("has indices with their own rows")
         shift = 0 if params.axis < place else rank_of_indices - batch - 1
         return Shard(params.axis + shift, params.power, params.folded), sizes
     if indices.axis < batch or indices.numbers:
-        return call.mixed("has a constant with rows of its own beside the examples")
+        return call.mixed("combines the examples with a constant that has its own rows")
     return Shard(place + indices.axis - batch, power_of(params), indices.folded), sizes
 
 
@@ -75,13 +75,13 @@ def numbered(call: Call):
         placements = [each.placement for each in call.inputs]
         if all(p == Replicate() for p in placements):
             return Replicate()
-        return first_mixed(placements) or call.mixed("counts as far as the rows decide")
+        return first_mixed(placements) or call.mixed("makes a range that depends on the rows")
     start, limit, delta = (value.item() for value in bounds)
     if not any(map(depends_on_rows, (start, limit, delta))):
         return Replicate(), (None if delta != 1 else limit - start,)
     if (start, limit, delta) == (0, ROWS, 1):
         return Shard(0, numbers=True), (ROWS,)
-    return call.mixed("counts by the number of rows")
+    return call.mixed("makes a range that depends on the number of rows")
 
 
 def numbers_or_zero(call: Call):
@@ -103,19 +103,19 @@ def gathered_nd(call: Call):
         if call.dims(0) is not None and call.dims(0)[0] == ROWS:
             return Shard(0), None
     if are_numbers(indices):
-        return call.mixed("computes with the numbers of the rows")
+        return call.mixed("computes with row indices")
     if params == Replicate() and isinstance(indices, Shard) and indices.axis < rank - 1:
         return Shard(indices.axis, 0, indices.folded), None
-    return call.mixed("looks up some of the examples")
+    return call.mixed("selects some of the examples")
 
 
 def one_hot(call: Call):
     """Judges `OneHot` of each row's indices."""
     placement, axis = call.placement(), call.op.get_attr("axis")
     if not isinstance(placement, Shard) or placement.power:
-        return call.mixed("counts a sum over the rows")
+        return call.mixed("one-hot encodes a sum over the rows")
     if any(p.placement != Replicate() for p in call.inputs[1:]):
-        return call.mixed("has values, or a depth, that depend on the rows")
+        return call.mixed("has values or a depth that depend on the rows")
     rank = call.rank()
     place = rank if axis == -1 else axis
     dims, depth = list(call.dims()), call.inputs[1].value
@@ -126,7 +126,7 @@ def one_hot(call: Call):
 def cross_entropy(call: Call):
     """Judges losses (rows,) of logits (rows, classes), and their gradients."""
     if any(each.placement != Shard(0) for each in call.inputs):
-        return call.mixed("pairs examples with what belongs to none")
+        return call.mixed("pairs examples with values that belong to no example")
     rows = call.dims()[0]
     return [(Shard(0), (rows,)), (Shard(0), call.dims())]
 
@@ -136,7 +136,7 @@ def in_top_k(call: Call):
     predictions, targets, k = [each.placement for each in call.inputs]
     if predictions == targets == Shard(0) and k == Replicate():
         return Shard(0), (call.dims()[0],)
-    return call.mixed("pairs examples with what belongs to none")
+    return call.mixed("pairs examples with values that belong to no example")
 
 
 def segments(call: Call):
@@ -144,7 +144,7 @@ def segments(call: Call):
     rows, ids, number = (each.placement for each in call.inputs)
     if isinstance(rows, Shard) and number == Replicate() and ids == Shard(rows.axis):
         return Sum(rows.power)
-    return call.mixed("adds up rows by what data decide")
+    return call.mixed("sums rows into segments that depend on the data")
 
 
 def scattered(call: Call):
@@ -153,7 +153,7 @@ def scattered(call: Call):
     if sizes is not None and not any(map(depends_on_rows, sizes.ravel().tolist())):
         if indices == Shard(0) and isinstance(rows, Shard) and rows.axis == 0:
             return Sum(rows.power)
-    return call.mixed("puts rows where data decide")
+    return call.mixed("scatters rows to places that depend on the data")
 
 
 def bincount(call: Call):
@@ -166,10 +166,10 @@ def bincount(call: Call):
         or size != Replicate()
         or not (has_none or weights.placement == placement)
     ):
-        return call.mixed("counts what does not belong to the examples")
+        return call.mixed("counts values that belong to no example")
     is_dense = call.op.type == "DenseBincount"
     if is_dense and call.rank() == 2:
         return Shard(0)
     if call.rank() == 1 and not (is_dense and call.op.get_attr("binary_output")):
         return Sum()
-    return call.mixed("counts examples together")
+    return call.mixed("counts across examples")

@@ -30,10 +30,10 @@ def packed(call: Call):
         return in_output
     axis = call.op.get_attr("axis") % (ranks[0] + 1)
     if len({without_numbers(p) for p in in_output}) > 1:
-        return call.mixed("stacks examples beside what belongs to none")
+        return call.mixed("stacks examples with values that belong to no example")
     placement = in_output[0]
     if any(map(are_numbers, in_output[1:])) or (are_numbers(placement) and axis != ranks[0]):
-        return call.mixed("computes with the numbers of the rows")
+        return call.mixed("computes with row indices")
     sizes = list(call.dims())
     sizes.insert(axis, len(placements))
     shifted = placement.axis + (axis <= placement.axis)
@@ -54,28 +54,28 @@ def concatenated(call: Call):
         return sum_of(call, placements, call.inputs[:-1])
     axis, rank = call.ints(last), call.rank(0)
     if axis is None or rank is None:
-        return call.mixed("joins along an axis that is known only when it runs")
+        return call.mixed("concatenates along an axis that is unknown at trace time")
     place = axis[0] % rank
     shards = {without_numbers(p) for p in placements if isinstance(p, Shard)}
     if len(shards) > 1:
-        return call.mixed("joins tensors whose rows lie along different axes")
+        return call.mixed("concatenates tensors whose rows are on different axes")
     (placement,) = shards
     if any(map(are_numbers, placements)):
         is_first = are_numbers(placements[0]) and not any(map(are_numbers, placements[1:]))
         if not is_first or place != rank - 1 or place == placement.axis:
-            return call.mixed("computes with the numbers of the rows")
+            return call.mixed("computes with row indices")
         placement = placements[0]
     filled = [i for i in parts if not isinstance(call.placement(i), Shard)]
     if placement.axis == place:
         if any(call.dims(i)[place] != 0 for i in filled):
-            return call.mixed("puts rows behind the rows of the batch")
+            return call.mixed("appends rows to the batch")
         if len(parts) - len(filled) > 1:
             sizes = [call.dims(i) for i in parts if i not in filled]
             if place or any(each[0] != sizes[0][0] for each in sizes):
-                return call.mixed("puts rows behind the rows of the batch")
+                return call.mixed("appends rows to the batch")
             return folded_by(placement, len(sizes)), (sizes[0][0] * len(sizes), *sizes[0][1:])
     elif any(not is_uniform(call, i) for i in filled):
-        return call.mixed("joins examples and what belongs to none")
+        return call.mixed("concatenates examples with values that belong to no example")
     sizes = list(call.dims(next(i for i in parts if i not in filled)))
     if place != placement.axis:
         sizes[place] = sum(call.dims(i)[place] for i in parts)
@@ -92,12 +92,12 @@ def split_by(axis_at: int, of: int) -> Rule:
         axis, dims = call.ints(axis_at), call.dims(of)
         others = [each.placement for i, each in enumerate(call.inputs) if i != of]
         if axis is None or dims is None or any(p != Replicate() for p in others):
-            return call.mixed("splits an axis that is known only when it runs")
+            return call.mixed("splits an axis that is unknown at trace time")
         place = axis[0] % len(dims)
         if place == placement.axis:
             number = len(call.op.outputs)
             if place or placement.folded[-1:] != (f"{number} views",) or call.op.type != "Split":
-                return call.mixed("splits the axis that holds the examples")
+                return call.mixed("splits the batch axis")
             each = Shard(0, placement.power, placement.folded[:-1])
             return [(each, (dims[0] / number, *dims[1:]))] * number
         sizes = tuple(None if a == place else size for a, size in enumerate(dims))
@@ -114,7 +114,7 @@ def strided(call: Call):
     rank, dims = call.rank(), call.dims()
     bounds = [call.inputs[i].value for i in (1, 2, 3)]
     if rank is None or any(value is None for value in bounds):
-        return call.mixed("takes rows that are known only when it runs")
+        return call.mixed("slices with bounds that are unknown at trace time")
     number = call.op.inputs[1].shape[0]
     bounds = [value.ravel().tolist() for value in bounds]
     slices = slices_of(call.op, *bounds, rank)
@@ -130,14 +130,14 @@ def strided(call: Call):
         if axis == placement.axis:
             whole = not is_int and each.step is None and _is_all(each, dims[axis], masks, at[index])
             if not whole:
-                return call.mixed("takes some of the examples")
+                return call.mixed("selects some of the examples")
             place = out
             sizes.append(dims[axis])
             out += 1
         elif depends_on_rows(dims[axis]) and not _ignores_padding(each):
-            return call.mixed("looks at the end of rows, which is that of the longest of the piece")
+            return call.mixed("reads the end of rows, which is that of the piece's longest row")
         elif _depends_on_rows(each):
-            return call.mixed("takes as many places as there are rows")
+            return call.mixed("takes a slice that depends on the number of rows")
         elif not is_int:
             size = _length(each, dims[axis], masks, at[index])
             if size is None and depends_on_rows(dims[axis]):
@@ -202,12 +202,12 @@ def sliced(call: Call):
         return placement
     begin, size = call.inputs[1].value, call.inputs[2].value
     if begin is None or size is None or call.dims() is None:
-        return call.mixed("takes rows that are known only when it runs")
+        return call.mixed("slices with bounds that are unknown at trace time")
     axis = placement.axis
     if any(depends_on_rows(n) for each in (begin, size) for a, n in enumerate(each) if a != axis):
-        return call.mixed("takes as many places as there are rows")
+        return call.mixed("takes a slice that depends on the number of rows")
     if begin[axis] != 0 or (size[axis] != -1 and size[axis] != call.dims()[axis]):
-        return call.mixed("takes some of the examples")
+        return call.mixed("selects some of the examples")
     dims = call.dims()
     sizes = tuple(dims[a] if a == axis else (n if n != -1 else None) for a, n in enumerate(size))
     return placement, sizes

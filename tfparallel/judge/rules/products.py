@@ -14,7 +14,7 @@ def einsum(call: Call):
     inputs, output = equation.replace(" ", "").split("->")
     terms = [_labels(term, call.rank(i)) for i, term in enumerate(inputs.split(","))]
     if None in terms:
-        return call.mixed("has inputs of an unknown number of axes")
+        return call.mixed("has inputs of unknown rank")
     width = max((sum(isinstance(each, int) for each in term) for term in terms), default=0)
     wide = [label for label in range(-width, 0)]
     result = [each for part in _split(output) for each in (wide if part == "..." else [part])]
@@ -43,7 +43,7 @@ def _contracted(call, terms, result):
     if not any(isinstance(p, Shard) for p in placements):
         return product_of(call, placements, 1)
     if any(isinstance(p, Sum) for p in placements):
-        return call.mixed("multiplies a sum over the rows with what also depends on rows")
+        return call.mixed("multiplies a sum over the rows by a value that also depends on them")
     power = sum(map(power_of, placements))
     labels = [
         term[p.axis] for term, p in zip(terms, placements, strict=True) if isinstance(p, Shard)
@@ -57,19 +57,19 @@ def _contracted(call, terms, result):
     for i, (term, p) in enumerate(zip(terms, placements, strict=True)):
         sizes = call.dims(i)
         if isinstance(p, Replicate) and label in term and sizes[term.index(label)] != 1:
-            return call.mixed("has a constant with rows of its own beside the examples")
+            return call.mixed("combines the examples with a constant that has its own rows")
         for each, size in zip(term, sizes, strict=True):
             if dims.get(each, 1) == 1 or depends_on_rows(size):
                 dims[each] = size
     if any(depends_on_rows(size) and each not in result and each != label
            for each, size in dims.items()):  # fmt: skip
-        return call.mixed("adds along an axis whose size depends on the rows")
+        return call.mixed("sums over an axis whose size depends on the rows")
     folds = {p.folded for p in placements if isinstance(p, Shard)}
     if len(folds) > 1:
         return call.mixed("pairs each example with the others")
     if label not in result:
         if any(depends_on_rows(dims.get(each)) for each in result):
-            return call.mixed("adds rows that are padded to the longest of the piece")
+            return call.mixed("sums rows that are padded to the longest row of the piece")
         return Sum(power)
     shard = Shard(result.index(label), power, folds.pop())
     return shard, tuple(dims.get(each) for each in result)
@@ -79,7 +79,7 @@ def matmul(call: Call):
     """Judges `MatMul` and `BatchMatMul`, as an equation."""
     ranks = call.rank(0), call.rank(1)
     if None in ranks:
-        return call.mixed("has inputs of an unknown number of axes")
+        return call.mixed("has inputs of unknown rank")
     names = ("transpose_a", "transpose_b") if call.op.type == "MatMul" else ("adj_x", "adj_y")
     flips = [call.op.get_attr(name) for name in names]
     batch = [list(range(-(rank - 2), 0)) for rank in ranks]

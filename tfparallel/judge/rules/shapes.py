@@ -28,7 +28,7 @@ def reshaped(call: Call):
     if not isinstance(placement, Shard):
         return placement
     if shape is None or dims is None:
-        return call.mixed("reshapes to sizes that are known only when it runs")
+        return call.mixed("reshapes to sizes that are unknown at trace time")
     new = shape.ravel().tolist()
     axis = placement.axis
     before = _times(dims[:axis])
@@ -46,18 +46,18 @@ def reshaped(call: Call):
     while place < len(new) - 1 and new[place] == 1 and prefix == before:
         place += 1
     if prefix != before or place >= len(new):
-        return call.mixed("reshapes across the axis that holds the examples")
+        return call.mixed("reshapes across the batch axis")
     row_size = _times(dims[axis:]) / ROWS if isinstance(_times(dims[axis:]), Size) else None
     after = new[place + 1 :]
     size = new[place]
     if isinstance(size, int) and size == -1:
         if row_size is None or any(isinstance(each, int) and each < 0 for each in after):
-            return call.mixed("reshapes to sizes that are known only when it runs")
+            return call.mixed("reshapes to sizes that are unknown at trace time")
         size = row_size / _times(after) * ROWS
         if not is_whole(size) or power_of_rows(size) != 1:
             return call.mixed("groups several examples into one row")
     if power_of_rows(size) != 1 or not is_whole(size):
-        return call.mixed("puts several examples into one row, or pulls rows apart")
+        return call.mixed("merges several examples into one row, or splits rows")
     if after.count(-1) and row_size is not None:
         rest = row_size * ROWS / (size * _times(each for each in after if each != -1))
         after = [rest if each == -1 else each for each in after]
@@ -75,7 +75,7 @@ def _reshaped_views(call, placement, dims, new):
     if placement.axis == 0 and (new[0] == dims[0] or (new[0] == -1 and is_alike)):
         sizes = tuple(None if size == -1 else size for size in new[1:])
         return placement, (dims[0], *sizes)
-    return call.mixed("works on rows that lie apart, in several views")
+    return call.mixed("works on rows that are not contiguous")
 
 
 def _times(sizes):
@@ -88,7 +88,7 @@ def transposed(call: Call):
     if not isinstance(placement, Shard):
         return placement
     if order is None:
-        return call.mixed("transposes in an order that is known only when it runs")
+        return call.mixed("transposes in an order that is unknown at trace time")
     dims = call.dims()
     sizes = None if dims is None else tuple(dims[axis] for axis in order)
     return Shard(order.index(placement.axis), placement.power, placement.folded), sizes
@@ -101,12 +101,12 @@ def expanded(call: Call):
         return placement
     rank = call.rank()
     if axis is None or rank is None:
-        return call.mixed("expands an axis that is known only when it runs")
+        return call.mixed("inserts an axis at a place that is unknown at trace time")
     place = axis[0] % (rank + 1)
     sizes = list(call.dims())
     sizes.insert(place, 1)
     if placement.numbers and (rank, place) != (1, 1):
-        return call.mixed("computes with the numbers of the rows")
+        return call.mixed("computes with row indices")
     shifted = placement.axis + (place <= placement.axis)
     shard = dataclasses.replace(placement, axis=shifted)
     return shard, tuple(sizes)
@@ -119,12 +119,12 @@ def squeezed(call: Call):
         return placement
     dims = call.dims()
     if dims is None:
-        return call.mixed("has an input of an unknown number of axes")
+        return call.mixed("has an input of unknown rank")
     named = [axis % len(dims) for axis in call.op.get_attr("squeeze_dims")]
     removed = named or [axis for axis, size in enumerate(dims) if size == 1]
     if placement.axis in removed or (not named and any(isinstance(size, Size) for size in dims)
                                   and call.op.outputs[0].shape.rank is None):  # fmt: skip
-        return call.mixed("drops the axis that holds the examples")
+        return call.mixed("drops the batch axis")
     remaining = tuple(size for axis, size in enumerate(dims) if axis not in removed)
     axis = placement.axis - sum(each < placement.axis for each in removed)
     return Shard(axis, placement.power, placement.folded), remaining
@@ -134,13 +134,13 @@ def padded(call: Call):
     """Judges `Pad`, of other axes than that of the rows."""
     placement, pads = call.placement(), call.inputs[1].value
     if not isinstance(placement, Shard) or pads is None:
-        return call.mixed("pads a sum over the rows, or by what is known only when it runs")
+        return call.mixed("pads a sum over the rows, or by a size that is unknown at trace time")
     if any(each.placement != Replicate() for each in call.inputs[2:]):
-        return call.mixed("pads by a number that depends on the rows")
+        return call.mixed("pads with a value that depends on the rows")
     if any(map(depends_on_rows, pads.ravel().tolist())):
-        return call.mixed("pads by as many places as there are rows")
+        return call.mixed("pads by a size that depends on the number of rows")
     if list(pads[placement.axis]) != [0, 0]:
-        return call.mixed("pads the axis that holds the examples")
+        return call.mixed("pads the batch axis")
     dims = call.dims()
     sizes = None if dims is None else tuple(d + a + b for d, (a, b) in zip(dims, pads, strict=True))
     return placement, sizes
@@ -150,7 +150,7 @@ def tiled(call: Call):
     """Judges `Tile`: of a replicated value to a row for each; or of other axes."""
     placement, times = call.placement(), call.inputs[1].value
     if times is None:
-        return call.mixed("repeats by what is known only when it runs")
+        return call.mixed("repeats a number of times that is unknown at trace time")
     flat = times.ravel().tolist()
     rows = [axis for axis, number in enumerate(flat) if depends_on_rows(number)]
     dims = call.dims()
@@ -170,7 +170,7 @@ def filled(call: Call):
     """Judges `Fill`: a constant, perhaps for each row."""
     sizes, placement = call.inputs[0].value, call.placement(1)
     if sizes is None or placement != Replicate():
-        return call.mixed("has a size, or a value, that depends on the rows")
+        return call.mixed("has a size or a value that depends on the rows")
     sizes = tuple(sizes.ravel().tolist())
     rows = [axis for axis, size in enumerate(sizes) if depends_on_rows(size)]
     return spread(call, rows, sizes, is_one=lambda axis: True)
@@ -180,7 +180,7 @@ def broadcast(call: Call):
     """Judges `BroadcastTo`: of a replicated value to a row for each; or of other axes."""
     sizes, placement = call.inputs[1].value, call.placement()
     if sizes is None or call.dims() is None:
-        return call.mixed("is broadcast to a shape that is known only when it runs")
+        return call.mixed("broadcasts to a shape that is unknown at trace time")
     sizes = tuple(sizes.ravel().tolist())
     dims = (*[1] * (len(sizes) - call.rank()), *call.dims())
     if isinstance(placement, Shard):
@@ -201,7 +201,7 @@ def space_to_batch(call: Call):
     if isinstance(placement, Shard) and placement.axis == 0 and not placement.power and block:
         sizes = (call.dims()[0] * _times(block), *[None] * (call.rank() - 1))
         return Shard(0, 0, (*placement.folded, f"space to batch {block}")), sizes
-    return call.mixed("folds space into the axis of the examples")
+    return call.mixed("folds spatial axes into the batch axis")
 
 
 def batch_to_space(call: Call):
@@ -211,4 +211,4 @@ def batch_to_space(call: Call):
     if isinstance(placement, Shard) and placement.axis == 0 and placement.folded[-1:] == undone:
         sizes = (call.dims()[0] / _times(block), *[None] * (call.rank() - 1))
         return Shard(0, 0, placement.folded[:-1]), sizes
-    return call.mixed("pulls the axis of the examples apart")
+    return call.mixed("splits the batch axis")

@@ -14,7 +14,7 @@ def of_entries(call: Call):
     parts = [p.part if isinstance(p, Entries) else None for p in placements]
     others = [p for p in placements if not isinstance(p, Entries)]
     if any(not (p == Replicate() or isinstance(p, Shard)) for p in others):
-        return call.mixed("computes with sums over the rows, and with entries of ragged rows")
+        return call.mixed("combines sums over the rows with entries of sparse or ragged rows")
     if any(p != Replicate() for p in others):
         return Entries("computed")
     rank = call.op.outputs[0].shape.rank if call.op.outputs else None

@@ -86,7 +86,7 @@ def apply(
     if op.type == "RngReadAndSkip":
         result: Any = Replicate()
     elif any(map(numbers_a_row, inputs)) and (draws(op) or op.type == "Range"):
-        result = call.mixed("computes with the number of a row")
+        result = call.mixed("computes with a row index")
     elif draws(op):
         result = drawn(call)
     elif op.type == "Range":
@@ -96,21 +96,21 @@ def apply(
     elif (mixed := first_mixed(placements)) is not None:
         result = mixed
     elif any(map(numbers_a_row, inputs)):
-        result = call.mixed("computes with the number of a row")
+        result = call.mixed("computes with a row index")
     elif has_sizes and op.type not in _SPREAD and not any(isinstance(p, Shard) for p in placements):
-        result = call.mixed("takes, or forms, as much as there are rows")
+        result = call.mixed("has a size that depends on the number of rows")
     elif op.type in _ALONE and any(
         p != Replicate() for i, p in enumerate(placements) if i != _ALONE[op.type]
     ):
         result = call.mixed("has an argument that depends on the rows")
     elif any(placements[i] != Replicate() for i in sizes if i is not None and i < len(inputs)):
-        result = call.mixed("has a size that only data decide")
+        result = call.mixed("has a size that depends on the data")
     elif op.type not in _KNOW_FOLDS and any(getattr(p, "folded", ()) for p in placements):
-        result = call.mixed("works on rows that lie apart, in several views")
+        result = call.mixed("works on rows that are not contiguous")
     elif op.type not in _KNOW_LENGTHS and any(map(_has_longest, inputs)):
-        result = call.mixed("looks at rows that are padded to the longest of the piece")
+        result = call.mixed("reads rows that are padded to the longest row of the piece")
     elif op.type not in _KNOW_NUMBERS and any(map(are_numbers, placements)):
-        result = call.mixed("computes with the numbers of the rows")
+        result = call.mixed("computes with row indices")
     elif all(p == Replicate() for p in placements) and not has_sizes:
         result = Replicate()
     elif any(isinstance(p, Entries) for p in placements):
