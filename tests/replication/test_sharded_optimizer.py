@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers, optimizers
 
 import tfparallel
@@ -221,6 +222,17 @@ def test_accumulated_steps(in_float64):
     one.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0)
     model = trained(on_replicas(2, sync="accumulate:2"), optimizers.Adam(0.05))
     assert apart(model, one) < 1e-9
+
+
+def test_gradients_may_be_arrays():
+    """As plain Keras takes them."""
+    model = trained(on_replicas(2), optimizers.SGD(0.5), epochs=1)
+    ones = [np.ones(weight.shape, weight.dtype) for weight in model.trainable_variables]
+    for as_given in (np.asarray, np.ndarray.tolist, tf.constant):
+        before = model.get_weights()
+        model.optimizer.apply(list(map(as_given, ones)), model.trainable_variables)
+        for old, new in zip(before, model.get_weights(), strict=True):
+            np.testing.assert_allclose(new, old - 0.5, rtol=1e-5)
 
 
 @pytest.mark.slow

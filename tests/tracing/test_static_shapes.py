@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfparallel.tracing.static_shapes import concatenated, reshaped, size_along, split
+from tfparallel.tracing.static_shapes import (
+    as_matrix,
+    concatenated,
+    reshaped,
+    size_along,
+    split,
+)
 
 
 @pytest.fixture
@@ -34,6 +40,14 @@ def test_a_shape_that_is_not_static_is_computed(graph, shape):
     tensor = placeholder(*shape)
     assert reshaped(tensor, [4, 3]) is not tensor
     assert tf.is_tensor(size_along(tensor, shape.index(None)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "matrix"), [((0, 4), [0, 4]), ((2, 3, 0), [2, 0]), ((3,), [3, 1])]
+)
+def test_the_width_of_a_matrix_is_known_without_rows(graph, shape, matrix):
+    """TensorFlow infers no width of zero rows: worker by worker the collective would differ."""
+    assert as_matrix(placeholder(*shape)).shape.as_list() == matrix
 
 
 def test_values_are_those_of_tensorflow():

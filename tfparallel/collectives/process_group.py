@@ -44,7 +44,7 @@ from tfparallel.collectives.packing import (
 from tfparallel.collectives.traffic import ROWS, SUMS, Traffic
 from tfparallel.flight.marks import around
 from tfparallel.seams.tensorflow import all_gather_v2, all_reduce_v2, all_to_all_v2
-from tfparallel.tracing.static_shapes import concatenated, reshaped, size_along, split
+from tfparallel.tracing import static_shapes
 
 _FIRST_GROUP_KEY = 2**20  # Above those that TensorFlow's strategies count up from 1.
 _MAX_SIGNATURES = 2**20  # A key is signature + _MAX_SIGNATURES · size step, in 32 bits.
@@ -218,11 +218,11 @@ class ProcessGroup:
         for indices in in_vectors(tensors):
             rows = [tf.reshape(tensors[i], [self.num_workers, -1]) for i in indices]
             widths = [row.shape[1] for row in rows]
-            local_rows = self._scattered(tf.reshape(concatenated(rows, 1), [-1]))
+            local_rows = self._scattered(tf.reshape(static_shapes.concatenated(rows, 1), [-1]))
             local_rows = tf.ensure_shape(local_rows, [sum(widths)])
-            for i, part in zip(indices, split(local_rows, widths, 0), strict=True):
+            for i, part in zip(indices, static_shapes.split(local_rows, widths, 0), strict=True):
                 number, *rest = tensors[i].shape
-                results[i] = reshaped(part, [number // self.num_workers, *rest])
+                results[i] = static_shapes.reshaped(part, [number // self.num_workers, *rest])
         return results
 
     def _scattered(self, flat: tf.Tensor) -> tf.Tensor:
@@ -250,16 +250,17 @@ class ProcessGroup:
             ValueError: For a type that cannot be sent, such as a string.
         """
         results: list = [None] * len(tensors)
-        sent = [movable(tensor) for tensor in tensors]
+        sent = list(map(movable, tensors))
         for indices in by_dtype(sent).values():
-            flats = [tf.reshape(sent[i], [size_along(sent[i], 0), -1]) for i in indices]
-            rows = self._gather_rows(concatenated(flats, 1), counts, kind)
-            widths = [size_along(flat, 1) for flat in flats]
-            for i, part in zip(indices, split(rows, widths, 1), strict=True):
+            flats = [static_shapes.as_matrix(sent[i]) for i in indices]
+            rows = self._gather_rows(static_shapes.concatenated(flats, 1), counts, kind)
+            widths = [static_shapes.size_along(flat, 1) for flat in flats]
+            for i, part in zip(indices, static_shapes.split(rows, widths, 1), strict=True):
                 rest = tensors[i].shape[1:]
                 total = sum(counts) if all(isinstance(n, int) for n in counts) else None
                 if total is not None and rest.is_fully_defined():
-                    results[i] = restored(reshaped(part, [total, *rest]), tensors[i].dtype)
+                    joined = static_shapes.reshaped(part, [total, *rest])
+                    results[i] = restored(joined, tensors[i].dtype)
                     continue
                 shape = tf.concat([[-1], tf.shape(tensors[i])[1:]], 0)
                 joined = restored(tf.reshape(part, shape), tensors[i].dtype)
@@ -297,8 +298,7 @@ class ProcessGroup:
         text = json.dumps([what, content], sort_keys=True).encode()
         (codes,) = self.all_gather_uneven([tf.constant(list(text), tf.int32)])
         (lengths,) = self.all_gather([tf.constant([len(text)])], [1] * self.num_workers)
-        parts = tf.split(codes, lengths)
-        sent = [json.loads(bytes(part.numpy().tolist())) for part in parts]
+        sent = [json.loads(bytes(part.numpy().tolist())) for part in tf.split(codes, lengths)]
         if diffs := differences({worker: {"call": name} for worker, (name, _) in enumerate(sent)}):
             raise RuntimeError(
                 "The workers are at different points of the program; the same calls are required "
@@ -309,7 +309,7 @@ class ProcessGroup:
 
     def _gather_rows(self, rows, counts, kind):
         """Concatenates the workers' matrices of `counts[w]` rows each, all of the same width."""
-        width = size_along(rows, 1)
+        width = static_shapes.size_along(rows, 1)
         if all(isinstance(count, int) for count in counts):
             longest = max(counts)
             if longest == min(counts) and rows.shape.is_fully_defined():  # Else it is rounded up.

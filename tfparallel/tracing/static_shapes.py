@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-__all__ = ["concatenated", "reshaped", "size_along", "split"]
+__all__ = ["as_matrix", "concatenated", "reshaped", "size_along", "split"]
 
 
 def size_along(tensor: tf.Tensor, axis: int) -> int | tf.Tensor:
@@ -21,6 +21,12 @@ def reshaped(tensor: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
     """Reshapes a tensor; returns it unchanged if it has that shape."""
     known = tensor.shape.as_list() if tensor.shape.rank is not None else None
     return tensor if known == list(shape) else tf.reshape(tensor, shape)
+
+
+def as_matrix(tensor: tf.Tensor) -> tf.Tensor:
+    """Flattens all axes behind the first. The width is static if these are, for zero rows too."""
+    width = tensor.shape[1:].num_elements()
+    return tf.reshape(tensor, [size_along(tensor, 0), -1 if width is None else width])
 
 
 def concatenated(tensors: Sequence[tf.Tensor], axis: int) -> tf.Tensor:

@@ -216,7 +216,7 @@ def _cut(gradient: Any, part: keras.Variable, places: Places, index: int) -> Any
     bounds = places.bounds(_size_of_share(part, places))[index]
     if isinstance(gradient, tf.IndexedSlices):
         return rows_of_share(gradient, shape, *bounds)
-    return cut_out(gradient, shape, *bounds)
+    return cut_out(tf.convert_to_tensor(gradient), shape, *bounds)
 
 
 def _size_of_share(part: keras.Variable, places: Places) -> int:
