@@ -143,7 +143,7 @@ def test_a_worker_that_is_killed_costs_its_step_in_flight(tmp_path):
         os.kill(processes["worker", 1].pid, signal.SIGKILL)
         rest, _ = launcher.communicate(timeout=DEADLINE_SECONDS)
     assert launcher.returncode == 0, rest
-    assert "worker 1 was killed by SIGKILL" in rest and "the job goes on with the" in rest
+    assert "worker 1 was killed by SIGKILL" in rest and "the job continues with the" in rest
     written = json.loads(report.read_text())
     assert len(written["history"]["loss"]) == 100
     # Each batch is counted once, but for those whose numbers the worker has taken along.
@@ -201,7 +201,7 @@ def test_a_server_that_is_killed_is_named_and_ends_the_job():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (TRAIN, "Start it by `tfparallel launch --nproc_per_node=2 --num_ps=1"),
+        (TRAIN, "Start it with `tfparallel launch --nproc_per_node=2 --num_ps=1"),
         ([*TRAIN[:-1], "--sync=async:-1"], "whole numbers of at least 1"),
         ([*TRAIN, "--compression=bf16"], "--compression=bf16 with --sync=async"),
         ([*TRAIN, "--shard=optimizer"], "--shard=optimizer with --sync=async"),

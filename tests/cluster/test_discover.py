@@ -108,7 +108,7 @@ def test_torchrun_on_one_host():
 def test_torchrun_on_several_hosts_needs_addresses():
     several = torchrun(3, 4, 1, 2)
     message = refusal(several)
-    assert "torchrun starts 4 workers, 2 of them on this host, and does not say where" in message
+    assert "torchrun starts 4 workers, 2 of them on this host, but does not say where" in message
     assert 'Set TFPARALLEL_WORKERS="host1:port,host2:port"' in message
     assert "an unknown number of them" in refusal(torchrun(3, 4))
     named = {"TFPARALLEL_WORKERS": "a:1, a:2, b:1, b:2"}
@@ -130,7 +130,7 @@ def test_torchrun_on_several_hosts_needs_addresses():
         ({"LOCAL_RANK": "3"}, "LOCAL_RANK must be a whole number from 0 to 2"),
         ({"LOCAL_WORLD_SIZE": "4"}, "LOCAL_WORLD_SIZE must be a whole number from 1 to 3"),
         ({"MASTER_PORT": ""}, "MASTER_PORT is missing"),
-        ({"MASTER_PORT": "65534"}, "3 ports from 65535 up are needed"),
+        ({"MASTER_PORT": "65534"}, "3 ports from 65535 on are needed"),
         ({"TFPARALLEL_PORT": "0"}, "TFPARALLEL_PORT must be a whole number from 1 to 65535"),
     ],
 )
@@ -244,7 +244,7 @@ def test_a_batch_script_is_no_task():
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, "the step has 4 tasks and 2 nodes, but 6 tasks"),
         ({"SLURM_PROCID": "4"}, "SLURM_PROCID must be a whole number from 0 to 3, not '4'"),
         ({"SLURM_JOB_ID": ""}, "SLURM_JOB_ID is missing"),
-        ({"SLURM_LOCALID": "2"}, "SLURM_LOCALID must be below the node's 2 tasks"),
+        ({"SLURM_LOCALID": "2"}, "SLURM_LOCALID must be less than the node's 2 tasks"),
     ],
 )
 def test_what_slurm_never_sets(changed, words):
@@ -311,7 +311,7 @@ def test_tf_config_goes_before_those_that_agree():
     by_slurm = Cluster.from_env({**tf_config(4, 3), **srun(3)})
     assert (by_slurm.address, by_slurm.local_rank) == ("host3:2222", 1)
     message = refusal({**tf_config(2, 1), "TFPARALLEL_WORKERS": "host0:2222,other:2222"})
-    assert "it names other addresses than TF_CONFIG" in message
+    assert "its addresses differ from those in TF_CONFIG" in message
 
 
 def test_slurm_knows_the_hosts_that_others_do_not():

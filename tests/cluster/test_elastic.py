@@ -119,8 +119,8 @@ def test_it_goes_on_with_fewer_and_with_more(start, tmp_path):
     (tmp_path / "end").touch()
     assert [each.end() for each in (*remaining, more)] == [0, 0, 0]
     for each in remaining:
-        assert "the launcher of node 0 is gone" in each.said
-        assert "a host joins; the workers were told to save their state" in each.said
+        assert "the launcher of node 0 is lost" in each.said
+        assert "a new host is joining; the workers were asked to save their state" in each.said
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
@@ -178,7 +178,7 @@ def test_after_a_newcomer_fails_the_next_one_waits(start, tmp_path):
     running = start("1:2", WORK, tmp_path)
     running.until("worker 0 of 1, attempt 0")
     assert start("1:2", FAIL).end() == 3
-    running.until("node 1 had just joined; hosts that would join wait 10 s")
+    running.until("node 1 had just joined; new hosts must wait 10 s")
     assert places([running], of=1, attempt=2) == [0]
     waiting = start("1:2", WORK, tmp_path)
     assert places([running, waiting], of=2, attempt=3) == [0, 1]
@@ -250,7 +250,7 @@ def test_other_numbers_are_refused(start, tmp_path, other):
     flags = ["--node_rank=1", "--start_timeout=10"] if other == "2" else []
     refused = start(other, WORK, tmp_path, flags=flags)
     assert refused.end() == 1
-    assert f"Received: 1:1 on the host that listens, {other} here" in refused.said
+    assert f"Received: 1:1 on the listening host, {other} here" in refused.said
 
 
 @pytest.mark.slow  # The first round waits 10 s for a third host.
@@ -310,7 +310,7 @@ def test_who_listens_at_a_later_endpoint_goes_to_an_earlier_one(start, tmp_path)
         (["--nnodes=two"], "--nnodes: a number, or MIN:MAX, is required. Received: 'two'"),
         (["--nnodes=1:2"], "Several hosts need --rdzv_endpoint=HOST:PORT"),
         (["--nnodes=1:2", "--rdzv_endpoint=a:1,b"], "must be host:port"),
-        (["--nnodes=1:2", "--rdzv_endpoint=a:1", "--node_rank=2"], "must lie in 0 to 1"),
+        (["--nnodes=1:2", "--rdzv_endpoint=a:1", "--node_rank=2"], "must be from 0 to 1"),
         (["--nnodes=1:2", "--num_ps=1", "--rdzv_endpoint=a:1"], "Drop --nnodes"),
     ],
 )

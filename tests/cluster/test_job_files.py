@@ -222,13 +222,13 @@ def test_every_word_comes_out_of_kubernetes_as_it_was(word):
         (["--emit=kubernetes", "--image=a", "--volume=a"], ["--volume must be CLAIM:/PATH"]),
         (["--emit=slurm", "--sbatch_args=long"], ["must begin with '-'"]),
         (["--emit=slurm", "--job_name=My Job", "--nnodes=0"], ["--job_name must be", "--nnodes"]),
-        (["--emit=slurm", "--node_rank=1"], ["--node_rank cannot be in a file that all hosts"]),
-        (["--emit=slurm", "--job_name=3d"], ["begin with a letter"]),
+        (["--emit=slurm", "--node_rank=1"], ["--node_rank cannot be in a job file"]),
+        (["--emit=slurm", "--job_name=3d"], ["start with a letter"]),
         (
             ["--emit=slurm", "--max_restarts=-1", "--start_timeout=nan", "--grace_seconds=inf"],
-            ["--max_restarts must be", "--start_timeout must be", "--grace_seconds must lie in 0"],
+            ["--max_restarts must be", "--start_timeout must be", "--grace_seconds must be from 0"],
         ),
-        (["--emit=slurm", "--grace_seconds=1e6", "--standby"], ["in 0 to 65520", "--standby is"]),
+        (["--emit=slurm", "--grace_seconds=1e6", "--standby"], ["from 0 to 65520", "--standby is"]),
         (["--emit=slurm", "--nnodes=2:5000"], ["--nnodes must be at most 1000"]),
         (["--image=a"], ["--image is for --emit"]),
     ],
@@ -242,7 +242,7 @@ def test_mistakes(flags, messages):
 
 def test_bytes_that_are_no_text_are_refused():
     code, shown, errors = emitted("--emit=slurm", command=("python", b"caf\xe9.py"))
-    assert (code, shown) == (2, "") and "is text in UTF-8" in errors
+    assert (code, shown) == (2, "") and "is UTF-8 text" in errors
 
 
 def test_a_scheduler_that_says_another_index_is_believed(monkeypatch):

@@ -56,12 +56,12 @@ def test_what_is_sent_arrives(said):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        (b"[" * 60_000 + b"\n", "no JSON object"),
-        (b"[1]\n", "no JSON object"),
-        (b"null\n", "no JSON object"),
-        (b"GET / HTTP/1.1\r\n", "no JSON object"),
-        (b"\xff\xfe\n", "no JSON object"),
-        (b'{"a": ' + b"1" * 60_000 + b"}\n", "no JSON object"),
+        (b"[" * 60_000 + b"\n", "not a JSON object"),
+        (b"[1]\n", "not a JSON object"),
+        (b"null\n", "not a JSON object"),
+        (b"GET / HTTP/1.1\r\n", "not a JSON object"),
+        (b"\xff\xfe\n", "not a JSON object"),
+        (b'{"a": ' + b"1" * 60_000 + b"}\n", "not a JSON object"),
         (b"x" * 300_000, "more than 65536 bytes"),
         (b'{"a": "' + b"x" * 300_000 + b'"}\n', "more than 65536 bytes"),
     ],

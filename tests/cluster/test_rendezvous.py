@@ -62,12 +62,12 @@ def test_another_version_is_named_by_both(endpoint, pool, monkeypatch):
     with until_it_listens(endpoint) as older:
         older.sendall(b'{"job": "blobs", "nonce": "a"}\n')
         assert json.loads(older.makefile("rb").readline()) == {"refused": "blobs"}
-    with pytest.raises(RuntimeError, match="with another version of tfparallel"):
+    with pytest.raises(RuntimeError, match="different version of tfparallel"):
         host.result(30)
     near, there = connected()
     with there, Call(near, Secret("right"), "blobs") as call:
         there.sendall(b'{"job": "blobs", "nonce": "b"}\n')
-        with pytest.raises(wire.RefusedError, match="there has another version of tfparallel"):
+        with pytest.raises(wire.RefusedError, match="there has a different version of tfparallel"):
             call.greet(time.monotonic() + 5)
 
 
@@ -132,7 +132,7 @@ def test_missing_nodes_are_named_to_all_who_came(pool, endpoint):
     for call in calls:
         with pytest.raises(RuntimeError) as caught:
             call.result(30)
-        assert "nodes 1, 3 did not come" in str(caught.value)
+        assert "nodes 1, 3 did not connect" in str(caught.value)
         assert "within 1 s; all 4 nodes are required. Received: nodes 0, 2." in str(caught.value)
 
 
@@ -172,7 +172,7 @@ def test_who_was_turned_away_is_told_at_the_end(pool, endpoint):
         start(pool, endpoint, 1, nnodes=3).result(30)
     with pytest.raises(RuntimeError) as caught:
         host.result(30)
-    assert "Turned away: 127.0.0.1, All nodes must agree on --nnodes." in str(caught.value)
+    assert "Rejected 127.0.0.1: All nodes must agree on --nnodes." in str(caught.value)
 
 
 def test_two_nodes_of_one_rank(pool, endpoint):
@@ -180,7 +180,7 @@ def test_two_nodes_of_one_rank(pool, endpoint):
     host = start(pool, endpoint, 0, nnodes=3)
     ones = [start(pool, endpoint, 1, nnodes=3) for _ in range(2)]
     done, (one,) = concurrent.futures.wait(ones, 30, concurrent.futures.FIRST_COMPLETED)
-    with pytest.raises(RuntimeError, match="--node_rank=1, which another launcher has"):
+    with pytest.raises(RuntimeError, match="--node_rank=1, which another launcher already has"):
         done.pop().result()
     assert start(pool, endpoint, 2, nnodes=3).result(30) == host.result(30) == one.result(30)
 
@@ -197,7 +197,7 @@ def test_who_ends_while_it_waits_may_be_started_again(pool, endpoint):
 @pytest.mark.slow
 def test_another_token_does_not_come_in(pool, endpoint):
     host = start(pool, endpoint, 0)
-    with pytest.raises(RuntimeError, match="there has another TFPARALLEL_JOB_TOKEN"):
+    with pytest.raises(RuntimeError, match="there has a different TFPARALLEL_JOB_TOKEN"):
         start(pool, endpoint, 1, token="wrong", timeout_seconds=1).result(30)
     assert start(pool, endpoint, 1).result(30) == host.result(30)
 
@@ -206,12 +206,12 @@ def test_another_token_does_not_come_in(pool, endpoint):
 def test_two_jobs_at_one_endpoint_refuse_each_other_by_name(pool, endpoint, token):
     """Also where one user has one token for all."""
     host = start(pool, endpoint, 0, timeout_seconds=3)
-    message = "the launcher there is of the job 'blobs', and this one of 'digits'"
+    message = "the launcher there belongs to job 'blobs', and this one to job 'digits'"
     with pytest.raises(RuntimeError, match=message):
         start(pool, endpoint, 1, job="digits", token=token, timeout_seconds=2).result(30)
-    with pytest.raises(RuntimeError, match="in use.*: by a launcher of the job 'blobs'"):
+    with pytest.raises(RuntimeError, match="in use by a launcher of job 'blobs'"):
         start(pool, endpoint, 0, job="digits", token=token).result(30)
-    with pytest.raises(RuntimeError, match=r"Turned away: 127.0.0.1, of the job 'digits'\. Start"):
+    with pytest.raises(RuntimeError, match=r"Rejected 127.0.0.1: belongs to job 'digits'\. Start"):
         host.result(30)
 
 
@@ -322,7 +322,7 @@ def test_replayed_messages_are_rejected(pool, endpoint):
         ["job", "nonce", "version"],
         ["refused"],
     ]
-    with pytest.raises(RuntimeError, match="with another TFPARALLEL_JOB_TOKEN"):
+    with pytest.raises(RuntimeError, match="different TFPARALLEL_JOB_TOKEN"):
         host.result(30)
 
 
@@ -339,7 +339,7 @@ def test_what_a_false_acceptor_says_is_not_believed(pool):
             nonces = (greeting["nonce"], "b")
             session = Session(Secret("wrong"), "blobs", nonces, is_caller=False)
             caller.sendall(session.sealed(encoded(answer)))
-            with pytest.raises(RuntimeError, match="what listens there is no launcher"):
+            with pytest.raises(RuntimeError, match="the listener there is not a launcher"):
                 call.result(30)
 
 
@@ -521,7 +521,7 @@ def test_whom_a_worker_had_lost_is_told_to_the_others():
             assert other.lines[0].listen()
         (failure, _), (bad, _) = other.failures
         assert failure.lost == 1
-        assert "code 75 after 2.0 s (it had lost worker 1, or the network" in failure.explain()
+        assert "code 75 after 2.0 s (it lost worker 1, or its network" in failure.explain()
         assert bad.lost is None and "lost" not in bad.explain()
         news.close()
         other.close()

@@ -27,13 +27,13 @@ def test_node_lists(text, nodes):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "a name between its commas is empty"),
-        ("a,,b", "a name between its commas is empty"),
+        ("", "it has an empty name between commas"),
+        ("a,,b", "it has an empty name between commas"),
         ("a[1-2", "its brackets do not match in 'a[1-2'"),
         ("a1]", "its brackets do not match"),
         ("a[[1]]", "its brackets do not match"),
-        ("a[]", "'' in its brackets is no range"),
-        ("a[x-y]", "'x-y' in its brackets is no range"),
+        ("a[]", "'' in its brackets is not a range"),
+        ("a[x-y]", "'x-y' in its brackets is not a range"),
         ("a[4-2]", "the range 4-2 in its brackets runs backwards"),
         ("a[1-99999999999]", "more than 100000 nodes"),
         ("a[1-999][1-999]", "more than 100000 nodes"),

@@ -124,7 +124,7 @@ def test_a_failure_names_the_worker_and_stops_the_others(capfd):
 
 
 def test_death_by_signal():
-    with pytest.raises(RuntimeError, match="Worker 0 was killed by SIGKILL .*for want of memory"):
+    with pytest.raises(RuntimeError, match="Worker 0 was killed by SIGKILL .*because memory ran out"):
         spawned(lambda: os.kill(os.getpid(), signal.SIGKILL), 1)
 
 
@@ -151,7 +151,7 @@ def test_the_time_is_over():
     with pytest.raises(RuntimeError) as caught:
         spawn(wait, timeout_seconds=5)
     assert str(caught.value) == (
-        "The workers did not end in time; 1 still ran and was stopped. "
+        "The workers did not finish in time; 1 was still running and had to be stopped. "
         "Received: timeout_seconds=5. The last lines:\n    [1] waiting"
     )
 
@@ -221,12 +221,12 @@ def test_a_result_that_cannot_be_sent():
 
 
 def test_a_function_that_does_not_return():
-    with pytest.raises(RuntimeError, match="ended without a result"):
+    with pytest.raises(RuntimeError, match="exited without a result"):
         spawned(lambda: sys.exit(0), 1)
 
 
 def test_a_worker_may_not_spawn():
-    with pytest.raises(RuntimeError, match="is one of 2 workers already.*worker [01] by TF_CONFIG"):
+    with pytest.raises(RuntimeError, match="already one of 2 workers.*worker [01] from TF_CONFIG"):
         spawned(lambda: spawn(place))
 
 

@@ -63,7 +63,7 @@ def test_the_next_worker_is_the_process_that_waits():
         waits = started(standbys)
         # A variable that is gone is taken away; one that the program has set itself stays.
         assert ran(program(2), standbys) == (["2", "-", "kept"], waits.pid, True, "word")
-        assert waits.pid != first and messages == ["1 of 1 workers here had a process ready"]
+        assert waits.pid != first and messages == ["1 of 1 workers on this host start in a standby process"]
 
 
 @pytest.mark.slow
@@ -164,7 +164,7 @@ def test_a_command_that_may_wait(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ([], "--standby is for a job that may start again"),
+        ([], "--standby is only for a job that may restart"),
         (["--max_restarts=1"], "--standby needs a command that imports tfparallel itself"),
     ],
 )

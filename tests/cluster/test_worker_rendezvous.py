@@ -272,7 +272,7 @@ def test_tensorflow_takes_the_port_over():
 
 
 def named_as_missing(text):
-    return {int(index) for index in re.findall(r"worker (\d+) \(\S+\) did not come", text)}
+    return {int(index) for index in re.findall(r"worker (\d+) \(\S+\) had not joined", text)}
 
 
 @pytest.mark.slow
@@ -303,7 +303,7 @@ def test_all_say_the_same():
     workers = free_addresses(4)
     results, _ = meet_in_threads(calls_of(workers, skip=[2]), timeout_seconds=2.0)
     assert len(set(results)) == 1
-    assert f"worker 2 ({workers[2]}) did not come" in results[0]
+    assert f"worker 2 ({workers[2]}) had not joined" in results[0]
     assert "All 4 workers must start" in results[0] and "--start_timeout" in results[0]
 
 
@@ -322,7 +322,7 @@ def test_says_what_is_there_instead_of_the_missing_worker():
     workers = free_addresses(2)
     with socket.create_server(("127.0.0.1", port_of(workers[0]))) as silent:
         [text], _ = meet_in_threads(calls_of(workers, skip=[0]), timeout_seconds=1.5)
-        assert silent and "worker 0" in text and "did not come (no answer)" in text
+        assert silent and "worker 0" in text and "had not joined (no answer)" in text
 
 
 @pytest.mark.slow
@@ -331,7 +331,7 @@ def test_without_a_chief_a_silent_worker_is_named_too():
     with socket.create_server(("127.0.0.1", port_of(workers[2]))):
         [text], seconds = meet_in_threads(calls_of(workers, skip=[0, 2]), timeout_seconds=1.5)
     assert named_as_missing(text) == {0, 2}
-    assert f"worker 2 ({workers[2]}) did not come (no answer)" in text
+    assert f"worker 2 ({workers[2]}) had not joined (no answer)" in text
     assert seconds < 1.5 + SLACK_SECONDS
 
 
@@ -343,7 +343,7 @@ def test_two_chiefs_are_told_apart():
     calls = [calls_of(one)[0], calls_of(other)[0]]
     results, _ = meet_in_threads(calls, timeout_seconds=2.0)
     for text in results:
-        assert "did not come (the process there says that it is worker 0)" in text
+        assert "had not joined (the process there claims to be worker 0)" in text
 
 
 # The port
@@ -363,7 +363,7 @@ def test_a_taken_port_names_its_owner(where):
     workers = free_addresses(2)
     with socket.create_server((where, port_of(workers[1]))):
         text = outcome(workers, 1, {}, timeout_seconds=20)
-    assert f"Worker 1 ({workers[1]}) finds its port {port_of(workers[1])} taken" in text
+    assert f"Worker 1 ({workers[1]}) cannot use its port {port_of(workers[1])}" in text
     assert f"process {os.getpid()} (" in text
 
 
@@ -393,7 +393,7 @@ def test_the_environment_says_where_to_listen(monkeypatch):
     assert listener.everywhere("nobody.invalid") is None
     monkeypatch.setenv(listener.LISTEN_ADDR, "127.0.0.1")
     text = outcome(["203.0.113.7:38125", "203.0.113.8:38125"], 0, {}, timeout_seconds=1)
-    assert "cannot listen" not in text and "worker 1 (203.0.113.8:38125) did not come" in text
+    assert "cannot listen" not in text and "worker 1 (203.0.113.8:38125) had not joined" in text
 
 
 @pytest.mark.slow
@@ -446,7 +446,7 @@ def test_disagreement_is_told_before_the_time_limit(monkeypatch):
     calls[1]["facts"] = {"seed": 8}
     results, seconds = meet_in_threads(calls, timeout_seconds=60.0)
     assert len(set(results)) == 1
-    assert "seed: 7 on worker 0; 8 on worker 1; worker 2 had not come yet" in results[0]
+    assert "seed: 7 on worker 0; 8 on worker 1; worker 2 had not joined yet" in results[0]
     assert seconds < 60.0
 
 
@@ -476,7 +476,7 @@ def test_the_order_of_the_workers_differs():
     calls = [*calls_of(workers, skip=[2]), calls_of(swapped)[2]]
     results, _ = meet_in_threads(calls, timeout_seconds=2.0)
     assert f"workers[0]: '{workers[0]}' on worker 0; '{workers[1]}' on worker 2" in results[2]
-    assert "another list of workers" in results[2]
+    assert "a different list of workers" in results[2]
     assert named_as_missing(results[0]) == {2} and results[0] == results[1]
 
 
@@ -525,7 +525,7 @@ def test_another_job_on_the_same_port():
     assert f"the address of worker 0 ({workers[0]}) is used by another tfparallel job" in results[2]
     for text in results[:2]:
         assert named_as_missing(text) == {2}
-        assert f"process {os.getpid()} on host {socket.gethostname()} came as worker 2 of" in text
+        assert f"process {os.getpid()} on host {socket.gethostname()} connected as worker 2 of" in text
 
 
 # Somebody dies
@@ -601,7 +601,7 @@ def test_a_worker_that_falls_silent(monkeypatch):
             stopped = talk(workers[0], hello(workers, 1))
             with stopped:
                 text = chief.result(20)
-    assert f"worker 1 ({workers[1]}) fell silent" in text and "cannot reach worker 1" in text
+    assert f"worker 1 ({workers[1]}) stopped responding" in text and "cannot reach worker 1" in text
 
 
 # Strangers
@@ -731,11 +731,11 @@ def test_a_crowd_of_silent_strangers(monkeypatch):
         ({"workers": ["a:1", "::1:2"]}, "workers[1], '::1:2', is no address"),
         ({"workers": ["a:1", "b:65536"]}, "workers[1], 'b:65536', is no address"),
         ({"worker_index": 2}, "worker_index is not from 0 to 1"),
-        ({"worker_index": "0"}, "worker_index is no integer"),
-        ({"timeout_seconds": 0}, "timeout_seconds is not above 0"),
-        ({"timeout_seconds": float("inf")}, "timeout_seconds is not above 0"),
-        ({"facts": {"model": object()}}, "facts are not what JSON holds"),
-        ({"facts": {"file": "x" * 70_000}}, "bytes of a message's 65536"),
+        ({"worker_index": "0"}, "worker_index is not an integer"),
+        ({"timeout_seconds": 0}, "timeout_seconds is not positive"),
+        ({"timeout_seconds": float("inf")}, "timeout_seconds is not positive"),
+        ({"facts": {"model": object()}}, "facts are not JSON-serializable"),
+        ({"facts": {"file": "x" * 70_000}}, "bytes; a message has at most 65536"),
     ],
 )
 def test_bad_arguments(changes, expected):

@@ -25,11 +25,11 @@ def test_mistakes_are_told_before_tensorflow_is_loaded(capsys):
         (["all_reduce", "--warmup_iters=1"], "at least 4. Received: --warmup_iters=1"),
         (["all_reduce", "--num_devices=1"], "at least 2"),
         (["all_reduce", "--num_devices=2", "--nproc_per_node=2"], "not both"),
-        (["broadcast", "--nproc_per_node=2", "--save_profile"], "all_reduce is required"),
+        (["broadcast", "--nproc_per_node=2", "--save_profile"], "it needs all_reduce"),
         (["all_reduce", "--plot=a.pdf"], "must end in .png"),
         (["all_reduce", "--report=a.txt"], "must end in .json"),
         (["all_reduce", "--json=a.txt"], "must end in .json"),
-        (["all_reduce", BLOBS, "--min_bytes=4K"], "those of the model's gradients"),
+        (["all_reduce", BLOBS, "--min_bytes=4K"], "the model's gradients determine the sizes"),
         (["all_reduce", "--dtype=int8"], "dtype"),
         (["all_reduce", "no.py"], "does not exist. Received: 'no.py'"),
     ]

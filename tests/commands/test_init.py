@@ -120,15 +120,15 @@ def test_at_a_terminal_it_asks(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["mine.txt", "--kind=table"], "ends in .py. Received: 'mine.txt'"),
-        (["a.py", "b.py"], "One file is written"),
+        (["mine.txt", "--kind=table"], "must end in .py. Received: 'mine.txt'"),
+        (["a.py", "b.py"], "writes one file"),
         (["no/a.py"], "does not exist. Received: 'no/a.py'"),
         (["--kind=image", "--data=a.csv"], "ends in .npz"),
         (["--kind=table", "--data=absent.csv"], "does not exist. Received: --data=absent.csv"),
-        (["--kind=table", "--target=a"], "--target is the column of a .csv file"),
+        (["--kind=table", "--target=a"], "--target names a column of a .csv file"),
         (["--kind=image", "--data=series.npz"], "missing: y"),
         (["--kind=table", "--data=rows.csv", "--target=no"], "--target=no"),
-        (["--data=rows.npz"], "there is no terminal. Received: no --kind. Add --kind=image|table"),
+        (["--data=rows.npz"], "--kind is required. Received: no --kind. Add --kind=image|table"),
     ],
 )
 def test_mistakes(data_files, monkeypatch, capsys, arguments, message):
@@ -144,25 +144,25 @@ BROKEN = {
     "a short line": (
         "a.csv",
         b"a,b,c\n1,2,3\n4,5\n",
-        "of which line 3 has 2 of 3 fields",
+        "where line 3 has 2 of 3 fields",
     ),
-    "a long line": ("a.csv", b"a,b\n1,2\n4,5,6\n", "of which line 3 has 3 of 2 fields"),
+    "a long line": ("a.csv", b"a,b\n1,2\n4,5,6\n", "where line 3 has 3 of 2 fields"),
     "semicolons": (
         "a.csv",
         b"a;b\n1,5;2\n",
-        "Columns are separated by commas; this file uses ';'. Received: --data=a.csv, whose first",
+        "Columns must be separated by commas, but this file uses ';'. Received: --data=a.csv, whose first",
     ),
     "a missing number": (
         "a.csv",
         b"a,b\n1,2\n,3\n4,5\n",
-        "whose column 'a' is empty in 1 of 3 rows, first in row 2. Write a number there",
+        "whose column 'a' is empty in 1 of 3 rows, first in row 2. Fill in a number",
     ),
     "tabs": ("a.csv", b"a\tb\n1\t2\n", "this file uses tabs"),
     "another encoding": ("a.csv", b"a,b\n\xff,1\n", "The data file cannot be read"),
     "an empty table": ("a.csv", b"", "with 0 rows, columns []"),
     "an empty archive": ("a.npz", b"", "Received: --data=a.npz, empty. Write it: np.savez("),
     "a damaged archive": ("a.npz", b"PK\x03\x04 and more", "a file of 13 bytes that is damaged"),
-    "a pickle": ("a.npz", b"\x80\x04]\x94.", "A .npz file, as NumPy writes it, is required"),
+    "a pickle": ("a.npz", b"\x80\x04]\x94.", "must be a .npz file, as written by NumPy"),
 }
 
 

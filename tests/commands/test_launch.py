@@ -137,7 +137,7 @@ def test_a_worker_that_is_suspended_is_named_and_not_the_one_that_waited(tmp_pat
     code, _, errors = launch(flags, RECORDS)
     assert code == 75 and errors.startswith("tfparallel launch: Worker 1 stopped without a word")
     assert "worker 0 exited with code 75 after " in errors
-    assert " s (to be started again: it had lost another worker, hung, or was " in errors
+    assert " s (to be restarted: it lost another worker, hung, or was " in errors
     assert main(["trace", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("Worker 1 stopped without a word"), shown
@@ -147,7 +147,7 @@ def test_a_worker_that_is_suspended_is_named_and_not_the_one_that_waited(tmp_pat
 def test_death_by_signal_is_128_and_its_number():
     kill = "import os, signal, time; os.kill(os.getpid(), signal.SIGKILL)"
     code, _, errors = launch(["--nproc_per_node=2"], kill)
-    assert code == 137 and "was killed by SIGKILL" in errors and "for want of memory" in errors
+    assert code == 137 and "was killed by SIGKILL" in errors and "because memory ran out" in errors
 
 
 SHAPES = """
@@ -495,9 +495,9 @@ def test_several_hosts_need_a_secret_and_are_given_the_line(
 def test_jobs_of_other_names_do_not_meet(endpoint):
     first = start(nodes(endpoint, 0, "--start_timeout=3", "--job_name=one"), TELL)
     code, _, errors = launch(nodes(endpoint, 1, "--start_timeout=1", "--job_name=other"), TELL)
-    assert code == 1 and "the launcher there is of the job 'one', and this one of 'other'" in errors
+    assert code == 1 and "the launcher there belongs to job 'one', and this one to job 'other'" in errors
     _, errors = first.communicate(timeout=DEADLINE_SECONDS)
-    assert first.returncode == 1 and "of the job 'other'" in errors
+    assert first.returncode == 1 and "belongs to job 'other'" in errors
 
 
 def test_a_node_is_reached_where_it_says(endpoint):
@@ -573,7 +573,7 @@ def test_a_job_has_succeeded_once_it_has_on_every_node(endpoint):
 @pytest.mark.parametrize("leaver", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "signum, code, how",
-    [(signal.SIGTERM, 143, "was stopped by SIGTERM"), (signal.SIGKILL, 1, "is gone: it failed")],
+    [(signal.SIGTERM, 143, "was stopped by SIGTERM"), (signal.SIGKILL, 1, "is lost: it failed")],
 )
 def test_a_launcher_that_leaves_ends_the_job(endpoint, leaver, signum, code, how):
     waiting = "import time; print('ready'); time.sleep(600)"
@@ -591,7 +591,7 @@ def test_a_missing_node_is_named(endpoint):
     code, _, errors = launch(nodes(endpoint, 0, "--start_timeout=0.5"), TELL)
     assert code == 1
     assert errors.startswith(
-        f"tfparallel launch: node 1 did not come to {endpoint} within 0.5 s; all 2 nodes"
+        f"tfparallel launch: node 1 did not connect to {endpoint} within 0.5 s; all 2 nodes"
     )
     code, _, errors = launch(nodes(endpoint, 1, "--start_timeout=0.5"), TELL)
     assert code == 1 and "Node 1 waited 0.5 s for node 0's launcher" in errors

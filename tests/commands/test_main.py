@@ -56,7 +56,7 @@ def test_help_is_by_topic(capsys, program):
 def test_help_of_bench_names_what_it_measures(capsys):
     """Story: `bench` and its help named collectives alone."""
     assert main(["bench", "--help"]) == 0
-    head = " ".join(capsys.readouterr().out.partition("What is measured:")[0].split())
+    head = " ".join(capsys.readouterr().out.partition("Measurements:")[0].split())
     assert "`tfparallel bench train TASK.py`" in head
     assert "`tfparallel bench pipeline TASK.py`" in head
 
@@ -104,27 +104,27 @@ def test_help_offers_what_a_flag_takes(capsys):
         (["train", "a.py", "--micro_batches=4"], "Did you mean --num_micro_batches?"),
         (["train", "a.py", "--checkpoint=b"], "Did you mean --checkpoint_dir?"),
         (["check", "a.py", "--epochs=3"], "of `check`. It is a flag of `train`."),
-        (["train", "a.py", "--parallel=ddp"], "--parallel=ddp. Here it is --parallel=data."),
+        (["train", "a.py", "--parallel=ddp"], "--parallel=ddp. The value here is --parallel=data."),
         (["train", "a.py", "--parallel=data-parallel"], "Did you mean --parallel=data?"),
         (["train", "a.py", "--parallel=sequence"],
-         "Here it is --parallel=hybrid --mesh=sequence=2."),
-        (["train", "a.py", "--parallel=fsdp"], "Here it is --parallel=data --shard=parameters."),
+         "The value here is --parallel=hybrid --mesh=sequence=2."),
+        (["train", "a.py", "--parallel=fsdp"], "The value here is --parallel=data --shard=parameters."),
         (["train", "a.py", "--shard=params"], "Did you mean --shard=parameters?"),
         (["train", "a.py", "--parallel=piplin"], "Did you mean --parallel=pipeline?"),
-        (["train", "a.py", "--precision=BF16"], "Here it is --precision=mixed_bfloat16."),
+        (["train", "a.py", "--precision=BF16"], "The value here is --precision=mixed_bfloat16."),
         (["train", BLOBS[:-3]], f"Did you mean {BLOBS}?"),
         (["train", BLOBS, "num_devices=2"], "Did you mean --num_devices=2?"),
-        (["train", str(TASKS)], f"Received: a folder, '{TASKS}'. Name a file in it, such as "),
-        (["plan", BLOBS, "--parallel=data"], "Here it is --parallel=auto."),
-        (["train", BLOBS, "--epochs"], "--epochs needs a value. Received: none. Write --epochs=…"),
+        (["train", str(TASKS)], f"Received: a folder, '{TASKS}'. Choose a file in it, such as "),
+        (["plan", BLOBS, "--parallel=data"], "The value here is --parallel=auto."),
+        (["train", BLOBS, "--epochs"], "--epochs needs a value. Received: none. Use --epochs=…"),
         (["plan", str(ROOT / "docs")], f"Received: a folder, '{ROOT / 'docs'}'.\n"),
         (["train"], "One task file is required. Received: []. Example: tfparallel train"),
         (["bench", "allreduce"], "Received: ['allreduce']. Did you mean all_reduce?"),
-        (["init", "data.csv"], "Name the data by a flag: tfparallel init task.py --data=data.csv"),
+        (["init", "data.csv"], "Pass the data with a flag: tfparallel init task.py --data=data.csv"),
         (["help", "trian"], "Received: 'trian'. Did you mean `tfparallel train`?"),
         (["trian", "a.py"], "Received: 'trian'. Did you mean `tfparallel train`?"),
-        (["trace", "nowhere"], "The folder does not exist; that of a job's records is required"),
-        (["trace"], "One folder is required, such as that of `tfparallel launch --log_dir`."),
+        (["trace", "nowhere"], "The folder does not exist; a folder with a job's records is required"),
+        (["trace"], "One folder is required, such as the --log_dir of `tfparallel launch`."),
         (["trace", "a", "b"], "Received: a b. Example:"),
     ],
 )  # fmt: skip
@@ -219,7 +219,7 @@ def test_help_loads_no_tensorflow():
             [BLOBS, "--devices=CPU:0", "--device_type=cpu"],
             "Received: --devices=CPU:0 with --device_type=cpu. Drop --device_type",
         ),
-        ([BLOBS, "--parallel=hybrid"], "needs a mesh: how many devices there are along each axis"),
+        ([BLOBS, "--parallel=hybrid"], "needs a mesh: the number of devices along each axis"),
         ([BLOBS, "--mesh=data=2"], "Received: --mesh=data=2 with --parallel=data. Drop --mesh"),
         ([BLOBS, "--parallel=hybrid", "--mesh=data=2,rows=2"], "Received: 'data=2,rows=2'"),
         ([BLOBS, "--parallel=hybrid", "--mesh=data=2,data=2"], "each once"),
@@ -254,11 +254,11 @@ def test_mistakes_of_both_commands(capsys, command, arguments, message):
     [
         (["--parallel=none", "--num_devices=4"], "one device. Received: --num_devices=4. Use"),
         (["--parallel=none", "--devices=CPU:0,CPU:1"], "one device. Received: --devices=CPU:0"),
-        (["--devices=CPU:0,CPU:90"], "In a command: --num_devices=2 --device_type=cpu."),
+        (["--devices=CPU:0,CPU:90"], "On the command line: --num_devices=2 --device_type=cpu."),
         (["--shard=gradients"], "--shard=gradients with --sync=every_step. Add --sync=accumulate"),
         (
             ["--parallel=hybrid", "--mesh=data=2", "--shard=gradients", "--sync=accumulate:2"],
-            "Received: --shard=gradients with --parallel=hybrid. Take --shard=optimizer",
+            "Received: --shard=gradients with --parallel=hybrid. Use --shard=optimizer",
         ),
         (["--epochs=0"], "Received: --epochs=0"),
         (["--steps_per_epoch=0"], "Received: --steps_per_epoch=0"),

@@ -149,7 +149,7 @@ def test_auto_on_one_device_measures_nothing():
     code, shown, said = run("train", BLOBS, "--parallel=auto", "--device_type=cpu")
     assert code == 0, said
     assert shown.startswith(
-        "--parallel=auto takes one device (--parallel=none): there is one device"
+        "--parallel=auto chose one device (--parallel=none): there is one device"
     )
 
 

@@ -104,7 +104,7 @@ def test_callbacks_and_tensorboard_on_two_workers(tmp_path):
     assert {path.name for path in (tmp_path / "tb").iterdir()} == {"train", "validation"}
     assert [len(list(folder.iterdir())) for folder in (tmp_path / "tb").iterdir()] == [1, 1]
     code, shown, errors = tfparallel("train", BLOBS, "--callbacks")
-    assert code == 2 and "needs a function callbacks() in the task file" in errors
+    assert code == 2 and "requires the task file to define callbacks()" in errors
 
 
 @pytest.mark.slow

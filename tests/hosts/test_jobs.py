@@ -185,7 +185,7 @@ def test_a_host_behind_a_gateway_that_translates(translated, is_elastic, start, 
         job = start(network, launch, [f"--save={tmp_path}/a.keras"])
         assert job.wait() == [0, 0], job.said(0) + job.said(1)
         for host in range(2):
-            assert ("taken for a gateway's" in job.said(host)) == (host in translated)
+            assert ("probably a gateway's" in job.said(host)) == (host in translated)
     are_equal(tmp_path / "a.keras", alone(4))
 
 
@@ -213,7 +213,7 @@ def test_a_link_that_is_cut_ends_both_sides_and_is_named(two, slow_job):
     two.cut(1)
     assert all(code != 0 for code in job.wait())
     for host in (0, 1):
-        pattern = r"launcher of node \d is gone|connection to (worker \d|another worker) was lost"
+        pattern = r"launcher of node \d is lost|connection to (worker \d|another worker) was lost"
         assert re.search(pattern, job.said(host)), job.said(host)
     assert "connection to worker 1 was lost" in job.said(0)
 
@@ -225,7 +225,7 @@ def test_of_a_link_that_is_cut_one_way_both_sides_say_whom_they_lost(two, slow_j
     assert all(code != 0 for code in job.wait())
     for host in (0, 1):
         assert f"connection to worker {1 - host} was lost" in job.said(host), job.said(host)
-        pattern = r"worker (\d)( of node \d)? exited with code 75 .* \(it had lost worker (\d), or"
+        pattern = r"worker (\d)( of node \d)? exited with code 75 .* \(it lost worker (\d), or"
         match = re.search(pattern, job.said(host))
         assert match and {match[1], match[3]} == {"0", "1"}, job.said(host)
 

@@ -92,7 +92,7 @@ def test_plan(tmp_path):
     code, shown, _ = run(*plan, "--num_devices=4", limit, f"--report={report}")
     assert code == 0
     first, command = shown.splitlines()[:2]
-    assert first == "needs 3 devices of 60 KiB; take --parallel=model; the command:"
+    assert first == "needs 3 devices of 60 KiB; use --parallel=model; the command:"
     assert command.split()[1:4] == ["train", str(task), "--parallel=model"]
     assert "--num_devices=3" in command
     written = json.loads(report.read_text())

@@ -137,7 +137,7 @@ def test_a_missing_worker_is_named_at_the_deadline(tmp_path):
         TF_CONFIG=json.dumps(cluster),
     )
     assert code == 1
-    assert f"worker 1 (127.0.0.1:{ports[1]}) did not come" in output
+    assert f"worker 1 (127.0.0.1:{ports[1]}) had not joined" in output
     assert "Traceback" not in output
     assert not [p for p in psutil.process_iter(["cmdline"]) if "--start_timeout=3" in (
         p.info["cmdline"] or []
@@ -149,7 +149,7 @@ def test_a_missing_worker_is_named_at_the_deadline(tmp_path):
     [
         ("--parallel=none", "would train 2 separate models"),
         ("--strategy=mirrored", "would train 2 separate models"),
-        ("--num_workers=3", "This process is one of 2 workers already"),
+        ("--num_workers=3", "This process is already one of 2 workers"),
     ],
 )
 def test_what_a_worker_may_not_be_asked(flag, message, tmp_path):

@@ -117,7 +117,7 @@ def test_it_prints_as_it_was_asked_for(spec):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("train", "--compression=bf16"), "and no other workers"),
+        (("train", "--compression=bf16"), "without other workers"),
         (("train", "--compression=topk:2"), "--compression: `compression` must be"),
         (("check", "--compression=bf16"), "Received: --compression=bf16. Drop it"),
     ],

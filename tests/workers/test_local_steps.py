@@ -155,9 +155,9 @@ def test_invalid_policies_raise(spec):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("train", "--sync=local_sgd:8"), "and no other workers"),
+        (("train", "--sync=local_sgd:8"), "without other workers"),
         (("train", "--sync=local_sgd:0"), "--sync: `sync` must be"),
-        (("train", "--sync=local_sgd:8", "--parallel=pipeline"), "Take --parallel=data"),
+        (("train", "--sync=local_sgd:8", "--parallel=pipeline"), "Use --parallel=data"),
         (("train", "--sync=local_sgd:8", "--compression=bf16"), "Drop one"),
         (("check", "--sync=local_sgd:8"), "Received: --sync=local_sgd:8. Drop it"),
     ],

@@ -26,7 +26,7 @@ def callbacks():
     return [keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.8))]
 """
 
-READY = "tfparallel launch: 2 of 2 workers here had a process ready"
+READY = "tfparallel launch: 2 of 2 workers on this host start in a standby process"
 
 pytestmark = pytest.mark.slow
 

@@ -82,7 +82,7 @@ def draw_sweep(
     time_axes.set(xscale="log", yscale="log", ylabel="time (µs), median", title="Time")
     bus_axes.set(ylabel="bus bandwidth (GB/s)", title="Bus bandwidth", ylim=(0, None))
     for axes in (time_axes, bus_axes):
-        axes.set_xlabel("size of the vector of each rank")
+        axes.set_xlabel("vector size per rank")
         axes.set_xticks(sorted({row.size_bytes for row in rows}))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: size_text(size)))
         axes.xaxis.set_minor_locator(NullLocator())
@@ -121,7 +121,7 @@ def draw_scaling(path: str, strong: Sequence[Any], weak: Sequence[Any], title: s
                 place += 1
             place += 0.6
     bars.set_xticks([x for x, _ in labels], [text for _, text in labels], fontsize=8)
-    bars.set(ylabel="ms a step", title="Where a step's time goes")
+    bars.set(ylabel="ms per step", title="Where a step's time goes")
     for part, colour in _PARTS.items():
         bars.bar(0, 0, color=colour, label=part)
     bars.legend(frameon=False)
@@ -132,7 +132,7 @@ def draw_scaling(path: str, strong: Sequence[Any], weak: Sequence[Any], title: s
     for name, runs, colour in (("strong", strong, "#0072B2"), ("weak", weak, "#D55E00")):
         rates = [run.examples_per_second for run in runs]
         lines.plot([run.num_workers for run in runs], rates, "o-", color=colour, label=name)
-    lines.set(xlabel="workers", ylabel="examples a second", title="Scaling", ylim=(0, None))
+    lines.set(xlabel="workers", ylabel="examples per second", title="Scaling", ylim=(0, None))
     lines.set_xticks(numbers)
     lines.legend(frameon=False)
     for axes in (bars, lines):
@@ -208,7 +208,7 @@ def _draw_limit(time_axes, bus_axes, rows, bandwidth, shared, factor):
     floor = min(row.quantile_seconds(0.1) for row in rows) * 1e6 / 4
     below = {"color": "#bbbbbb", "alpha": 0.35, "linewidth": 0}
     time_axes.fill_between(sizes, times * 1e6, 1e-9, **below)
-    label = f"memory's limit ({bandwidth / 1e9:.0f} GB/s;\ncaches are faster)"
+    label = f"memory limit ({bandwidth / 1e9:.0f} GB/s;\ncaches are faster)"
     time_axes.plot(sizes, times * 1e6, color="#888888", linewidth=1.0, label=label)
     time_axes.set_ylim(bottom=floor)
     best = float(sizes[0] / times[0] / 1e9 * factor)
@@ -218,6 +218,6 @@ def _draw_limit(time_axes, bus_axes, rows, bandwidth, shared, factor):
         bus_axes.axhspan(best, best * 1.08, **below)
     else:
         bus_axes.annotate(
-            f"memory's limit: {best:.1f} GB/s ↑", (0.02, 0.97), xycoords="axes fraction",
+            f"memory limit: {best:.1f} GB/s ↑", (0.02, 0.97), xycoords="axes fraction",
             va="top", color="#666666",
         )  # fmt: skip

@@ -17,7 +17,9 @@ def sweep(min_bytes: int, max_bytes: int, step_factor: int, itemsize: int) -> li
     if max_bytes < min_bytes:
         problems.append(f"the largest size is below the smallest ({max_bytes} < {min_bytes} bytes)")
     if min_bytes < itemsize:
-        problems.append(f"the smallest size holds no element of {itemsize} bytes ({min_bytes})")
+        problems.append(
+            f"the smallest size is less than one element of {itemsize} bytes ({min_bytes})"
+        )
     if problems:
         raise ValueError(f"There is nothing to sweep: {'; '.join(problems)}.")
     counts, size = [], min_bytes

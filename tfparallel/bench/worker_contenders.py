@@ -116,7 +116,7 @@ class TensorFlowCollectives:
         if collective == "all_gather":
             self.implementation = f"TensorFlow CollectiveGatherV2 ({by})"
         if collective == "broadcast":
-            self.implementation = f"TensorFlow CollectiveReduceV2 ({by}), zeros but on worker 0"
+            self.implementation = f"TensorFlow CollectiveReduceV2 ({by}), zeros except on worker 0"
         num_workers = self._group.num_workers
         num_elements = input_count(collective, count, num_workers)
         steps = {

@@ -106,31 +106,31 @@ class Acceptor:
 
     def turn_away(self, address: str, reason: str) -> None:
         """Records a caller that cannot take part."""
-        entry = f"{address}, {reason}"
+        entry = f"{address}: {reason}"
         if entry not in self.turned_away and len(self.turned_away) < _MAX_TOLD:
             self.turned_away.append(entry)
 
     def who_was_turned_away(self) -> str:
         """Returns a sentence on the callers turned away, for an error; "" if there are none."""
-        return "".join(f" Turned away: {entry.rstrip('.')}." for entry in self.turned_away)
+        return "".join(f" Rejected {entry.rstrip('.')}." for entry in self.turned_away)
 
     def _process(self, visitor, line):
         """Processes a line of a caller not yet admitted; raises if it is not of the job."""
         if visitor.session is not None:
             hello = visitor.session.opened(line)
             if hello is None:
-                self._refuse(visitor, "with another TFPARALLEL_JOB_TOKEN")
+                self._refuse(visitor, "different TFPARALLEL_JOB_TOKEN")
             if not _is_hello(hello):
-                raise ValueError("It does not say what a launcher says.")
+                raise ValueError("The message is not a launcher's hello.")
             visitor.hello = hello
             return
         greeting = wire.parsed(line)
         if not wire.is_greeting(greeting):
-            raise ValueError("It names no job.")
+            raise ValueError("The message names no job.")
         if greeting["job"] != self._job:
-            self._refuse(visitor, f"of the job {greeting['job']!r}")
+            self._refuse(visitor, f"belongs to job {greeting['job']!r}")
         if not wire.is_of_this_version(greeting):
-            self._refuse(visitor, "with another version of tfparallel")
+            self._refuse(visitor, "different version of tfparallel")
         reply = wire.greeting(self._job)
         visitor.send(reply)
         nonces = greeting["nonce"], reply["nonce"]
@@ -174,12 +174,12 @@ def open_acceptor(
     except OSError as error:
         is_taken = error.errno == errno.EADDRINUSE
         other = who_listens((host, port), job, _LOOK_SECONDS) if is_taken else None
-        by = "" if other is None else f": by a launcher of the job {other!r}"
+        by = "" if other is None else f" by a launcher of job {other!r}"
         raise RuntimeError(
-            "Node 0 cannot listen at the rendezvous endpoint, which must be an address of this "
+            "Node 0 cannot listen on the rendezvous endpoint, which must be an address of this "
             f"host with a free port. Received: {join_address(host, port)} ({error.strerror}{by}). "
-            "Choose another port, or start node 0 on that host; if the address is a gateway's that "
-            f"leads here, add --local_addr={host}."
+            "Choose another port, or start node 0 on that host; if the address belongs to a "
+            f"gateway that forwards here, add --local_addr={host}."
         ) from error
 
 

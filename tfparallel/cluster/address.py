@@ -28,7 +28,7 @@ def split_address(address: str) -> tuple[str, int]:
     except ValueError as error:
         raise ValueError(
             "An address must be host:port, or [host]:port for IPv6, with a port from 1 to "
-            f"{_MAX_PORT}. Received: {address!r}; {error}. An example: node0.example.com:29400"
+            f"{_MAX_PORT}. Received: {address!r}; {error}. Example: node0.example.com:29400"
         ) from error
 
 
@@ -53,12 +53,12 @@ def address_problems(named: Iterable[tuple[str, object]]) -> list[str]:
     problems, owners = [], {}
     for name, address in named:
         if not isinstance(address, str):
-            problems.append(f"{name} must be a text 'host:port', not {shown(address)}")
+            problems.append(f"{name} must be a string 'host:port', not {shown(address)}")
             continue
         try:
             host, port = _split(address)
         except ValueError as error:
-            problems.append(f"{name}, {shown(address)}, is no address: {error}")
+            problems.append(f"{name}, {shown(address)}, is not a valid address: {error}")
             continue
         place = (_canonical(host), port)
         if place in owners:
@@ -73,7 +73,7 @@ def address_problems(named: Iterable[tuple[str, object]]) -> list[str]:
 def _split(address):
     """Like `split_address`, with a short error that only names the problem."""
     if not isinstance(address, str):
-        raise ValueError("it is no text")
+        raise ValueError("it is not a string")
     host, colon, port = address.rpartition(":")
     if not colon or address.endswith("]"):
         raise ValueError("it has no port; it must be host:port")
@@ -81,15 +81,15 @@ def _split(address):
         raise ValueError("it has no host; it must be host:port")
     bracketed = host.startswith("[") and host.endswith("]")
     if "://" in address:
-        raise ValueError("it must be host:port alone, without a protocol before it")
+        raise ValueError("it must be host:port, without a protocol prefix")
     if ":" in host and not bracketed:
         raise ValueError(
-            f"its host has colons; an IPv6 address stands in brackets, as in '[{host}]:{port}'"
+            f"its host has colons; write an IPv6 address in brackets, as in '[{host}]:{port}'"
         )
     host = host[1:-1] if bracketed else host
     if not (_is_of(ipaddress.IPv6Address, host) if bracketed else _is_host(host)):
         kind = "IPv6 address" if bracketed else "host name or IPv4 address"
-        raise ValueError(f"{shown(host)} is no {kind}")
+        raise ValueError(f"{shown(host)} is not a valid {kind}")
     if not _PORT.fullmatch(port) or int(port) > _MAX_PORT:
         raise ValueError(f"its port must be a number from 1 to {_MAX_PORT}, not {shown(port)}")
     return host, int(port)

@@ -145,7 +145,10 @@ class Call(Channel):
         if not wire.is_greeting(answer):
             raise wire.refusal(answer, self._job)
         if not wire.is_of_this_version(answer):
-            text = "the launcher there has another version of tfparallel; install one on all hosts"
+            text = (
+                "the launcher there has a different version of tfparallel; install the same "
+                "version on all hosts"
+            )
             raise wire.RefusedError(text, answer["job"])
         return greeting["nonce"], answer["nonce"]
 
@@ -203,4 +206,6 @@ def keep_alive(connected: socket.socket, idle_seconds: int) -> None:
 
 
 def _hung_up():
-    return wire.RefusedError("it hung up (no launcher, or one of another version)")
+    return wire.RefusedError(
+        "it closed the connection (not a launcher, or a different version of tfparallel)"
+    )

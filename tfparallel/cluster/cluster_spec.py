@@ -70,7 +70,7 @@ class Cluster:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         problems = _field_problems(self)
         if problems:
-            raise refusal("These fields make no Cluster", problems, shown(vars(self)))
+            raise refusal("Cannot create a Cluster from these fields", problems, shown(vars(self)))
 
     @property
     def num_workers(self) -> int:
@@ -206,7 +206,7 @@ def _field_problems(cluster):
         for index, address in enumerate(getattr(cluster, name))
     )
     if len(cluster.evaluators) > 1:
-        problems.append("evaluators must be one address or none")
+        problems.append("evaluators must have at most one address")
     counts = {"worker_index": cluster.num_workers, "local_rank": cluster.num_local_workers}
     for name, count in counts.items():
         value = getattr(cluster, name)
@@ -215,7 +215,7 @@ def _field_problems(cluster):
         elif not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < count:
             problems.append(f"{name} must be a whole number from 0 to {count - 1}")
     if cluster.is_evaluator and cluster.worker_index:
-        problems.append("an evaluator is no worker; its worker_index must be 0")
+        problems.append("an evaluator is not a worker; its worker_index must be 0")
     if cluster.names_chief and not cluster.workers:
-        problems.append("a chief must be named in workers")
+        problems.append("names_chief requires the chief's address in workers")
     return problems

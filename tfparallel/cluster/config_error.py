@@ -41,7 +41,7 @@ def shown(value: object) -> str:
     try:
         text = repr(value)
     except RecursionError:
-        return f"a {type(value).__name__} that is nested too deeply to be shown"
+        return f"a {type(value).__name__} that is nested too deeply to show"
     if len(text) > _SHOWN_CHARACTERS:
         return f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"
     return text

@@ -93,10 +93,10 @@ def _check_alone(environ):
     named = {name: environ[name] for name in (_WORKERS, _NUM_WORKERS) if name in environ}
     if "," in named.get(_WORKERS, "") or named.get(_NUM_WORKERS, "1") != "1":
         raise refusal(
-            f"{' and '.join(named)} tell of other workers, but nothing says which this process is",
-            ["the rank that torchrun, MPI, Slurm or Kubernetes sets is required"],
+            f"{' and '.join(named)} name several workers, but not which one this process is",
+            ["a rank set by torchrun, MPI, Slurm or Kubernetes is required"],
             shown(named),
-            "Start the workers by one of them or by `tfparallel launch`, or set TF_CONFIG.",
+            "Start the workers with one of them or with `tfparallel launch`, or set TF_CONFIG.",
         )
 
 
@@ -122,10 +122,10 @@ def _addresses(environ, agreeing):
         )
         if len(addresses) != first.num_workers:
             problems.append(
-                f"it names {len(addresses)} workers, and {first.source} says {first.num_workers}"
+                f"it names {len(addresses)} workers, but {first.source} says {first.num_workers}"
             )
         if first.source == "TF_CONFIG" and not problems and addresses != first.addresses():
-            problems.append("it names other addresses than TF_CONFIG; one of them must go")
+            problems.append("its addresses differ from those in TF_CONFIG; unset one of the two")
         if problems:
             received = shown({_WORKERS: named, **first.received})
             raise refusal(f"{_WORKERS} cannot be used", problems, received)

@@ -325,17 +325,16 @@ class ElasticMeetings:
     def _no_round(self, endpoint):
         return (
             f"No round of the job began within {self._timeout_seconds:g} s. Received: a launcher "
-            f"at {endpoint} that has let nobody in; the job may have its {self._max_nodes} hosts, "
-            "or too few yet, or have this one wait since others that joined have failed."
+            f"at {endpoint} that admitted no host; the job may already have its {self._max_nodes} "
+            "hosts, still have too few, or be making this one wait because other newcomers failed."
         )
 
     def _no_listener(self):
         return (
-            f"A launcher must listen at {self._places()}, and none came within "
-            f"{self._timeout_seconds:g} s; this one cannot. Received: {self._why_closed}"
-            f"{self._why_refused}. Start "
-            "one on a host of --rdzv_endpoint; several endpoints, HOST:PORT,HOST:PORT, let another "
-            "host take over when the first is gone."
+            f"A launcher must listen at {self._places()}, but none did within "
+            f"{self._timeout_seconds:g} s, and this one cannot. Received: "
+            f"{self._why_closed}{self._why_refused}. Start one on a host of --rdzv_endpoint. With "
+            "several endpoints, HOST:PORT,HOST:PORT, another host takes over if the first is lost."
         )
 
     def _places(self):
@@ -346,7 +345,7 @@ class ElasticMeetings:
         nnodes = ":".join(map(str, nnodes)) if isinstance(nnodes, list) else nnodes
         return (
             f"All hosts must agree on --nnodes. Received: {self._min_nodes}:{self._max_nodes} on "
-            f"the host that listens, {nnodes} here."
+            f"the listening host, {nnodes} here."
         )
 
 

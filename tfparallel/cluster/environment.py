@@ -40,9 +40,9 @@ def too_many_workers(addresses: Sequence[str]) -> str | None:
     if size < _MAX_VARIABLE_BYTES:
         return None
     return (
-        f"TF_CONFIG, in which TensorFlow finds the workers, can hold {_MAX_VARIABLE_BYTES} "
-        f"bytes on Linux. Received: {len(addresses)} workers, which need {size}. "
-        "Start fewer workers on each host, or name hosts by shorter addresses (--local_addr)."
+        f"TF_CONFIG, which lists the workers for TensorFlow, is limited to {_MAX_VARIABLE_BYTES} "
+        f"bytes on Linux. Received: {len(addresses)} workers, which need {size}. Start fewer "
+        "workers per host, or use shorter host addresses (--local_addr)."
     )
 
 

@@ -48,8 +48,9 @@ def visible_gpus(
             f"{num_local_workers} workers on one host cannot share {num_gpus} equally",
             ["the number of GPUs must be a multiple of the number of workers"],
             shown(named) if named else f"{num_gpus} in /dev",
-            f"Start {_count(len(gpus), 'worker')} a host, or set {_VISIBLE}: {_VISIBLE}={gpus[0]} "
-            f"has all workers share that GPU, {_VISIBLE}=-1 trains on the CPU.",
+            f"Start {_count(len(gpus), 'worker')} per host, or set {_VISIBLE}: "
+            f"{_VISIBLE}={gpus[0]} makes all workers share that GPU, {_VISIBLE}=-1 trains on the "
+            "CPU.",
         )
     first = local_rank * share
     return {_VISIBLE: ",".join(gpus[first : first + share])}

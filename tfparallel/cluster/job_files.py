@@ -36,7 +36,7 @@ _SLURM_SCRIPT = """\
 {options}
 #
 # A launcher on each node starts the workers there. Before the time limit, and when the
-# job is to make room, the workers save their state and end with code {again}.
+# job is preempted, the workers save their state and exit with code {again}.
 set -u
 
 {setup}{srun} tfparallel launch{hosts} \\
@@ -109,8 +109,8 @@ class JobFile:
         problems = []
         if not _NAME.fullmatch(self.name):
             problems.append(
-                "--job_name must be of at most 52 lower-case letters, digits and '-', begin with a "
-                f"letter and not end with '-'. Received: --job_name={self.name}."
+                "--job_name must have at most 52 characters, lowercase letters, digits and '-', "
+                f"start with a letter and not end with '-'. Received: --job_name={self.name}."
             )
         if self.nnodes > _MOST_NODES:
             problems.append(
@@ -119,7 +119,7 @@ class JobFile:
         longest = _MOST_SECONDS - _ENDS_SECONDS
         if not 0 <= self.grace_seconds <= longest:
             problems.append(
-                f"--grace_seconds must lie in 0 to {longest} with --emit. Received: "
+                f"--grace_seconds must be from 0 to {longest} with --emit. Received: "
                 f"--grace_seconds={self.grace_seconds}."
             )
         if self.gpus_per_node < 0:
@@ -133,7 +133,7 @@ class JobFile:
         ]
         texts = [*self.command, *self.launch_flags, *self.sbatch_args, self.image or ""]
         problems += [
-            f"A job file is text in UTF-8, and so must be what goes into it. Received: {text!r}."
+            f"A job file is UTF-8 text, and so must be everything in it. Received: {text!r}."
             for text in texts
             if not _is_utf_8(text)
         ]
@@ -201,8 +201,8 @@ def kubernetes_objects(job: JobFile) -> str:
     """
     if not job.image:
         raise ValueError(
-            "--emit=kubernetes needs --image=NAME, a container image with the program and "
-            "tfparallel in it. Received: none."
+            "--emit=kubernetes needs --image=NAME, a container image that contains the program and "
+            "tfparallel. Received: none."
         )
     labels = {"app": job.name}
     # Its DNS names let pods find each other before they are ready.

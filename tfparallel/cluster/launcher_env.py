@@ -47,8 +47,8 @@ _NUM_WORKERS = "TFPARALLEL_NUM_WORKERS"
 _SERVICE = "TFPARALLEL_SERVICE"
 
 _NAME_THEM = (
-    f'Set {_WORKERS}="host1:port,host2:port", an address for each worker in the order of their '
-    "ranks, the same for all; or set TF_CONFIG"
+    f'Set {_WORKERS}="host1:port,host2:port", one address per worker in rank order, the same on '
+    "all workers; or set TF_CONFIG"
 )
 # Each pod has its own address, so all can use the same port.
 _POD_PORT = 13_000
@@ -110,7 +110,7 @@ def of_torchrun(environ: Mapping[str, str]) -> LauncherEnv | None:
     index = variables.number("RANK", below=size, required=True)
     local_rank, num_local = variables.place("LOCAL_RANK", "LOCAL_WORLD_SIZE", size)
     launchers = variables.number("GROUP_WORLD_SIZE", least=1)
-    variables.check("Start the workers by torchrun or `tfparallel launch`, or unset WORLD_SIZE.")
+    variables.check("Start the workers with torchrun or `tfparallel launch`, or unset WORLD_SIZE.")
     if launchers is None and num_local and size % num_local == 0:
         launchers = size // num_local
 
@@ -140,7 +140,7 @@ def of_mpi(environ: Mapping[str, str]) -> LauncherEnv | None:
     size = variables.number(names[0], least=1)
     index = variables.number(names[1], below=size, required=True)
     local_rank, num_local = variables.place(*names[2:], size)
-    variables.check("Start the workers by mpirun.")
+    variables.check("Start the workers with mpirun.")
 
     def first_port():
         # MPICH does not name its jobs: two jobs on one host need TFPARALLEL_PORT.
@@ -182,8 +182,8 @@ def of_slurm(environ: Mapping[str, str]) -> LauncherEnv | None:
     counts = _slurm_counts(variables, size, nodes)
     num_local = counts[node] if counts and node is not None and node < len(counts) else None
     if num_local is not None and local_rank is not None and local_rank >= num_local:
-        variables.problems.append(f"SLURM_LOCALID must be below the node's {num_local} tasks")
-    variables.check("Start the workers by srun.")
+        variables.problems.append(f"SLURM_LOCALID must be less than the node's {num_local} tasks")
+    variables.check("Start the workers with srun.")
 
     def addresses():
         base = variables.number(_PORT, least=1, below=65536)
@@ -236,7 +236,7 @@ def of_kubernetes(environ: Mapping[str, str], counted: bool = False) -> Launcher
     fix = (
         f"Set {_NUM_WORKERS} to the Job's completions and {_SERVICE} to the name of its headless "
         f"Service (spec.subdomain of the pods), in the pods' env; {_NUM_WORKERS}=1 if each pod "
-        "trains a model of its own."
+        "trains its own model."
     )
     variables.check(fix)
 
@@ -249,10 +249,10 @@ def of_kubernetes(environ: Mapping[str, str], counted: bool = False) -> Launcher
         job, dash, number = host.rpartition("-")
         if not (job and dash and number == str(index)):
             variables.problems.append(
-                f"HOSTNAME must be the Job's name and the pod's index, as in 'train-{index}' "
-                f"(a pod with hostNetwork has its node's), not {shown(host)}"
+                f"HOSTNAME must be the Job's name and the pod's index, as in 'train-{index}' (with "
+                f"hostNetwork it is the node's name), not {shown(host)}"
             )
-        variables.check(f"{fix} Or name the workers: {_NAME_THEM}.")
+        variables.check(f"{fix} Or list the workers: {_NAME_THEM}.")
         return tuple(f"{job}-{other}.{service}:{port}" for other in range(size))
 
     return LauncherEnv("Kubernetes", size, index, variables.received, addresses, 0, 1)
@@ -298,8 +298,8 @@ def node_rank_of(flag_value: int | None, nodes: NodeRange) -> int | None:
     rank = int(variables[name])
     if flag_value not in (None, rank):
         raise ValueError(
-            f"--node_rank must be what the scheduler says, {name}={rank}. Received: "
-            f"--node_rank={flag_value}. Leave the flag out."
+            f"--node_rank must match the scheduler's {name}={rank}. Received: "
+            f"--node_rank={flag_value}. Drop the flag."
         )
     return rank
 
@@ -314,7 +314,7 @@ def _slurm_nodes(variables):
         return slurm.expand_node_list(text)
     except ValueError as error:
         name = next(name for name in names if name in variables.environ)
-        variables.problems.append(f"{name} is no list of nodes such as 'node[01-04]': {error}")
+        variables.problems.append(f"{name} is not a node list such as 'node[01-04]': {error}")
         return []
 
 
@@ -334,8 +334,8 @@ def _slurm_counts(variables, size, nodes):
         return []
     if len(counts) != len(nodes) or sum(counts) != size:
         variables.problems.append(
-            f"the step has {size} tasks and {len(nodes)} nodes, but {sum(counts)} tasks are "
-            f"counted on {len(counts)} nodes"
+            f"the step has {size} tasks and {len(nodes)} nodes, but its task counts add up to "
+            f"{sum(counts)} on {len(counts)} nodes"
         )
         return []
     return counts
@@ -346,7 +346,7 @@ def _on_this_host(variables, size, num_local, first_port):
     if num_local != size:
         num_here = "an unknown number" if num_local is None else num_local
         raise refusal(
-            f"{variables.source} starts {size} workers, {num_here} of them on this host, and does "
+            f"{variables.source} starts {size} workers, {num_here} of them on this host, but does "
             "not say where the others are",
             ["the address of every worker is required"],
             shown(variables.received),
@@ -357,7 +357,7 @@ def _on_this_host(variables, size, num_local, first_port):
         base = first_port()
     if base is not None and base + size - 1 > 65535:
         variables.problems.append(
-            f"{size} ports from {base} up are needed, and the last port is 65535"
+            f"{size} ports from {base} on are needed, but the last port is 65535"
         )
     variables.check(f"Set {_PORT} to the first of {size} free ports, the same for all workers.")
     return tuple(f"127.0.0.1:{base + rank}" for rank in range(size))

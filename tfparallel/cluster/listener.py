@@ -50,17 +50,17 @@ async def listen(
         worker = differences.name_worker(workers, worker_index).capitalize()
         if error.errno == errno.EADDRINUSE:
             raise RuntimeError(
-                f"{worker} finds its port {port} taken: it is held by "
-                f"{owner(port) or 'another process'}. TensorFlow needs the port for "
-                f"itself, on all addresses of host {socket.gethostname()}. Received: "
-                f"workers={list(workers)}. Stop that process, or give the job another port."
+                f"{worker} cannot use its port {port}: it is held by "
+                f"{owner(port) or 'another process'}. TensorFlow needs the port to itself, on all "
+                f"addresses of host {socket.gethostname()}. Received: workers={list(workers)}. "
+                "Stop that process, or give the job another port."
             ) from None
         raise RuntimeError(
             f"{worker} cannot listen on {address} on host {socket.gethostname()}: "
-            f"{messages.reason(error)}. A worker's address must be one of its own host's. "
-            f"Received: workers={list(workers)}, worker_index={worker_index}. Correct the task "
-            "index or the address in TF_CONFIG; behind a gateway, or with a published container "
-            f"port, set {LISTEN_ADDR}=0.0.0.0."
+            f"{messages.reason(error)}. A worker's address must belong to its own host. Received: "
+            f"workers={list(workers)}, worker_index={worker_index}. Correct the task index or the "
+            "address in TF_CONFIG; behind a gateway, or with a published container port, set "
+            f"{LISTEN_ADDR}=0.0.0.0."
         ) from None
 
 

@@ -59,10 +59,10 @@ class Connection:
             if (message := self.session.opened(line)) is None:
                 other = (wire.parsed(line) or {}).get("refused")
                 job = other if wire.is_word(other) else None
-                raise wire.RefusedError("it is no worker of this job", job)
+                raise wire.RefusedError("it is not a worker of this job", job)
             return message
         if (message := wire.parsed(line)) is None:
-            raise ValueError("A message that is no JSON object.")
+            raise ValueError("The message is not a JSON object.")
         return message
 
     async def receive_line(self, max_bytes: int = wire.MAX_BYTES) -> bytes:
@@ -118,7 +118,7 @@ async def resolve(address: str) -> list[tuple[socket.AddressFamily, tuple]]:
         except OSError as error:
             lookup.set_exception(error)
         except UnicodeError:
-            lookup.set_exception(OSError(f"{host!r} is no host name"))
+            lookup.set_exception(OSError(f"{host!r} is not a valid host name"))
 
     threading.Thread(target=look_up, name=f"look up {host}", daemon=True).start()
     return [(family, location) for family, _, _, _, location in await asyncio.wrap_future(lookup)]

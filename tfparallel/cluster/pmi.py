@@ -39,7 +39,7 @@ _MAX_STRANGERS = 64  # The maximum of unauthenticated callers,
 _STRANGER_SECONDS = 5.0  # and how long each may stay.
 _RETRY_SECONDS = 0.1
 _WELCOME = "welcome"
-_NO_WORKER = "what listens there is no worker 0 of this job"
+_NO_WORKER = "the listener there is not worker 0 of this job"
 _HOSTS_KEY = "PMI_process_mapping"
 _IDLE_SECONDS = 5  # A host that does not answer for 20 s has vanished.
 

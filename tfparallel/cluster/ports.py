@@ -64,7 +64,7 @@ def free_ports(num_ports: int) -> list[int]:
     if len(ports) < num_ports:
         raise RuntimeError(
             f"This host has too few free ports; {num_ports} are required. Received: {len(ports)}. "
-            "Stop other programs that listen, or start fewer workers."
+            "Stop other servers, or start fewer workers."
         )
     return ports
 

@@ -183,10 +183,10 @@ def _missing(endpoint, hello, present, acceptor, timeout_seconds):
     joined = {0, *present}
     missing = sorted(set(range(hello["nnodes"])) - joined)
     return (
-        f"{_nodes(missing)} did not come to {endpoint} within {timeout_seconds:g} s; "
-        f"all {hello['nnodes']} nodes are required. Received: {_nodes(sorted(joined))}."
-        f"{acceptor.who_was_turned_away()} Start `tfparallel launch` there with the same --nnodes, "
-        "--rdzv_endpoint, --job_name and TFPARALLEL_JOB_TOKEN."
+        f"{_nodes(missing)} did not connect to {endpoint} within {timeout_seconds:g} s; all "
+        f"{hello['nnodes']} nodes are required. Received: "
+        f"{_nodes(sorted(joined))}.{acceptor.who_was_turned_away()} Start `tfparallel launch` "
+        "there with the same --nnodes, --rdzv_endpoint, --job_name and TFPARALLEL_JOB_TOKEN."
     )
 
 
@@ -215,9 +215,9 @@ def _join(endpoint, hello, secret, job, deadline, timeout_seconds):
         time.sleep(min(_RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
     raise RuntimeError(
         f"Node {hello['node_rank']} waited {timeout_seconds:g} s for node 0's launcher at "
-        f"{endpoint}, which must listen there and have all nodes. Received: {problem}. "
-        "Start the launcher with --node_rank=0 on the host of --rdzv_endpoint, and see that its "
-        "port can be reached from here."
+        f"{endpoint}, which must listen there and admit all nodes. Received: {problem}. Start the "
+        "launcher with --node_rank=0 on the host of --rdzv_endpoint, and check that its port is "
+        "reachable from here."
     )
 
 
@@ -233,10 +233,10 @@ def _disagreement(message, hello, present):
                 f"{message[name]} on node {node}."
             )
     if not 0 <= node < hello["nnodes"] or node in present:
-        taken = ", which another launcher has" if node in present else ""
+        taken = ", which another launcher already has" if node in present else ""
         return (
-            f"Every node needs a --node_rank of its own from 0 to {hello['nnodes'] - 1}. "
-            f"Received: --node_rank={node}{taken}."
+            f"Every node needs a unique --node_rank from 0 to {hello['nnodes'] - 1}. Received: "
+            f"--node_rank={node}{taken}."
         )
     return None
 

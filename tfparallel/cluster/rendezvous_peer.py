@@ -28,7 +28,7 @@ _MAX_INTRUDERS = 3
 # The name, with its version, used by the workers of all jobs before the token identifies the job.
 _JOB = "tfparallel-workers-4"
 _NOBODY = "nothing listens there"
-STRANGER = "what listens there is no tfparallel worker"
+STRANGER = "the listener there is not a tfparallel worker"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Participant:
         is_complete = all(type(fields[name]) is kind for name, kind in kinds.items())
         # The host name is printed later.
         if not (is_complete and fields["index"] >= 0 and fields["host"].isprintable()):
-            raise ValueError("a hello that is not whole")
+            raise ValueError("an incomplete hello")
         return cls(**fields, connection=connection)
 
     @property
@@ -191,7 +191,7 @@ class RendezvousPeer:
 
     def _note(self, intruder):
         if len(self.intruders) < _MAX_INTRUDERS:
-            self.intruders.append(f"{intruder.whereabouts} came as worker {intruder.index}")
+            self.intruders.append(f"{intruder.whereabouts} connected as worker {intruder.index}")
 
     async def probe(self, index: int, timeout_seconds: float) -> str:
         """Probes a worker's address; returns "" if that worker answers, else the problem."""
@@ -207,7 +207,7 @@ class RendezvousPeer:
         except (OSError, ValueError) as error:
             return why(error)
         if answer.get("index") != index:
-            return f"the process there says that it is worker {answer.get('index')}"
+            return f"the process there claims to be worker {answer.get('index')}"
         return ""
 
     async def survey(self, absent: Callable[[], list[int]]) -> None:
@@ -226,18 +226,18 @@ class RendezvousPeer:
         """Returns an error of the rendezvous."""
         return RuntimeError(
             f"The job cannot start: {what}. All {len(self.workers)} workers must start within the "
-            "time limit, agree, reach each other, and stay. "
-            f"Received: workers={self.workers}. {how_to_fix}"
+            "time limit, agree, reach each other, and keep running. Received: "
+            f"workers={self.workers}. {how_to_fix}"
         )
 
     def missing(self, reasons: dict[int, str]) -> RuntimeError:
         """Returns the error for missing workers; `reasons` has each one's last probe result."""
         seconds = time.monotonic() - self.started
-        named = "; ".join(f"{self.name(i)} did not come ({reasons[i]})" for i in sorted(reasons))
+        named = "; ".join(f"{self.name(i)} had not joined ({reasons[i]})" for i in sorted(reasons))
         uninvited = "".join(f"; {intruder} of another job" for intruder in self.intruders)
         return self.error(
-            f"after {seconds:.3g} s {named}{uninvited}",
-            "Look at the output of what is missing, or allow more time (--start_timeout).",
+            f"after {seconds:.3g} s, {named}{uninvited}",
+            "Look at the output of the missing workers, or allow more time (--start_timeout).",
         )
 
 

@@ -53,7 +53,7 @@ def expand_tasks_per_node(text: str) -> list[int]:
     for part in text.split(","):
         match = _COUNT.fullmatch(part.strip())
         if not match:
-            raise ValueError(f"{shown(part)} is no count such as '2' or '2(x3)'")
+            raise ValueError(f"{shown(part)} is not a count such as '2' or '2(x3)'")
         repeats = int(match[2] or 1)
         if len(counts) + repeats > _MAX_NODES:
             raise ValueError(f"it counts more than {_MAX_NODES} nodes")
@@ -89,8 +89,8 @@ def place_tasks(counts: list[int], distribution: str) -> list[tuple[int, int]]:
         # Each round assigns one task to each node that still has room.
         return sorted(block, key=lambda place: (place[1], place[0]))
     raise ValueError(
-        f"tasks were dealt out by --distribution={distribution}, which does not tell every "
-        "task where the others are; srun's --distribution must be block or cyclic"
+        f"tasks were assigned with --distribution={distribution}, from which a task cannot derive "
+        "where the others run; srun's --distribution must be block or cyclic"
     )
 
 
@@ -112,7 +112,7 @@ def _split_names(text):
         names[-1] += first
         names += others
     if not all(names):
-        raise ValueError("a name between its commas is empty")
+        raise ValueError("it has an empty name between commas")
     return names
 
 
@@ -121,7 +121,7 @@ def _expand_ranges(text):
     for part in text.split(","):
         match = _RANGE.fullmatch(part)
         if not match:
-            raise ValueError(f"{shown(part)} in its brackets is no range such as '01-04'")
+            raise ValueError(f"{shown(part)} in its brackets is not a range such as '01-04'")
         first, last = match[1], match[2] or match[1]
         if int(last) < int(first):
             raise ValueError(f"the range {part} in its brackets runs backwards")

@@ -135,8 +135,8 @@ def spawn(
             raise RuntimeError(_failure(outcome))
         if not os.path.exists(result_path):
             raise RuntimeError(
-                "Worker 0 ended without a result, as by sys.exit() or os._exit() in the function; "
-                "it must return. Received: exit code 0."
+                "Worker 0 exited without a result, for example through sys.exit() or os._exit(); "
+                "the function must return. Received: exit code 0."
             )
         result = loads(pathlib.Path(result_path).read_bytes())
         if os.path.dirname(result_path) == folder and not is_function:
@@ -152,7 +152,7 @@ def _check(function_or_task_file, flags, **values):
     if is_path and not os.path.isfile(function_or_task_file):
         problems.append("the task file does not exist")
     elif is_path and values["args"]:
-        problems.append("a task file takes no args; its flags are given as kwargs")
+        problems.append("a task file takes no args; pass its flags as kwargs")
     elif not is_path and not callable(function_or_task_file):
         problems.append("a function or the path of a task file is required")
     if is_path:
@@ -181,9 +181,10 @@ def _refuse_inside_a_worker():
     cluster = Cluster.from_env()
     if cluster.num_workers > 1:
         raise RuntimeError(
-            f"This process is one of {cluster.num_workers} workers already, and each would start "
-            f"workers of its own. Received: worker {cluster.worker_index} by {cluster.source}. "
-            "Call the function directly, or unset the variables if they are stale."
+            f"This process is already one of {cluster.num_workers} workers, and each of them would "
+            f"start its own workers. Received: worker {cluster.worker_index} from "
+            f"{cluster.source}. Call the function directly, or unset the variables if they are "
+            "stale."
         )
 
 
@@ -193,9 +194,9 @@ def _write_call(folder, function, args, kwargs, settings):
     # A class's own pickling code may raise anything.
     except Exception as error:
         raise ValueError(
-            "The function, its arguments and the global names that it uses must be things that "
-            f"other processes can be sent. Received: {function!r} ({error}). Open files and "
-            "connections, locks and models inside the function."
+            "The function, its arguments and the globals that it uses must be picklable, since "
+            f"they are sent to other processes. Received: {function!r} ({error}). Open files and "
+            "connections, and create locks and models, inside the function."
         ) from error
     with open(os.path.join(folder, "call.pickle"), "wb") as file:
         # Separate from the call: unpickling it may import TensorFlow, which these configure.
@@ -311,9 +312,9 @@ def _too_slow(outcome, timeout_seconds):
     running = [exit_ for exit_ in outcome.exits if exit_.stopped]
     names = ", ".join(str(exit_.worker) for exit_ in running)
     text = (
-        f"The workers did not end in time; {names} still ran and "
-        f"{'were' if len(running) > 1 else 'was'} stopped. "
-        f"Received: timeout_seconds={timeout_seconds}. The last lines:"
+        f"The workers did not finish in time; {names} {'were' if len(running) > 1 else 'was'} "
+        f"still running and had to be stopped. Received: timeout_seconds={timeout_seconds}. The "
+        "last lines:"
     )
     lines = [f"    [{exit_.worker}] {line}" for exit_ in running for line in exit_.tail[-5:]]
     return "\n".join([text, *(lines or ["    (none)"])])

@@ -42,10 +42,9 @@ _EXTRA_KEYS = (
 )
 _EXTRA_TASK_KEYS = ("cloud", "trial")
 _UNSUPPORTED = {
-    "ps": "servers of weights are for data_parallel(…, sync='async') alone, and every worker takes "
-    "part in every step elsewhere; add it, or start the job without them (`tfparallel launch` "
-    "without --num_ps)",
-    "master": "TensorFlow's word for it is 'chief' now; write that",
+    "ps": "parameter servers are only for data_parallel(…, sync='async'); use that, or start the "
+    "job without them (`tfparallel launch` without --num_ps)",
+    "master": "TensorFlow now calls it 'chief'; rename it",
 }
 
 
@@ -66,7 +65,7 @@ def parse(text: str) -> dict[str, Any]:
     problems = []
     jobs, task_type, task_index = _read(text, _JOBS, problems)
     if any(jobs.values()) and not (jobs["chief"] or jobs["worker"]):
-        problems.append("cluster names no worker; 'worker' must list at least one")
+        problems.append("cluster lists no worker; 'worker' must list at least one")
     if problems:
         raise refusal("TF_CONFIG cannot be used", problems, f"TF_CONFIG={shown(text)}", _FORM)
     workers = (*jobs["chief"], *jobs["worker"])
@@ -98,7 +97,7 @@ def parse_with_servers(text: str) -> tuple[dict[str, list[str]], str, int] | Non
     config = _read(text, _JOBS_WITH_SERVERS, problems)
     missing = [job for job in _JOBS_WITH_SERVERS if not config.jobs[job]]
     if missing:
-        problems.append(f"cluster must name at least one address of each of {', '.join(missing)}")
+        problems.append(f"cluster must list at least one address for each of {', '.join(missing)}")
     if problems:
         head = "TF_CONFIG cannot be used with servers"
         raise refusal(head, problems, f"TF_CONFIG={shown(text)}", _FORM_WITH_SERVERS)
@@ -117,7 +116,7 @@ def write(jobs: Mapping[str, Sequence[str]], task_type: str, task_index: int) ->
 def _read(text, job_names: Sequence[str], problems: list[str]) -> _Config:
     """Parses the text, whose cluster may have jobs named `job_names`."""
     if not isinstance(text, str):
-        problems.append(f"it must be text, not {type(text).__name__}; json.dumps() makes it text")
+        problems.append(f"it must be a string, not {type(text).__name__}; use json.dumps()")
         return _Config({job: [] for job in job_names})
     config = _json_object(text, problems)
     _check_keys("the text", config, ("cluster", "task"), _EXTRA_KEYS, problems)
@@ -163,7 +162,7 @@ def _task(task, cluster, jobs, problems) -> tuple:
         )
         return ()
     if kind != "evaluator" and cluster and kind not in cluster:
-        problems.append(f"task is a {kind}, and cluster names none")
+        problems.append(f"task is a {kind}, but cluster lists none")
         return ()
     # The cluster need not list its evaluator.
     size = max(1, len(jobs[kind]))
@@ -180,7 +179,7 @@ def _json_object(text, problems):
         config = json.loads(text, object_pairs_hook=lambda pairs: _check_unique(pairs, problems))
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        problems.append(f"it is no JSON: {reason}")
+        problems.append(f"it is not valid JSON: {reason}")
         return {}
     if not isinstance(config, dict):
         problems.append(f"it must be an object in braces, not {shown(config)}")
@@ -191,7 +190,7 @@ def _json_object(text, problems):
 def _check_unique(pairs, problems):
     for key, count in collections.Counter(key for key, _ in pairs).items():
         if count > 1:
-            problems.append(f"the key {shown(key)} is given {count} times")
+            problems.append(f"the key {shown(key)} appears {count} times")
     return dict(pairs)
 
 
@@ -213,7 +212,7 @@ def _addresses(cluster, job, problems):
         problems.append(f"cluster[{job!r}] must be a list of 'host:port', not {shown(value)}")
         return []
     if not value:
-        problems.append(f"cluster[{job!r}] is empty; name at least one, or leave it out")
+        problems.append(f"cluster[{job!r}] is empty; list at least one address, or omit it")
     return value
 
 

@@ -109,7 +109,9 @@ class WarmSpares:
                 self._timer.daemon = True
                 self._timer.start()
         if num_taken:
-            self._tell(f"{num_taken} of {len(programs)} workers here had a process ready")
+            self._tell(
+                f"{num_taken} of {len(programs)} workers on this host start in a standby process"
+            )
 
     def prepare_now(self, programs: Sequence[Program]) -> None:
         """Starts the spares at once, and waits until they are ready or out of time.

@@ -197,10 +197,10 @@ def refusal(answer: dict[str, Any] | None, job: str) -> RefusedError:
     """Returns the error for a listener that does not belong to the caller's job."""
     other = answer.get("refused") if answer is not None else None
     if not is_word(other):
-        return RefusedError("what listens there is no launcher")
+        return RefusedError("the listener there is not a launcher")
     if other == job:
-        return RefusedError("the launcher there has another TFPARALLEL_JOB_TOKEN", other)
-    text = f"the launcher there is of the job {other!r}, and this one of {job!r}"
+        return RefusedError("the launcher there has a different TFPARALLEL_JOB_TOKEN", other)
+    text = f"the launcher there belongs to job {other!r}, and this one to job {job!r}"
     return RefusedError(text, other)
 
 

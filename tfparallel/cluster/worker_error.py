@@ -194,5 +194,5 @@ def _short(message: str) -> str:
     if match is not None:
         return f"{kind}: {match['what'].strip()} (in {match['where']})"
     lines = without_frames(f"{kind}{colon}{text}")
-    more = [f"… and {len(lines) - _MOST_LINES} lines more"] if len(lines) > _MOST_LINES else []
+    more = [f"… and {len(lines) - _MOST_LINES} more lines"] if len(lines) > _MOST_LINES else []
     return "\n".join([*lines[:_MOST_LINES], *more])

@@ -25,8 +25,8 @@ class Departure:
         if self.signum is not None:
             return f"the launcher of node {self.node} was stopped by {_signal_name(self.signum)}"
         return (
-            f"the launcher of node {self.node} is gone: it failed, was killed, or its host cannot "
-            "be reached any more"
+            f"the launcher of node {self.node} is lost: it failed, was killed, or its host is "
+            "unreachable"
         )
 
 
@@ -75,11 +75,11 @@ class WorkerExit:
         """Returns `describe()`, its likely meaning, and the last lines of the output."""
         text = self.describe()
         if self.returncode == -signal.SIGKILL and not self.stopped:
-            text += " (by hand, or by the system for want of memory: see `dmesg`)"
+            text += " (by a user, or by the system because memory ran out: see `dmesg`)"
         if self.lost is not None:
-            text += f" (it had lost worker {self.lost}, or the network between the two)"
+            text += f" (it lost worker {self.lost}, or its network connection to it)"
         elif self.returncode == TRY_AGAIN and not self.stopped:
-            text += " (to be started again: it had lost another worker, hung, or was told to end)"
+            text += " (to be restarted: it lost another worker, hung, or was told to stop)"
         if self.node is not None:
             text += "; its output is on that host"
         if self.error_note:

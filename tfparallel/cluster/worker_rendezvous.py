@@ -93,23 +93,25 @@ def _checked_facts(workers, worker_index, facts, timeout_seconds):
     problems = [] if workers else ["the list of workers is empty"]
     problems += address_problems((f"workers[{i}]", address) for i, address in enumerate(workers))
     if isinstance(worker_index, bool) or not isinstance(worker_index, int):
-        problems.append("worker_index is no integer")
+        problems.append("worker_index is not an integer")
     elif not 0 <= worker_index < len(workers):
         problems.append(f"worker_index is not from 0 to {len(workers) - 1}")
     if not (math.isfinite(timeout_seconds) and timeout_seconds > 0):
-        problems.append("timeout_seconds is not above 0")
+        problems.append("timeout_seconds is not positive")
     try:
         line = wire.encoded({"workers": workers, "facts": dict(facts)})
         facts = json.loads(line)["facts"]
         # The hello has a few more fields.
         if len(line) > wire.MAX_BYTES - 1024:
-            problems.append(f"facts take {len(line)} bytes of a message's {wire.MAX_BYTES}")
+            problems.append(
+                f"facts take {len(line)} bytes; a message has at most {wire.MAX_BYTES}"
+            )
     except (TypeError, ValueError, RecursionError) as error:
-        problems.append(f"facts are not what JSON holds ({error})")
+        problems.append(f"facts are not JSON-serializable ({error})")
     if problems:
         received = dict(workers=workers, worker_index=worker_index, timeout_seconds=timeout_seconds)
         fix = (
-            "Each worker needs an address of its own, and facts in plain values; correct the "
+            "Each worker needs a unique address, and its facts must be plain values; correct the "
             "cluster and the task index in TF_CONFIG."
         )
         raise refusal("Cannot hold a rendezvous", problems, shown(received), fix)
@@ -176,7 +178,7 @@ class _Worker(rendezvous_peer.RendezvousPeer):
                     elif len(facts := list(order.get("facts", ()))) == len(self.workers):
                         return facts
         except TimeoutError:
-            how = "fell silent"
+            how = "stopped responding"
         except (OSError, ValueError, TypeError) as error:
             how = f"ended during the rendezvous ({messages.reason(error)})"
         raise self.error(f"{self.name(0)} {how}", "Look at the output of worker 0.")
@@ -188,15 +190,16 @@ class _Worker(rendezvous_peer.RendezvousPeer):
 
     def _another_job(self):
         return self.error(
-            f"the address of {self.name(0)} is used by another tfparallel job, with another token",
-            "Give this job other ports, or all of its workers the same token.",
+            f"the address of {self.name(0)} is used by another tfparallel job, with a different "
+            "token",
+            "Choose different ports for this job, or give all its workers the same token.",
         )
 
     def _another_list(self, workers):
         lists = {0: {"workers": workers}, self.index: {"workers": self.workers}}
         return self.error(
-            f"the process at the address of {self.name(0)} has another list of workers, in which "
-            f"it is not the first; {'; '.join(differences.differences(lists))}",
+            f"the process at the address of {self.name(0)} has a different list of workers, in "
+            f"which it is not the first; {'; '.join(differences.differences(lists))}",
             _SAME_CLUSTER,
         )
 
@@ -267,16 +270,16 @@ class _Chief(rendezvous_peer.RendezvousPeer):
         present = self._participants.setdefault(participant.index, participant)
         if present is not participant:
             raise self.error(
-                f"two processes say that they are {self.name(participant.index)}: "
-                f"{present.whereabouts} and {participant.whereabouts}",
-                "Give each worker an index of its own in TF_CONFIG.",
+                f"two processes claim to be {self.name(participant.index)}: {present.whereabouts} "
+                f"and {participant.whereabouts}",
+                "Give each worker a unique index in TF_CONFIG.",
             )
         return participant, message
 
     def _check_agreement(self):
         if lines := self._differences():
             absent = self._absent()
-            missing = f"; {differences.name_workers(absent)} had not come yet" if absent else ""
+            missing = f"; {differences.name_workers(absent)} had not joined yet" if absent else ""
             raise self.error(f"the workers disagree: {'; '.join(lines)}{missing}", _SAME_CLUSTER)
 
     async def _try_all_connections(self):
@@ -302,7 +305,7 @@ class _Chief(rendezvous_peer.RendezvousPeer):
             f"{self.name(source)} cannot reach {self.name(target)} ({trouble})"
             for source, target, trouble in sorted(problems)
         ]
-        what.extend(f"{self.name(index)} fell silent" for index in sorted(silent))
+        what.extend(f"{self.name(index)} stopped responding" for index in sorted(silent))
         if what:
             raise self.error(
                 "; ".join(what), "Open the workers' ports to each other, or correct the addresses."
@@ -332,8 +335,8 @@ class _Chief(rendezvous_peer.RendezvousPeer):
 
     def _reason(self, index):
         if self.probe_results.get(index) == "":
-            return f"it listens there, but does not reach {self.name(0)}"
-        return self.probe_results.get(index, "not looked for yet")
+            return f"it listens there, but cannot reach {self.name(0)}"
+        return self.probe_results.get(index, "not probed yet")
 
     def _differences(self):
         """The differences between the participants, the list of workers first."""

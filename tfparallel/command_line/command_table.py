@@ -46,9 +46,9 @@ class Command:
 
 COMMANDS = {
     "init": Command(
-        "Writes a task file: a small model, how it is compiled, and its data, a sample or a file "
-        "of your own. It runs at once with `tfparallel train`. At a terminal, what no flag says is "
-        "asked.",
+        "Writes a task file: a small model, how it is compiled, and its data, either a sample or "
+        "your own file. You can run it at once with `tfparallel train`. At a terminal, it asks for "
+        "settings that no flag gives.",
         "tfparallel init task.py --kind=table --data=measurements.csv",
         "init",
         "[FILE.py] [--flags]",
@@ -65,8 +65,8 @@ COMMANDS = {
     ),
     "check": Command(
         "Trains a task file on one device and in parallel, from the same weights on the same "
-        "batches, and compares every variable, beside what rounding alone makes of the model. Exit "
-        "code 1 if one differs.",
+        "batches, and compares every variable, relative to the effect of rounding alone. Exits "
+        "with code 1 if any differs.",
         "tfparallel check models/digits_cnn.py --parallel=data --num_devices=3 --steps=20",
         "check",
         rules="command_line.contradictions:check",
@@ -74,9 +74,9 @@ COMMANDS = {
         workers="num_workers",
     ),
     "plan": Command(
-        "Ranks every mesh of so many devices by its predicted step, with the memory of a device, "
-        "and names the command for the first. Without --num_trials nothing is trained, and the "
-        "model is never held whole.",
+        "Ranks every mesh of the given number of devices by predicted step time, with the memory "
+        "per device, and prints the command for the best. Without --num_trials nothing is trained, "
+        "and the whole model is never in memory.",
         "tfparallel plan models/resnet.py --num_devices=4 --device_memory=16GiB",
         "plan",
         rules="command_line.contradictions:plan",
@@ -84,8 +84,8 @@ COMMANDS = {
     ),
     "plan all_reduce": Command(
         "Predicts the time of every all-reduce algorithm at any size and number of ranks, by "
-        "formula and by a simulated cluster; says from which size on which is the fastest. Ranks "
-        "of a host share a fast wire, each has a slow one of its own to other hosts.",
+        "formula and by a simulated cluster; shows which algorithm is fastest from which size on. "
+        "Ranks on one host share a fast link; each has its own slow link to other hosts.",
         "tfparallel plan all_reduce --ranks=4096 --local_ranks=8",
         "plan_all_reduce",
         "[--flags]",
@@ -93,7 +93,8 @@ COMMANDS = {
     ),
     "launch": Command(
         "Starts the workers of a job on this host, shows their output line by line, and stops all "
-        "when one fails. Each worker finds its place in TF_CONFIG and in torchrun's variables.",
+        "of them when one fails. Each worker finds its place in TF_CONFIG and in torchrun's "
+        "variables.",
         "tfparallel launch --nproc_per_node=2 -- "
         "tfparallel train models/digits_cnn.py --parallel=data --epochs=3",
         "launch",
@@ -102,27 +103,27 @@ COMMANDS = {
     ),
     "trace": Command(
         "Reads the flight records of a job's workers: what each did last, which one the others "
-        "waited for, and where the time of a step goes. Writes a timeline of all on one clock.",
+        "waited for, and where the time of a step goes. Writes a timeline of all workers on one "
+        "clock.",
         "tfparallel trace logs --output=trace.json",
         "trace",
         "FOLDER [--flags]",
         rules="commands.trace:problems",
     ),
     "doctor": Command(
-        "Looks at versions, devices, the cluster that the environment names, ports, peers, disk, "
-        "memory and cores, starts TensorFlow and two workers, and says first whether training "
-        "works here; known faults of TensorFlow's own strategies come last. Exit code 1 if "
-        "something is broken.",
+        "Checks versions, devices, the cluster named by the environment, ports, peers, disk, "
+        "memory and cores; starts TensorFlow and two workers; and reports whether training works "
+        "here. Known bugs of TensorFlow's own strategies come last. Exits with code 1 if something "
+        "is broken.",
         "tfparallel doctor --checkpoint_dir=ckpt --report=doctor.json",
         "doctor",
         "[--flags]",
     ),
     "bench": Command(
         "Measures every algorithm of a collective at every size, interleaved, and checks every "
-        "element. With a task file: at the sizes of the model's gradients, with advice. "
-        "`tfparallel bench train TASK.py` measures how a training scales over workers, and "
-        "`tfparallel bench pipeline TASK.py` stages and micro-batches; they have flags of their "
-        "own.",
+        "element. With a task file, measures at the sizes of the model's gradients and recommends "
+        "an algorithm. `tfparallel bench train TASK.py` measures scaling over workers, and "
+        "`tfparallel bench pipeline TASK.py` stages and micro-batches; both have their own flags.",
         "tfparallel bench all_reduce --num_devices=4 --min_bytes=4K --max_bytes=16M "
         "--report=a.json --plot=a.png",
         "bench",
@@ -132,9 +133,9 @@ COMMANDS = {
         workers="nproc_per_node",
     ),
     "bench pipeline": Command(
-        "Measures a task's step for each number of stages, of micro-batches and schedule: each "
-        "stage is a process on a core of its own. Beside each the step that the schedule should "
-        "take with the stages' measured times, and the bubble; and plain Keras in one process on "
+        "Measures a task's step time for each number of stages, number of micro-batches and "
+        "schedule; each stage is a process on its own core. Also shows the step time that the "
+        "schedule predicts from the measured stages, the bubble, and plain Keras in one process on "
         "one core.",
         "tfparallel bench pipeline models/transformer.py --num_devices=2 "
         "--num_micro_batches=2,4,8 --schedule=gpipe,1f1b --report=pipeline.json "
@@ -143,9 +144,9 @@ COMMANDS = {
         rules="command_line.contradictions:bench_pipeline",
     ),
     "bench train": Command(
-        "Trains a task for some steps on each number of workers, all with the same threads each: "
-        "with the same batch in all (strong scaling), and with the same rows a worker (weak). Says "
-        "where the time of a step goes, and what holds it up.",
+        "Trains a task for some steps on each number of workers, with the same number of threads "
+        "per worker: once with a fixed global batch (strong scaling), and once with a fixed batch "
+        "per worker (weak scaling). Shows where the time of a step goes, and what limits it.",
         "tfparallel bench train models/digits_cnn.py --nproc_per_node=1,2 --plot=scaling.png",
         "bench_train",
         rules="command_line.contradictions:bench_train",

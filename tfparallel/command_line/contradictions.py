@@ -30,8 +30,8 @@ def in_parallel(values: flags.FlagValues, positional: Sequence[str]) -> list[str
     problems = []
     if values.parallel == "hybrid" and values.mesh is None:
         problems.append(
-            "--parallel=hybrid needs a mesh: how many devices there are along each axis. Received: "
-            "no --mesh. Add --mesh=data=2,pipeline=2, for example."
+            "--parallel=hybrid needs a mesh: the number of devices along each axis. Received: no "
+            "--mesh. Add --mesh=data=2,pipeline=2, for example."
         )
     problems += _option_problems(
         values, _sync_problems, _shard_problems, _micro_batch_problems, _schedule_problems
@@ -55,11 +55,11 @@ def _sync_problems(options: TrainOptions) -> list[str]:
     is_plain = not (policy.grows or policy.is_local or policy.is_async)
     if options.sync == "every_step" or parallel == "data" or (in_micro_batches and is_plain):
         return []
-    takes = "every_step and accumulate:N alone" if in_micro_batches else "none"
+    takes = "only every_step and accumulate:N" if in_micro_batches else "none"
     return [
-        f"--parallel={parallel} takes of --sync {takes}; replicas that each hold the whole model "
-        f"take all. Received: --sync={options.sync} with --parallel={parallel}. Take "
-        "--parallel=data, or drop --sync."
+        f"Of the --sync policies, --parallel={parallel} supports {takes}; --parallel=data supports "
+        f"all. Received: --sync={options.sync} with --parallel={parallel}. Use --parallel=data, or "
+        "drop --sync."
     ]
 
 
@@ -69,14 +69,14 @@ def _shard_problems(options: TrainOptions) -> list[str]:
         return []
     if options.parallel != "data":
         return [
-            "Of --shard, a mesh takes optimizer alone: stages and parts divide the weights. "
-            f"Received: --shard={options.shard} with --parallel={options.parallel}. Take "
+            "A mesh supports only --shard=optimizer, since its stages and parts already divide the "
+            f"weights. Received: --shard={options.shard} with --parallel={options.parallel}. Use "
             "--shard=optimizer, or --parallel=data."
         ]
     if options.shard == "gradients" and not options.policy.accumulates:
         return [
-            "--shard=gradients is of gradients that several steps add up. Received: "
-            f"--shard=gradients with --sync={options.sync}. Add --sync=accumulate:4, or take "
+            "--shard=gradients shards gradients that several steps accumulate. Received: "
+            f"--shard=gradients with --sync={options.sync}. Add --sync=accumulate:4, or use "
             "--shard=optimizer."
         ]
     return []
@@ -89,8 +89,9 @@ def _micro_batch_problems(options: TrainOptions) -> list[str]:
         return []
     of_each = f", for {replicas} replicas," if replicas > 1 else ""
     return [
-        "A batch must have an example for each micro-batch. Received: --num_micro_batches="
-        f"{number}{of_each} with --global_batch_size={options.global_batch_size}."
+        "A batch must have at least one example per micro-batch. Received: "
+        f"--num_micro_batches={number}{of_each} with "
+        f"--global_batch_size={options.global_batch_size}."
     ]
 
 
@@ -129,7 +130,9 @@ def train(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
     for name, what in (("checkpoint_dir", "checkpoint folder"), ("tensorboard", "folder")):
         path = getattr(values, name)
         if path is not None and os.path.isfile(path):
-            problems.append(f"The {what} is a file. Received: --{name}={path}. Name a folder.")
+            problems.append(
+                f"The {what} must not be a file. Received: --{name}={path}. Choose a folder."
+            )
     strikes_checkpoint = (values.inject or "").startswith("corrupt_checkpoint")
     if strikes_checkpoint and values.checkpoint_dir is None:
         problems.append(
@@ -149,9 +152,9 @@ def check(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
     for name in ("compression", "sync"):
         if getattr(values, name) not in (None, "every_step"):
             problems.append(
-                "What is checked is whether the weights are those of one device with an update in "
-                f"each step. Received: --{name}={getattr(values, name)}. Drop it, and look at the "
-                "accuracy that `tfparallel train` reaches with it."
+                "`tfparallel check` compares with one device that updates its weights in every "
+                f"step. Received: --{name}={getattr(values, name)}. Drop it, and measure its "
+                "effect on accuracy with `tfparallel train`."
             )
     return problems
 
@@ -161,7 +164,7 @@ def plan(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
     problems = _option_problems(values, _micro_batch_problems, _schedule_problems)
     if values.parallel == "pipeline" and values.num_devices == 1:
         problems.append(
-            "A pipeline has a device for each stage, two or more. Received: --parallel=pipeline "
+            "A pipeline needs at least two devices, one per stage. Received: --parallel=pipeline "
             "with --num_devices=1. Add --num_devices=2."
         )
     return problems
@@ -179,13 +182,13 @@ def bench(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
         )
     if len(positional) == 2 and positional[0] in COLLECTIVES[1:]:
         problems.append(
-            "Gradients are summed; all_reduce is required with a task file. Received: "
+            "With a task file, the collective must be all_reduce, which sums gradients. Received: "
             f"{' '.join(positional)}. Drop the file."
         )
     if values.save_profile and positional and positional[0] in COLLECTIVES[1:]:
         problems.append(
-            "A profile says how to sum gradients; all_reduce is required. Received: --save_profile "
-            f"with {positional[0]}. Drop the flag."
+            "A profile is about summing gradients, so it needs all_reduce. Received: "
+            f"--save_profile with {positional[0]}. Drop the flag."
         )
     if len(positional) > 2:
         problems.append(
@@ -219,13 +222,13 @@ def _bench_task_problems(values, task) -> list[str]:
     size_flags = [f"--{name}={getattr(values, name)}" for name in names if values[name].present]
     if task and size_flags:
         return [
-            "With a task file the sizes are those of the model's gradients. Received: "
-            f"{task[0]} and {', '.join(size_flags)}. Drop the file or the sizes."
+            f"With a task file, the model's gradients determine the sizes. Received: {task[0]} and "
+            f"{', '.join(size_flags)}. Drop the file or the sizes."
         ]
     if task and values.save_profile:
         return [
-            "A profile is a sweep over sizes. Received: --save_profile with "
-            f"{task[0]}. Drop one of the two."
+            f"A profile needs a sweep over sizes. Received: --save_profile with {task[0]}. Drop "
+            "one of the two."
         ]
     return []
 
@@ -239,7 +242,9 @@ def bench_pipeline(values: flags.FlagValues, positional: Sequence[str]) -> list[
     for name, words in choices.items():
         unknown = [text for text in getattr(values, name) if text not in words]
         if unknown:
-            problems.append(f"--{name} takes {', '.join(words)}. Received: {', '.join(unknown)}.")
+            problems.append(
+                f"--{name} must list {', '.join(words)}. Received: {', '.join(unknown)}."
+            )
     return problems
 
 

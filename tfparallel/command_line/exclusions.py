@@ -20,29 +20,31 @@ class Excludes:
     fix: str = "Drop one of the two."
 
 
-_MAKES_DEVICES = "--split_gpu makes the devices itself, of a GPU."
-_FITTED = "The numbers are either given or fitted."
-_NO_SUMS = "Asynchronous workers sum no gradients, and are the processes of the job."
-_NO_ASYNC = "Drop one; --sync=every_step goes with all."
-_ALONE = "Workers that step by themselves each need whole weights, and the whole optimizer."
+_MAKES_DEVICES = "--split_gpu creates its own devices from a GPU."
+_FITTED = "The cost model comes either from the flags or from a sweep."
+_NO_SUMS = "Asynchronous workers are the processes of the job, and do not sum gradients."
+_NO_ASYNC = "Drop one of them; --sync=every_step works with all flags."
+_ALONE = "Workers that take local steps each need all weights and the whole optimizer state."
 
 EXCLUDES = (
     Excludes(
-        ("num_devices", "devices"), "Devices are given either by count or by name, not both."
+        ("num_devices", "devices"), "Choose devices either by count or by name, not both."
     ),
     Excludes(
-        ("devices", "device_type"), "Devices that are named need no type.", "Drop --device_type."
+        ("devices", "device_type"),
+        "Devices given by name already have a type.",
+        "Drop --device_type.",
     ),
     Excludes(
         ("num_devices", "nproc_per_node"),
-        "Ranks are the devices of one process or processes, not both.",
+        "Ranks are either the devices of one process or several processes, not both.",
     ),
     Excludes(("split_gpu", "devices"), _MAKES_DEVICES),
     Excludes(("split_gpu", "device_type=cpu"), _MAKES_DEVICES),
     Excludes(
         ("split_gpu", "parallel=auto"),
-        "--parallel=auto plans for devices that are there.",
-        "Name the parallelism: --parallel=data, or drop --split_gpu.",
+        "--parallel=auto plans only for existing devices.",
+        "Choose the parallelism, such as --parallel=data, or drop --split_gpu.",
     ),
     *(
         Excludes((flag, "sync=async"), _NO_SUMS, _NO_ASYNC)
@@ -53,12 +55,12 @@ EXCLUDES = (
     ),
     Excludes(
         ("sync=local_sgd|post_local_sgd", "compression"),
-        "--compression is of gradients, and workers that step by themselves send weights.",
+        "--compression applies to gradients, but workers that take local steps send weights.",
     ),
     Excludes(("sync=local_sgd|post_local_sgd", "shard"), _ALONE),
     Excludes(
         ("shard=parameters", "compression"),
-        "Gradients of shares are sent to their owners as they are.",
+        "With --shard=parameters, gradients are sent uncompressed to the owners of the shards.",
     ),
     *(
         Excludes(("sweep", flag), _FITTED)
@@ -69,14 +71,16 @@ EXCLUDES = (
     *(
         Excludes(
             ("num_ps", flag),
-            "--num_ps is for a job on this host, whose processes sum no gradients.",
-            f"Drop --{flag}; on several hosts, name all processes in TF_CONFIG.",
+            "--num_ps is for a job on this host alone, whose processes do not sum gradients.",
+            f"Drop --{flag}; on several hosts, list all processes in TF_CONFIG.",
         )
         for flag in ("bind_cores", "standby", "transport", "nnodes")
     ),
     *(
         Excludes(
-            ("emit", flag), f"--{flag} cannot be in a file that all hosts read.", "Leave it out."
+            ("emit", flag),
+            f"--{flag} cannot be in a job file, which is the same for all hosts.",
+            "Drop it.",
         )
         for flag in ("node_rank", "rdzv_endpoint", "local_addr", "num_ps", "bind_cores")
     ),

@@ -71,7 +71,7 @@ def _flushed(name, code):
     except OSError as error:
         _drop_output()
         if code == 0:
-            print(f"tfparallel {name}: the output is not whole: {error}", file=sys.stderr)
+            print(f"tfparallel {name}: the output is incomplete: {error}", file=sys.stderr)
             return 1
     return code
 

@@ -61,7 +61,7 @@ _DEFINE = {
 
 # Settings that belong in the task file rather than in flags.
 _IN_TASK = dict.fromkeys(("loss", "metrics", "optimizer"), "in `compile_model(model)`")
-_IN_TASK |= dict.fromkeys(("learning_rate", "lr"), "the optimizer's, in `compile_model(model)`")
+_IN_TASK |= dict.fromkeys(("learning_rate", "lr"), "the optimizer, in `compile_model(model)`")
 
 # A flag's text is parsed the same way in every command.
 _READERS = {row.name: row.read for rows in TABLE.values() for row in rows if row.read is not None}
@@ -100,7 +100,7 @@ def parsed(command: str, values: flags.FlagValues, arguments: Sequence[str]) -> 
     except flags.Error as error:
         name = str(error).removeprefix("Missing value for flag ")
         if name != str(error):
-            raise UsageError(f"{name} needs a value. Received: none. Write {name}=…") from error
+            raise UsageError(f"{name} needs a value. Received: none. Use {name}=…") from error
         raise UsageError(str(error)) from error
     for name, flag in flags_of(command).items():
         typed = {text.partition("=")[0] for text in spelled}
@@ -108,8 +108,8 @@ def parsed(command: str, values: flags.FlagValues, arguments: Sequence[str]) -> 
         if len(names) > 1:
             clashing = [text for text in spelled if text.partition("=")[0] in names]
             raise UsageError(
-                f"{names[1]} is another name for {names[0]}. Received: {' with '.join(clashing)}. "
-                "Drop one of the two."
+                f"{names[1]} is an alias of {names[0]}. Received: {' with '.join(clashing)}. Drop "
+                "one of the two."
             )
     return positional
 
@@ -134,7 +134,7 @@ def _value_error(command, message):
         required = f"one of {', '.join(row.choices)}"
         typed = value.lower().replace("-", "_")
         if typed in row.choices_elsewhere:
-            fix = f" Here it is --{name}={row.choices_elsewhere[typed]}."
+            fix = f" The value here is --{name}={row.choices_elsewhere[typed]}."
         elif alike := nearest(typed, row.choices):
             fix = f" Did you mean --{name}={alike}?"
     if required is None:
@@ -168,9 +168,9 @@ def _unknown(command, typed):
     equivalents = [f"--{each.name}" for each in rows.values() if _is_any(name, each.elsewhere)]
     others = [other for other in COMMANDS if " " not in other and name in flags_of(other)]
     if equivalents:
-        fix = f"Here it is {' or '.join(equivalents)}."
+        fix = f"The flag here is {' or '.join(equivalents)}."
     elif name in _IN_TASK and COMMANDS[command].is_on_task:
-        fix = f"The task file says it: {_IN_TASK[name]}."
+        fix = f"It is set in the task file: {_IN_TASK[name]}."
     elif match := nearest(name, [word for row in rows.values() for word in (row.name, *row.also)]):
         fix = f"Did you mean --{match}?"
     else:
@@ -178,7 +178,7 @@ def _unknown(command, typed):
         fix += f"`tfparallel {command} --help` shows the flags."
     if COMMANDS[command].runs_program and not equivalents:
         fix += f" A program's own flags come after the program: `-- PROGRAM {typed}`."
-    return f"{typed} is no flag of `{command}`. {fix}"
+    return f"{typed} is not a flag of `{command}`. {fix}"
 
 
 def _with_underscores(values, argument):
@@ -246,9 +246,9 @@ def _path_problems(row: Flag, path: str, received: str) -> Iterator[str]:
         yield f"The path is a folder; a file is required. {received}"
     elif not os.path.isdir(parent):
         create = f"Create it: mkdir -p {os.path.dirname(path)}"
-        yield f"The folder to write to does not exist. {received} {create}"
+        yield f"The output folder does not exist. {received} {create}"
     elif not os.access(parent, os.W_OK):
-        yield f"The folder cannot be written to. {received}"
+        yield f"The output folder is not writable. {received}"
 
 
 def _requirement_problems(row: Flag, values) -> Iterator[str]:
@@ -261,7 +261,7 @@ def _requirement_problems(row: Flag, values) -> Iterator[str]:
     beside = f" with {_as_typed(values, name)}" if values[name].value is not None else " alone"
     yield (
         f"--{row.name} is for {needed}. Received: {_as_typed(values, row.name)}{beside}. Drop "
-        f"--{row.name}, or {'take' if words else 'add'} {first}."
+        f"--{row.name}, or {'use' if words else 'add'} {first}."
     )
 
 

@@ -100,7 +100,7 @@ def _positional_problems(name: str, command: Command, positional: list[str]) -> 
         (path,) = positional
         if os.path.isdir(path):
             files = sorted(each for each in os.listdir(path) if each.endswith(".py"))
-            fix = f"Name a file in it, such as {os.path.join(path, files[0])}." if files else ""
+            fix = f"Choose a file in it, such as {os.path.join(path, files[0])}." if files else ""
             return [f"A task file is required. Received: a folder, {path!r}. {fix}".rstrip()]
         if not os.path.exists(path):
             is_short = os.path.exists(f"{path}.py")
@@ -108,7 +108,7 @@ def _positional_problems(name: str, command: Command, positional: list[str]) -> 
             return [f"The task file does not exist. Received: {path!r} (in {os.getcwd()}). {fix}"]
     if command.arguments == "[--flags]" and positional:
         return [
-            f"tfparallel {name} takes flags alone. Received: {positional}. Example: "
+            f"tfparallel {name} takes only flags. Received: {positional}. Example: "
             f"{command.example}"
         ]
     return []
@@ -133,7 +133,7 @@ def _run_as_workers(
         return None
     if cluster.num_workers > 1:
         raise UsageError(
-            f"This process is one of {cluster.num_workers} workers already ({cluster.source}). "
+            f"This process is already one of {cluster.num_workers} workers ({cluster.source}). "
             f"Received: --{flag}={number}. Drop the flag."
         )
     command = (*TFPARALLEL, *name.split(), *arguments)
@@ -162,7 +162,7 @@ def run_job(what: str, command: Sequence[str], environment: Mapping[str, str]) -
         )
     except subprocess.TimeoutExpired as error:
         raise StartError(
-            f"{what} has not ended within {_DEADLINE_SECONDS:.0f} s. Ask for fewer --steps, or a "
+            f"{what} did not finish within {_DEADLINE_SECONDS:.0f} s. Use fewer --steps, or a "
             "smaller batch."
         ) from error
     if process.returncode:

@@ -85,7 +85,7 @@ def _start(values: flags.FlagValues) -> ProcessGroup | list[str]:
         raise UsageError(str(error)) from error
     if len(devices) < 2:
         raise UsageError(
-            "An all-reduce needs two ranks. Received: one device. Add --num_devices=4, or "
+            "An all-reduce needs at least two ranks. Received: one device. Add --num_devices=4, or "
             "--nproc_per_node=2 for processes."
         )
     return devices
@@ -103,8 +103,8 @@ def _participants(
         return Workers(started), [c for c in contenders if c.name in names]
     if collective != "all_reduce":
         raise UsageError(
-            "Between the devices of one process all_reduce is measured. Processes are required for "
-            f"another collective. Received: {collective}. Add --nproc_per_node=2."
+            "Within one process only all_reduce can be measured; other collectives need several "
+            f"processes. Received: {collective}. Add --nproc_per_node=2."
         )
     refused = cross_device.refusals(started)
     names = _chosen(values, cross_device.runnable(started), refused)
@@ -132,14 +132,14 @@ def _settings(collective, world, values, parts) -> dict[str, object]:
     package_versions = versions()
     sizes = f"{values.min_bytes} to {values.max_bytes}, factor {values.step_factor}"
     if parts is not None:
-        sizes = f"the {len(parts)} gradients of the model, together"
+        sizes = f"all {len(parts)} gradients of the model in one call"
     return {
         "collective": f"{collective}, type {values.dtype}",
         "ranks": world.place,
         "sizes": sizes,
         "iterations": f"{values.iters}, warm-up {values.warmup_iters}, algorithms interleaved",
-        "time": "median of the slowest rank's, the null step (no exchange) included",
-        "validation": "whole numbers exact, random ones within the rounding of 2n terms"
+        "time": "median of the slowest rank, including the null step (no exchange)",
+        "validation": "integers exact, random values within the rounding of 2n terms"
         if collective in REDUCING
         else "every element exact",
         "machine": f"{os.cpu_count()} logical cores, {platform.machine()}",
@@ -205,16 +205,16 @@ def _gradient_counts(task: Task) -> list[int]:
         data, _ = task.load_data()
         if not isinstance(data, tuple):
             raise TaskError(
-                f"The model of {task.name} is built by its first batch, and the sizes of its "
-                "gradients are needed before. A built model is required. Received: a model "
-                "without variables. Begin it with a `keras.Input`."
+                f"The model of {task.name} is only built by its first batch, but the sizes of its "
+                "gradients are needed earlier. A built model is required. Received: a model "
+                "without variables. Start it with a `keras.Input`."
             )
         model(keras.tree.map_structure(lambda leaf: leaf[:1], data[0]))
     counts = [int(variable.value.shape.num_elements()) for variable in model.trainable_variables]
     if not counts:
         raise TaskError(
-            f"The model of {task.name} has no gradients to reduce. At least one trainable "
-            "variable is required. Received: none."
+            f"The model of {task.name} has no gradients to reduce; at least one trainable variable "
+            "is required. Received: none."
         )
     return counts
 
@@ -226,17 +226,18 @@ def _advice(rows: Sequence[Row], num_tensors: int) -> str:
     size = f"{rows[0].size_bytes / 1e6:.3g} MB in {num_tensors} tensors"
     if default is None:
         return (
-            f"for this model, {size}: {best.algorithm} is the fastest of those measured "
+            f"for this model, {size}: {best.algorithm} is the fastest measured "
             f"({_milliseconds(best.median_seconds)} a step)"
         )
     saved = default.median_seconds - best.median_seconds
     if saved < MIN_GAIN * default.median_seconds:
         return (
             f"for this model, {size}: keep TensorFlow's default "
-            f"({_milliseconds(default.median_seconds)} a step); nothing saves {MIN_GAIN:.0%} of it"
+            f"({_milliseconds(default.median_seconds)} a step); no algorithm saves {MIN_GAIN:.0%} "
+            "of it"
         )
     return (
-        f"for this model, {size}: take --all_reduce={best.algorithm}; it saves "
+        f"for this model, {size}: use --all_reduce={best.algorithm}; it saves "
         f"{_milliseconds(saved)} a step ({_milliseconds(best.median_seconds)} instead of "
         f"{_milliseconds(default.median_seconds)})"
     )

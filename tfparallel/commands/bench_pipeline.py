@@ -128,6 +128,6 @@ def _plot(path, task, plain, rows) -> None:
     axes.annotate("plain Keras, one core", (x[-1], 1e3 * plain["step_seconds"]), fontsize=8,
                   ha="right", va="bottom")  # fmt: skip
     axes.set(xlabel="micro-batches", ylabel="step, ms", ylim=(0, None))
-    axes.set_title(f"{task} (dashed: simulated from the stages' times)", fontsize=10, loc="left")
+    axes.set_title(f"{task} (dashed: simulated from stage times)", fontsize=10, loc="left")
     axes.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=120)

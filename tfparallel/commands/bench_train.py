@@ -97,7 +97,7 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
 
 
 def _run(path, values, num_workers, global_batch_size, max_workers) -> Scaling:
-    progress = f"{counted(num_workers, 'worker')}, {global_batch_size} rows a step …"
+    progress = f"{counted(num_workers, 'worker')}, {global_batch_size} rows per step …"
     print(progress, file=sys.stderr, flush=True)
     threads = str(max(1, len(available_cores()) // max_workers))
     with tempfile.TemporaryDirectory(prefix="tfparallel_bench_") as folder:
@@ -119,7 +119,9 @@ def _run(path, values, num_workers, global_batch_size, max_workers) -> Scaling:
             results = json.load(file)
     parts = results.get("time_of_a_step_seconds")
     if not parts:
-        raise StartError(f"A run of {values.steps} steps says too little. Take more --steps.")
+        raise StartError(
+            f"A run of {values.steps} steps is too short to measure. Use more --steps."
+        )
     sent = sum((results.get("sent_bytes_in_a_step") or {}).values())
     return Scaling(num_workers, global_batch_size, [Split(**part) for part in parts], sent)
 

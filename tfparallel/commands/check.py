@@ -50,7 +50,7 @@ def _check(path: str, values: flags.FlagValues) -> int:
     )
     if parallelism.name == "none":
         raise UsageError(
-            "A parallelism to check is required. Received: --parallel=auto, which takes one "
+            "A parallelism to check is required. Received: --parallel=auto, which chose one "
             "device. Name the parallelism: --parallel=data."
         )
     on_gpu = any(device.startswith("GPU") for device in parallelism.devices)
@@ -70,16 +70,18 @@ def _check(path: str, values: flags.FlagValues) -> int:
         )
     )
     parallelism.say(
-        f"{task.name}: one device against {parallelism}; "
-        f"{values.steps} steps, global batch {values.global_batch_size}, seed {values.seed}, "
-        f"TensorFlow {tf.__version__}, Keras {keras.__version__}"
+        f"{task.name}: one device vs. {parallelism}; {values.steps} steps, global batch "
+        f"{values.global_batch_size}, seed {values.seed}, TensorFlow {tf.__version__}, Keras "
+        f"{keras.__version__}"
     )
     if on_gpu:
-        operations = "" if by_xla else "deterministic operations are on, "
-        parallelism.say(f"on a GPU: {operations}TF32 is off")
+        operations = "" if by_xla else "deterministic ops are on, "
+        parallelism.say(f"on GPU: {operations}TF32 is off")
     built, build_single, unwrapped = [], task.build_model, lambda build: build
     if values.batch_normalization is not None:
-        parallelism.say("on one device each micro-batch is normalized by its own statistics, too")
+        parallelism.say(
+            "the single-device run also normalizes each micro-batch by its own statistics"
+        )
         build_single = grouped(task.build_model, parallelism.num_pieces)
         unwrapped = ungrouped
 
@@ -98,15 +100,14 @@ def _check(path: str, values: flags.FlagValues) -> int:
         )
     if len(parallelism.devices) == 1 and parallelism.num_workers == 1:
         report = report.with_note(
-            "Only one device takes part, so nothing is divided: add --num_devices=2 "
-            "--device_type=cpu."
+            "Only one device is used, so nothing is divided: add --num_devices=2 --device_type=cpu."
         )
     all_reduce = parallelism.all_reduce_report(built[-1])
     joined = getattr(built[-1], "why_joined", None) or False
     parallelism.say(str(report))
     if values.plot is not None and parallelism.is_chief:
         check_plot = importlib.import_module("tfparallel.diagnostics.check_plot")  # Matplotlib.
-        check_plot.draw(values.plot, report, title=f"{task.name}: one device against {parallelism}")
+        check_plot.draw(values.plot, report, title=f"{task.name}: one device vs. {parallelism}")
         print(f"wrote {values.plot}")
     peaks = peak_bytes_of_gpus(parallelism.devices)
     if values.report is not None and parallelism.is_chief:
@@ -144,18 +145,18 @@ def _prove(path: str, values: flags.FlagValues) -> int:
     exchange_moments(model)
     mode = {"training": True} if "training" in inspect.signature(model.call).parameters else {}
     proof, layers = explained(model, model.__call__, (x,), mode)
-    print(f"{task.name}: {proof.num_operations} operations, of any number of rows")
+    print(f"{task.name}: {proof.num_operations} operations, for any number of rows")
     for line in _table(layers):
         print(line)
     if proof.fault is not None:
         print(refusal_of(model, proof.fault))
         return 1
-    print("Each output has a row for each example, made of that example alone.")
+    print("Each output has one row per example, computed from that example alone.")
     return 0
 
 
 def _table(layers: list[OfLayer]):
-    rows = [("layer", "class", "operations", "its output", "")]
+    rows = [("layer", "class", "operations", "output", "")]
     for each in layers:
         notes = [
             *(["draws"] if each.draws else []),

@@ -24,7 +24,7 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
     """Prints the findings; returns 1 if something is broken."""
     if values.suggest:
         return _suggest()
-    with Activity("looking at this host") as activity:
+    with Activity("checking this host") as activity:
         findings = list(
             examine(
                 folder=values.checkpoint_dir,
@@ -70,8 +70,8 @@ def _report_lines(findings: list[Finding]) -> Iterator[str]:
     if faults:
         yield ""
         yield (
-            "faults of TensorFlow's own strategies, tried here; tfparallel's train to the weights "
-            "of one device (write tfparallel.… where you wrote tf.distribute.…):"
+            "bugs in TensorFlow's own strategies, reproduced here; with tfparallel's strategies "
+            "(replace tf.distribute.… by tfparallel.…) training matches one device:"
         )
         for finding in faults:
             text = finding.meaning.partition(";")[0].removeprefix("TensorFlow's own strategy ")

@@ -33,7 +33,7 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
     text = templates.task_file(answers["kind"], data, commands)
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
-    summary = data.summary if data else "a sample of data"
+    summary = data.summary if data else "sample data"
     print(f"wrote {path}: {_PREDICTS[answers['kind']]}; {summary}")
     print("next:\n" + "\n".join(f"  {command}" for command in commands))
     return 0
@@ -48,7 +48,7 @@ def problems(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
     problems = _path_problems(positional, _path(positional), values.force)
     if values.target is not None and not (values.data or "").endswith(".csv"):
         problems.append(
-            f"--target is the column of a .csv file. Received: --target={values.target} with "
+            f"--target names a column of a .csv file. Received: --target={values.target} with "
             f"--data={values.data or SAMPLE}. Drop it, or add --data=FILE.csv."
         )
     return problems
@@ -57,20 +57,25 @@ def problems(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
 def _path_problems(positional, path, force) -> list[str]:
     if len(positional) > 1:
         return [
-            f"One file is written. Received: {list(positional)}. Example: tfparallel init task.py"
+            f"`tfparallel init` writes one file. Received: {list(positional)}. Example: tfparallel "
+            "init task.py"
         ]
     if not path.endswith(".py"):
         fix = ""
         if path.endswith(tuple(ending for kind in KINDS.values() for ending in kind.endings)):
-            fix = f" Name the data by a flag: tfparallel init task.py --data={path}"
-        return [f"A task file is Python and ends in .py. Received: {path!r}.{fix}"]
+            fix = f" Pass the data with a flag: tfparallel init task.py --data={path}"
+        return [f"A task file is a Python file; its name must end in .py. Received: {path!r}.{fix}"]
     if os.path.isdir(path):
         return [f"A file is required. Received: the folder {path!r}."]
     if os.path.exists(path) and not force:
-        return [f"The file exists already. Received: {path!r}. Name another, or add --force."]
+        return [
+            f"The file already exists. Received: {path!r}. Choose another name, or add --force."
+        ]
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
-        return [f"The folder to write to does not exist. Received: {path!r}. mkdir -p {folder}"]
+        return [
+            f"The output folder does not exist. Received: {path!r}. Create it: mkdir -p {folder}"
+        ]
     return []
 
 
@@ -83,21 +88,21 @@ def _answers(values) -> dict[str, str]:
         flag_values["kind"] = kinds[0] if len(kinds) == 1 else None
     if flag_values["kind"] is None and not sys.stdin.isatty():
         raise UsageError(
-            "--kind is required when there is no terminal. Received: no --kind. Add "
+            "Without a terminal, --kind is required. Received: no --kind. Add "
             f"--kind={'|'.join(KINDS)}."
         )
     if flag_values["kind"] is not None:
         # With --kind on the command line, do not ask.
         return {name: value or _DEFAULTS[name] for name, value in flag_values.items()}
-    kind = _choose("What is to be predicted?", "kind", _PREDICTS)
+    kind = _choose("What should the model predict?", "kind", _PREDICTS)
     answers = {"kind": kind}
     if flag_values["data"] is None:
         endings = " or ".join(KINDS[kind].endings)
-        print(f"Data: a file of yours ({endings}), or a sample that runs at once?")
+        print(f"Data: your own file ({endings}), or a ready-made sample?")
         answers["data"] = _ask("data", SAMPLE, lambda text: data_problems(kind, text))
     if flag_values["parallel"] is None:
         choices = flags_of("init")["parallel"].choices
-        answers["parallel"] = _choose("How will it be trained first?", "parallel", choices)
+        answers["parallel"] = _choose("How do you want to train it first?", "parallel", choices)
     return {name: answers.get(name) or flag_values[name] for name in _DEFAULTS}
 
 

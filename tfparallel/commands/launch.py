@@ -45,7 +45,7 @@ def run(values: flags.FlagValues, command: Sequence[str]) -> int:
     except StopRequest as request:
         name = signal.Signals(request.signum).name
         if request.has_saved:
-            say(f"stopped by {name}; the workers have saved their state")
+            say(f"stopped by {name}; the workers saved their state")
             return TRY_AGAIN
         say(f"stopped by {name}")
         return 128 + request.signum
@@ -111,8 +111,8 @@ def problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
             os.makedirs(values.log_dir, exist_ok=True)
         except OSError as error:
             problems.append(
-                "The folder for the workers' output cannot be made. "
-                f"Received: --log_dir={values.log_dir} ({error.strerror})."
+                "The folder for the workers' output cannot be created. Received: "
+                f"--log_dir={values.log_dir} ({error.strerror})."
             )
         else:
             if not os.access(values.log_dir, os.W_OK | os.X_OK):
@@ -143,8 +143,8 @@ def _common_problems(values: flags.FlagValues) -> list[str]:
         )
     if values.standby and not values.max_restarts and ":" not in values.nnodes:
         problems.append(
-            "--standby is for a job that may start again. Received: --standby, with neither "
-            "--max_restarts nor --nnodes=MIN:MAX. Add --max_restarts=3, or drop --standby."
+            "--standby is only for a job that may restart. Received: --standby without "
+            "--max_restarts or --nnodes=MIN:MAX. Add --max_restarts=3, or drop --standby."
         )
     return problems
 
@@ -172,8 +172,8 @@ def _node_problems(values, nodes, rank):
             )
         if rank is not None and not 0 <= rank < nodes.maximum:
             problems.append(
-                f"--node_rank must lie in 0 to {nodes.maximum - 1}. Received: "
-                f"--node_rank={rank}, --nnodes={values.nnodes}."
+                f"--node_rank must be from 0 to {nodes.maximum - 1}. Received: --node_rank={rank}, "
+                f"--nnodes={values.nnodes}."
             )
     if values.rdzv_endpoint is not None:
         endpoints = values.rdzv_endpoint.split(",") if nodes.is_elastic else [values.rdzv_endpoint]
@@ -195,17 +195,17 @@ def _identity_problems(values, nodes):
     problems = []
     if values.job_name is not None and not is_word(values.job_name):
         problems.append(
-            "--job_name must be of at most 64 printable characters of ASCII, without a space. "
-            f"Received: --job_name={values.job_name}."
+            "--job_name must have at most 64 printable ASCII characters and no spaces. Received: "
+            f"--job_name={values.job_name}."
         )
     token = os.environ.get(TOKEN, "")
     if not nodes.are_one and len(token) < _MIN_TOKEN:
         received = f"{len(token)} characters" if token else "none"
         problems.append(
-            f"The launchers of several hosts need a secret of at least {_MIN_TOKEN} characters, "
-            f"the same on each of them, or strangers could join. Received: {received} in {TOKEN}. "
-            f"Make a random one on one host, by `export {TOKEN}=$(openssl rand -hex 16)`, and copy "
-            "its value to every other host."
+            "The launchers of a job on several hosts need a shared secret of at least "
+            f"{_MIN_TOKEN} characters, so that nobody else can join. Received: {received} in "
+            f"{TOKEN}. Generate one on one host with `export {TOKEN}=$(openssl rand -hex 16)`, and "
+            "copy its value to every other host."
         )
     return problems
 

@@ -182,7 +182,7 @@ def _delay_newcomers(outcome, meetings, news):
         node = departure.node
     seconds = 0.0 if node is None else meetings.note_failure(node)
     if seconds:
-        say(f"node {node} had just joined; hosts that would join wait {seconds:g} s")
+        say(f"node {node} had just joined; new hosts must wait {seconds:g} s")
 
 
 def _next_round(values, meetings):
@@ -230,7 +230,10 @@ class _Patience:
         news.gone |= leaving
         num_left = news.num_nodes - len(news.gone)
         if leaving and num_left < self._nodes.minimum:
-            say(f"--nnodes={self._values.nnodes}, and {counted(num_left, 'host')} would be left")
+            say(
+                f"--nnodes={self._values.nnodes}, but only {counted(num_left, 'host')} would be "
+                "left"
+            )
             return culprit.exit_code
         return None
 
@@ -238,10 +241,10 @@ class _Patience:
 def _report_change(outcome: Outcome, news) -> int | None:
     """Reports why a round ended; returns the exit code if it was the last."""
     if news.departure is not None:
-        _report(f"{news.departure.describe()}; the job goes on with the remaining hosts", outcome)
+        _report(f"{news.departure.describe()}; the job continues with the remaining hosts", outcome)
         return None
     if outcome.culprit is None:
-        _report("a host joins; the workers were told to save their state", outcome)
+        _report("a new host is joining; the workers were asked to save their state", outcome)
         return None
     _report(outcome.culprit.explain(), outcome)
     is_usage = outcome.culprit.returncode == _USAGE_EXIT_CODE
@@ -286,7 +289,10 @@ def _programs(
     listens_on = programs[0].environment.get(LISTEN_ADDR)
     if LISTEN_ADDR not in environment and listens_on is not None:
         host, _ = split_address(meeting.addresses[meeting.node][0])
-        say(f"{host} is no address of this host; taken for a gateway's: listening on {listens_on}")
+        say(
+            f"{host} is not an address of this host, so probably a gateway's; listening on "
+            f"{listens_on}"
+        )
     return programs
 
 
@@ -313,7 +319,7 @@ def _run(
             grace_seconds=values.grace_seconds,
             news=None if meeting is None else meeting.news,
             on_lost=lambda exit_: say(
-                f"{exit_.describe()}; the job goes on with the remaining workers"
+                f"{exit_.describe()}; the job continues with the remaining workers"
             ),
             lost_by=lambda worker: lost_by(worker, folder, attempt, began),
             standbys=standbys,
@@ -342,7 +348,7 @@ def _log_writer(
     def tell(error: OSError) -> None:
         nonlocal has_reported
         if not has_reported:
-            say(f"the output is not kept whole in --log_dir={values.log_dir} ({error.strerror})")
+            say(f"the logs in --log_dir={values.log_dir} are incomplete ({error.strerror})")
         has_reported = True
 
     suffix = f".restart_{attempt}" if attempt else ""

@@ -13,18 +13,18 @@ __all__ = ["main"]
 
 _TOPICS = {
     "a task": {
-        "init": "writes a task file: a model, its data and how it is compiled",
-        "train": "trains a task file on one device or many, as --parallel says",
-        "check": "compares a parallel run with one device, weight by weight, beside rounding",
-        "plan": "predicts memory and time on each mesh of devices, and names the command",
+        "init": "writes a task file: a model, how it is compiled, and its data",
+        "train": "trains a task file on one or more devices, as --parallel says",
+        "check": "compares a parallel run with a single-device run, variable by variable",
+        "plan": "predicts memory and step time for each device mesh, and prints the best command",
     },
     "several processes and hosts": {
         "launch": "starts, watches, restarts and stops the workers of a job",
-        "trace": "says what each worker of a job did last, and who was waited for",
+        "trace": "shows what each worker of a job did last, and which one the others waited for",
     },
     "a machine": {
-        "doctor": "says what will fail on this host, in this cluster, with these versions",
-        "bench": "measures collectives, pipelines, and scaling with the number of workers",
+        "doctor": "checks this host, its cluster and its versions for problems",
+        "bench": "benchmarks collectives, pipelines, and scaling over workers",
     },
 }
 _COMMANDS = {name: job for topic in _TOPICS.values() for name, job in topic.items()}
@@ -95,8 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         alike = difflib.get_close_matches(name, _COMMANDS, n=1)
         fix = f"Did you mean `tfparallel {alike[0]}`?" if alike else f"\n{usage()}"
         print(
-            f"tfparallel: no such command; it must be one of {', '.join(_COMMANDS)}. "
-            f"Received: {name!r}. {fix}",
+            f"tfparallel: unknown command; it must be one of {', '.join(_COMMANDS)}. Received: "
+            f"{name!r}. {fix}",
             file=sys.stderr,
         )
         return 2

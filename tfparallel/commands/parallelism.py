@@ -137,15 +137,15 @@ class Parallelism:
         empty = layout.num_stages - len(set(layout.stage_of.values()))
         if empty:
             self.say(
-                f"note: {len(layout.stages)} layers for {layout.num_stages} stages: the "
-                f"last {empty} only hand on what they are given"
+                f"note: {len(layout.stages)} layers for {layout.num_stages} stages; the last "
+                f"{empty} only pass their inputs on"
             )
         return model
 
     def as_built(self, model: keras.Model) -> str:
         """Returns `str(self)`, with the share of split weights of the built model."""
         share = getattr(getattr(model, "layout", None), "share_in_parts", None)
-        return str(self) if share is None else f"{self}, {share:.0%} of the weights in parts"
+        return str(self) if share is None else f"{self}, {share:.0%} of the weights split"
 
     def __str__(self):
         names = first_to_last(self.devices)
@@ -235,8 +235,8 @@ def start_parallelism(options: TrainOptions, facts: Mapping[str, Any]) -> Parall
         for name in names:
             if getattr(options, name) is not None:
                 raise UsageError(
-                    f"--{name} is for what travels between workers. Received: "
-                    f"--{name}={getattr(options, name)}, and no other workers. Drop the flag, or "
+                    f"--{name} only applies between workers. Received: "
+                    f"--{name}={getattr(options, name)}, without other workers. Drop the flag, or "
                     "add --num_workers=2."
                 )
         cut = options.of_layers()
@@ -265,8 +265,8 @@ def _parallelism_with_servers(options, facts) -> Parallelism:
     roles, policy = Roles.from_env(), options.policy
     if roles is None:
         raise UsageError(
-            "--sync=async needs a job with servers of the weights. Received: none (TF_CONFIG "
-            "lists no 'ps'). Start it by `tfparallel launch --nproc_per_node=2 --num_ps=1 -- …`."
+            "--sync=async needs a job with parameter servers. Received: none (TF_CONFIG lists no "
+            "'ps'). Start it with `tfparallel launch --nproc_per_node=2 --num_ps=1 -- …`."
         )
     if policy.staleness is not None:
         steps_ahead(policy.staleness, len(roles.workers))
@@ -292,7 +292,7 @@ def _named_devices(names) -> list[str]:
         if device_lib.list_devices("GPU"):
             raise
         raise ValueError(
-            f"{error} In a command: --num_devices={max(len(names), 2)} --device_type=cpu."
+            f"{error} On the command line: --num_devices={max(len(names), 2)} --device_type=cpu."
         ) from error
 
 
@@ -301,9 +301,9 @@ def _all_reduce(options, devices) -> dict[str, Any]:
         return {}
     if options.parallel == "hybrid":
         raise UsageError(
-            "--parallel=hybrid has an all-reduce between workers alone; within a process the first "
-            "replica's devices add up the gradients. Received: "
-            f"--all_reduce={options.all_reduce}, and no other workers. Drop --all_reduce, or add "
+            "--parallel=hybrid uses an all-reduce only between workers; within a process, the "
+            "first replica's devices sum the gradients. Received: "
+            f"--all_reduce={options.all_reduce}, without other workers. Drop --all_reduce, or add "
             "--num_workers=2."
         )
     if options.all_reduce != "auto":
@@ -324,15 +324,15 @@ def _num_devices(options, num_workers: int) -> int | None:
     mesh = options.mesh
     if mesh.data % num_workers:
         raise UsageError(
-            f"Each of {num_workers} workers has as many replicas as the others. Received: --mesh="
-            f"{_as_typed(mesh)}. Take data={num_workers}, or a multiple of it."
+            f"The {num_workers} workers must have the same number of replicas. Received: "
+            f"--mesh={_as_typed(mesh)}. Use data={num_workers}, or a multiple of it."
         )
     number = mesh.size // num_workers
     if options.num_devices not in (None, number):
         of_each = " on each worker" if num_workers > 1 else ""
         raise UsageError(
             f"A mesh of {mesh} has {number} devices{of_each}. Received: --mesh={_as_typed(mesh)} "
-            f"with --num_devices={options.num_devices}. Drop --num_devices, or take another mesh."
+            f"with --num_devices={options.num_devices}. Drop --num_devices, or choose another mesh."
         )
     return number
 
@@ -343,7 +343,7 @@ def _devices_of_processes(options, cluster: Cluster, facts) -> list[str]:
         flag = "--devices" if options.devices is not None else "--num_devices"
         raise UsageError(
             f"The stages are the {cluster.num_workers} processes of the job ({cluster.source}), "
-            f"with all devices that each has. Received: {flag}. Drop it, or start one process."
+            f"each with all its devices. Received: {flag}. Drop it, or start one process."
         )
     if options.device_type == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -358,14 +358,14 @@ def _check_independent(options, cluster: Cluster) -> None:
         is_local = options.parallel != "data"
         flag = f"--parallel={options.parallel}" if is_local else "--strategy=mirrored"
         raise UsageError(
-            f"This process is one of {cluster.num_workers} workers ({cluster.source}), and "
-            f"{flag} would train {cluster.num_workers} separate models. --parallel=data "
-            f"--strategy=multi_worker trains one. Received: {flag}. If separate models are meant, "
-            "add --allow_independent_workers."
+            f"This process is one of {cluster.num_workers} workers ({cluster.source}), and {flag} "
+            f"would train {cluster.num_workers} separate models. --parallel=data "
+            f"--strategy=multi_worker trains one. Received: {flag}. To train separate models, add "
+            "--allow_independent_workers."
         )
     if options.strategy == "multi_worker":
         raise UsageError(
-            "No other workers are known, and --strategy=multi_worker needs some. A cluster in the "
-            "environment (TF_CONFIG, Slurm, MPI, Kubernetes, torchrun) is required. Received: "
-            "none. Start the job with `tfparallel launch --nproc_per_node=2 -- …`."
+            "--strategy=multi_worker needs other workers; the environment (TF_CONFIG, Slurm, MPI, "
+            "Kubernetes, torchrun) must name them. Received: none. Start the job with `tfparallel "
+            "launch --nproc_per_node=2 -- …`."
         )

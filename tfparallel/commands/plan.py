@@ -55,7 +55,7 @@ def _devices(options: TrainOptions) -> list[str]:
         try:
             return device_lib.choose_devices(num_devices=options.num_devices)
         except (ValueError, RuntimeError) as error:
-            raise UsageError(f"--num_trials needs the devices themselves. {error}") from error
+            raise UsageError(f"--num_trials needs the actual devices. {error}") from error
     if options.num_devices > 1:
         with contextlib.suppress(ValueError, RuntimeError):
             return device_lib.choose_devices(num_devices=2)
@@ -106,7 +106,7 @@ def _all_meshes(path: str, options: TrainOptions, plan: Plan) -> _View:
 
 def _table(plan: Plan) -> list[str]:
     head = ("tried",) if plan.num_trials else ()
-    rows = [("mesh", *head, "step", "passes", "sums", "updates", "shares", "memory a device", "")]
+    rows = [("mesh", *head, "step", "passes", "sums", "updates", "shares", "memory per device", "")]
     for candidate in plan.ranked:
         name = candidate.name
         measured = candidate.measured_seconds
@@ -132,27 +132,27 @@ def _table(plan: Plan) -> list[str]:
 def _basis(plan: Plan) -> list[str]:
     rows = " and ".join(map(str, plan.measured_rows))
     lines = [
-        f"measured in {plan.seconds:.0f} s, layer by layer, at {rows} rows; the steps are "
+        f"measured in {plan.seconds:.0f} s, layer by layer, at {rows} rows; step times are "
         "predicted from that, no mesh was run"
     ]
     if plan.num_trials:
         meshes = f"{plan.num_trials} mesh{'es' * (plan.num_trials > 1)}"
         lines = [
-            f"measured in {plan.seconds:.0f} s, layer by layer, at {rows} rows, from which steps "
-            f"are predicted; {meshes} tried in {plan.trial_seconds:.0f} s"
+            f"measured in {plan.seconds:.0f} s, layer by layer, at {rows} rows, to predict step "
+            f"times; {meshes} tried in {plan.trial_seconds:.0f} s"
         ]
     if plan.share_in_parts is not None:
         lines.append(f"tensor=… splits {plan.share_in_parts:.0%} of the weights")
     if not plan.has_loss:
-        lines.append("without the loss: made-up targets do not suit it")
+        lines.append("the loss was not measured: it does not accept synthetic targets")
     if plan.num_cores is not None and plan.num_devices > 1:
         at_once = min(plan.num_cores, plan.num_devices)
         lines.append(
-            f"the devices share {counted(plan.num_cores, 'core')}: {at_once} at "
-            f"work at once do {plan.side_by_side:.2f} times as much as one"
+            f"the devices share {counted(plan.num_cores, 'core')}: {at_once} running at once do "
+            f"{plan.side_by_side:.2f} times the work of one"
         )
     elif plan.num_devices > 1 and math.isinf(plan.side_by_side):
-        lines.append("each device computes by itself; what travels between them was not measured")
+        lines.append("each device computes independently; transfers between them were not measured")
     return lines
 
 
@@ -166,15 +166,15 @@ def _layers_on_devices(path: str, options: TrainOptions, plan: Plan) -> _View:
     if first is None:
         over = min(largest.values()) - options.device_memory
         lines = [
-            f"does not fit {plan.num_devices} devices{limit}: the best cut misses by "
-            f"{size_text(over)} on its largest stage. {what_fits(plan)}",
+            f"does not fit {plan.num_devices} devices{limit}: the largest stage of the best cut is "
+            f"{size_text(over)} too large. {what_fits(plan)}",
             "",
         ]
     else:
         bytes_by_device = first.prediction.held_bytes
         stages = [stage.as_json() for stage in first.prediction.stages]
         stages = [{**stage, "held_bytes": bytes_by_device[stage["device"]]} for stage in stages]
-        rows = [("stage", "layers", "parameters", "memory", "time", "received a batch")]
+        rows = [("stage", "layers", "parameters", "memory", "time", "input per batch")]
         rows += [
             (str(index), _names(stage["layers"]), size_text(stage["parameter_bytes"]),
              size_text(stage["held_bytes"]),
@@ -187,8 +187,8 @@ def _layers_on_devices(path: str, options: TrainOptions, plan: Plan) -> _View:
             "",
             *aligned(rows),
             "",
-            f"predicted step: {seconds_text(first.step_seconds)} for "
-            f"{options.global_batch_size} examples, the stages one after the other",
+            f"predicted step: {seconds_text(first.step_seconds)} for {options.global_batch_size} "
+            "examples, with stages run one after the other",
             "",
         ]
     lines.append("devices  largest stage of the best cut")
@@ -207,9 +207,9 @@ def _what_fits(path, options, plan, first, limit) -> list[str]:
         memory = f" --device_memory={options.device_memory}" if is_needed else ""
         text = f"needs {number} devices{limit}" if is_needed else f"cut into {number} stages"
         return [
-            f"{text}; take --parallel=model; the command:",
+            f"{text}; use --parallel=model; the command:",
             f"  {line}",
-            "or keep them all busy, with micro-batches; what that gains:",
+            "or keep all devices busy with micro-batches; to see the gain:",
             f"  tfparallel plan {shlex.quote(path)} --parallel=pipeline --num_devices={number} "
             f"--global_batch_size={options.global_batch_size}{memory}",
         ]
@@ -217,7 +217,7 @@ def _what_fits(path, options, plan, first, limit) -> list[str]:
     if plan.num_devices > 1:  # A model that fits one device is faster replicated than split.
         parallelism = "data"
         line = line.replace("--parallel=none", f"--parallel=data --num_devices={plan.num_devices}")
-    return [f"fits one device{limit}; take --parallel={parallelism}; the command:", f"  {line}"]
+    return [f"fits one device{limit}; use --parallel={parallelism}; the command:", f"  {line}"]
 
 
 def _one_pipeline(path: str, options: TrainOptions, plan: Plan) -> _View:
@@ -228,7 +228,7 @@ def _one_pipeline(path: str, options: TrainOptions, plan: Plan) -> _View:
     prediction, step = candidate.prediction, candidate.step_seconds
     timeline = prediction.timeline
     schedule, stages = timeline.schedule, [stage.as_json() for stage in prediction.stages]
-    rows = [("stage", "device", "layers", "parameters", "a micro-batch", "forward", "backward")]
+    rows = [("stage", "device", "layers", "parameters", "per micro-batch", "forward", "backward")]
     rows += [
         (str(index), str(stage["device"]), _names(stage["layers"]),
          size_text(stage["parameter_bytes"]), size_text(stage["activation_bytes"]),
@@ -246,12 +246,12 @@ def _one_pipeline(path: str, options: TrainOptions, plan: Plan) -> _View:
         as_text(timeline),
         "",
         f"predicted step: {seconds_text(step)} for {options.global_batch_size} examples, without "
-        f"transfers; the stages one after the other: {seconds_text(serial)}, "
-        f"{serial / step:.2f} times as long",
-        f"devices stand still {timeline.bubble:.0%} of the passes; equal stages would "
+        f"transfers; stages run one after the other: {seconds_text(serial)}, {serial / step:.2f} "
+        "times as long",
+        f"devices are idle for {timeline.bubble:.0%} of the passes; with equal stages, "
         f"{theoretical_bubble(schedule):.0%}",
         *(
-            f"device {device}: holds {number} at most of the micro-batches' activations, "
+            f"device {device}: micro-batches in flight: at most {number}; holds "
             f"{size_text(size_bytes)} in all"
             for device, (number, size_bytes) in enumerate(
                 zip(most_in_flight, prediction.held_bytes, strict=True)
@@ -278,7 +278,7 @@ _VIEWS = {"auto": _all_meshes, "model": _layers_on_devices, "pipeline": _one_pip
 
 def _names(layers: Sequence[str]) -> str:
     if not layers:
-        return "none: passes on what it is given"
+        return "none: passes its inputs on"
     first, *others = layers
     return f"{first} … {others[-1]} ({len(layers)})" if others else first
 
@@ -309,7 +309,7 @@ def _draw(path: str, values: flags.FlagValues, plan: Plan) -> None:
         write_picture(values.draw, timeline, devices, title)
     except ImportError as error:
         raise UsageError(
-            "A picture needs matplotlib, which is missing. Received: "
+            "Drawing a picture needs matplotlib, which is not installed. Received: "
             f"--draw={values.draw}. Install it (`pip install matplotlib`), or draw text: "
             "--draw=plan.txt."
         ) from error

@@ -100,8 +100,8 @@ def _fitted(path) -> CostModel:
         )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            "The file must be what `tfparallel bench all_reduce --report=FILE.json` writes of "
-            f"at least two sizes, so that a model was fitted. Received: --sweep={path} ({error!r})."
+            "--sweep must be a report of `tfparallel bench all_reduce --report=FILE.json` with at "
+            f"least two sizes, so that it has a fitted model. Received: --sweep={path} ({error!r})."
         ) from error
 
 
@@ -130,19 +130,19 @@ def _assumptions(values, model) -> list[str]:
 
     ranks = f"{values.ranks} ranks"
     if model.transport == "shared":
-        lines = [f"{ranks}, devices of one process that share cores and memory"]
+        lines = [f"{ranks}, devices of one process sharing cores and memory"]
     elif model.across is None:
-        lines = [f"{ranks}, one kind of wire: {wire(model.alpha, model.beta)}"]
+        lines = [f"{ranks}, one kind of link: {wire(model.alpha, model.beta)}"]
     else:
         lines = [
-            f"{ranks}, {values.local_ranks} a host",
+            f"{ranks}, {values.local_ranks} per host",
             f"  within a host: {wire(model.alpha, model.beta)}",
-            f"  between hosts: {wire(model.across.alpha, model.across.beta)}, for each rank",
+            f"  between hosts: {wire(model.across.alpha, model.across.beta)}, per rank",
         ]
     if values.sweep is not None:
         lines.append(f"fitted to {values.sweep}: median error {model.median_error:.0%}")
     else:
-        lines.append("assumed, not measured; the flags change it")
+        lines.append("assumed, not measured; set the flags to change it")
     return lines
 
 
@@ -158,7 +158,11 @@ def _agreement(predicted, simulated) -> str:
         if name not in same
     ]
     text = f"formula and simulation agree: {', '.join(same) or 'none'}"
-    return text + (f"; apart, as formulas are upper bounds: {', '.join(others)}" if others else "")
+    return text + (
+        f"; these differ, since the formulas are upper bounds: {', '.join(others)}"
+        if others
+        else ""
+    )
 
 
 def _table(sizes, seconds) -> list[str]:

@@ -66,7 +66,7 @@ def _write_result(folder: str, result: Any) -> None:
     # A class's own pickling code may raise anything.
     except Exception as error:
         raise RuntimeError(
-            "What the function returned must be something that another process can be sent. "
+            "The function's return value must be picklable, since it is sent to another process. "
             f"Received: a {type(result).__name__} ({error}). Return numbers, arrays or "
             "`model.get_weights()`, or save to a file and return its path."
         ) from error

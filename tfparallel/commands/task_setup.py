@@ -102,7 +102,7 @@ def start_chosen_parallelism(
     if first.mesh.pipeline > 1:  # Exactly the stages whose step was predicted.
         cut = {**parallelism.cut, "layers_per_stage": first.layers_per_stage}
         parallelism = dataclasses.replace(parallelism, cut=cut)
-    parallelism.say(f"--parallel=auto takes {first.name} (--parallel={first.parallelism}): {why}")
+    parallelism.say(f"--parallel=auto chose {first.name} (--parallel={first.parallelism}): {why}")
     return parallelism, chosen, plan
 
 
@@ -112,9 +112,9 @@ def _devices(options) -> list[str]:
         cluster = Cluster.from_env()
         if cluster.num_workers > 1 and not options.allow_independent_workers:
             raise UsageError(
-                "--parallel=auto chooses among the meshes of one process. Received: a process that "
-                f"is one of {cluster.num_workers} workers ({cluster.source}). Name "
-                "one, --parallel=data or hybrid, or add --allow_independent_workers."
+                "--parallel=auto only chooses among the meshes of one process. Received: one of "
+                f"{cluster.num_workers} workers ({cluster.source}). Choose --parallel=data or "
+                "hybrid, or add --allow_independent_workers."
             )
         hide_gpus_if_unused(options)
         return device_lib.choose_devices(
@@ -201,7 +201,7 @@ def plan_task(
             build = trial_builder(task, devices, options)
             return after_trials(plan, batch, build, options.num_trials, activity.say)
     except PlacementError as error:
-        advice = "Or name the parallelism: --parallel=data takes any model."
+        advice = "Or choose the parallelism yourself: --parallel=data supports any model."
         raise UsageError(f"{error}\n{advice}") from error
 
 
@@ -219,9 +219,9 @@ def nothing_fits(plan: Plan) -> str:
 def what_fits(plan: Plan) -> str:
     """Returns the changes that would each make some mesh fit."""
     if not plan.would_fit:
-        return "Take an optimizer with less state, or smaller layers."
+        return "Use an optimizer with less state, or smaller layers."
     *others, last = map(str, plan.would_fit)
-    return f"It fits {'; '.join(others)}{'; or ' * bool(others)}{last}."
+    return f"It would fit {'; '.join(others)}{'; or ' * bool(others)}{last}."
 
 
 def trial_builder(

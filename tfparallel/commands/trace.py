@@ -17,14 +17,14 @@ def problems(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
     problems = []
     if len(positional) != 1:
         problems.append(
-            "One folder is required, such as that of `tfparallel launch --log_dir`. Received: "
+            "One folder is required, such as the --log_dir of `tfparallel launch`. Received: "
             f"{' '.join(positional) or 'none'}. Example: tfparallel trace logs"
         )
     elif not os.path.isdir(positional[0]):
         what = "is a file" if os.path.exists(positional[0]) else "does not exist"
         problems.append(
-            f"The folder {what}; that of a job's records is required, such as `tfparallel launch "
-            f"--log_dir` names. Received: {positional[0]}. Check the path."
+            f"The folder {what}; a folder with a job's records is required, such as the --log_dir "
+            f"of `tfparallel launch`. Received: {positional[0]}. Check the path."
         )
     return problems
 

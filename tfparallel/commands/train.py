@@ -167,7 +167,7 @@ def _train(path, values, options: TrainOptions) -> tuple[dict[str, Any], bool]:
             with open(values.trace, "w", encoding="utf-8") as file:
                 json.dump(chrome_trace(records), file)
         else:
-            notice(f"No timeline is written: no flight record was kept ({FOLDER}).")
+            notice(f"No timeline was written, because no flight record was kept ({FOLDER}).")
     if checkpoint is not None:
         del step_time.seconds[: checkpoint.num_passed]
     if failure is None and values.save is not None:
@@ -204,7 +204,7 @@ def _callbacks(task: Task, is_enabled: bool | None) -> list[keras.callbacks.Call
     """Returns the callbacks of the task file."""
     if is_enabled and not task.has_callbacks:
         raise UsageError(
-            "--callbacks needs a function callbacks() in the task file, which returns a list of "
+            "--callbacks requires the task file to define callbacks(), which returns a list of "
             f"Keras callbacks. Received: --callbacks with {task.path}, which has none."
         )
     return [] if is_enabled is False else task.callbacks()

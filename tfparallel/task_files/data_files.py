@@ -34,7 +34,7 @@ _UNKNOWN = "[UNK]"  # FeatureSpace's token for an unknown word.
 _SHUFFLE = "rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]\n"
 _FEATURES = """
 space = FeatureSpace(features, output_mode="concat")
-end = len(rows) * 4 // 5  # The rows behind it are for validation: nothing is adapted to them.
+end = len(rows) * 4 // 5  # Later rows are for validation: do not adapt to them.
 space.adapt(tf.data.Dataset.from_tensor_slices({name: v[:end] for name, v in columns.items()}))
 x = np.array(space({name: np.array(values) for name, values in columns.items()}))
 return (x[:end], y[:end]), (x[end:], y[end:])
@@ -105,12 +105,12 @@ def lines_of_table(num_inputs: int) -> str:
 
 def lines_of_text() -> str:
     """Returns the constants of a task on a text."""
-    return "LENGTH = 64  # The model reads so many characters at a time.\n"
+    return "LENGTH = 64  # Characters that the model reads at a time.\n"
 
 
 def lines_of_series(length: int, num_series: int) -> str:
     """Returns the constants of a task on series; the model looks back `length` steps."""
-    return f"LENGTH = {length}  # The model looks back so many steps.\nNUM_SERIES = {num_series}\n"
+    return f"LENGTH = {length}  # Steps that the model looks back.\nNUM_SERIES = {num_series}\n"
 
 
 def _text(path, named) -> DataFile:
@@ -118,7 +118,7 @@ def _text(path, named) -> DataFile:
         length = len(file.read())
     if length < 1000:
         raise DataFileError(
-            f"A text of at least 1,000 characters is required. Received: {length} in --data={path}."
+            f"The text must have at least 1,000 characters. Received: {length} in --data={path}."
         )
     constants = named + lines_of_text()
     load = f'text = DATA.read_text(encoding="{_ENCODING}")\n'
@@ -131,8 +131,9 @@ def _npz(kind, path, named) -> DataFile:
     ndims = {"image": (3, 4), "table": (2,), "series": (1, 2)}[kind]
     if x.ndim not in ndims or x.dtype.kind not in "biuf" or len(x) < 2:
         raise DataFileError(
-            f"For --kind={kind} x must be numbers with {' or '.join(map(str, ndims))} axes, of at "
-            f"least two examples. Received: x of shape {x.shape} and type {x.dtype} in {path}."
+            f"With --kind={kind}, x must be a numeric array with {' or '.join(map(str, ndims))} "
+            f"axes and at least two examples. Received: x of shape {x.shape} and type {x.dtype} in "
+            f"{path}."
         )
     imports = "import pathlib\n"
     if kind == "series":
@@ -142,7 +143,7 @@ def _npz(kind, path, named) -> DataFile:
     y = arrays["y"]
     if y.shape not in ((len(x),), (len(x), 1)) or y.dtype.kind not in "biuf":
         raise DataFileError(
-            f"y must hold a number for each of the {len(x)} examples of x. Received: y of shape "
+            f"y must hold one number for each of the {len(x)} examples in x. Received: y of shape "
             f"{y.shape} and type {y.dtype} in {path}."
         )
     has_classes = y.dtype.kind in "biu" and y.min() >= 0 and y.max() < _MOST_CLASSES
@@ -172,9 +173,11 @@ def _arrays(path, needed) -> dict[str, np.ndarray]:
     write = f"np.savez({path!r}, {', '.join(f'{name}={name}' for name in needed)})"
     if not zipfile.is_zipfile(path):
         size = os.path.getsize(path)
-        what = f"a file of {size:,} bytes that is damaged, or of another form" if size else "empty"
+        what = (
+            f"a file of {size:,} bytes that is damaged or has another format" if size else "empty"
+        )
         raise DataFileError(
-            f"A .npz file, as NumPy writes it, is required. Received: --data={path}, {what}. "
+            f"The data must be a .npz file, as written by NumPy. Received: --data={path}, {what}. "
             f"Write it: {write}"
         )
     arrays = {}
@@ -198,9 +201,9 @@ def _arrays(path, needed) -> dict[str, np.ndarray]:
         # The array holds Python objects, which only pickle can read.
         name = next(name for name in needed if name not in arrays)
         raise DataFileError(
-            "The arrays must hold numbers; Python objects are pickled, and pickles are not read, "
-            f"since they may run code. Received: --data={path}, with objects in {name}. Convert "
-            f"it, such as {name}.astype('float32'), and write it again: {write}"
+            "The arrays must hold numbers; Python objects are pickled, and loading a pickle could "
+            f"run arbitrary code. Received: --data={path}, with objects in {name}. Convert it, for "
+            f"example with {name}.astype('float32'), and write it again: {write}"
         ) from error
     return arrays
 
@@ -217,8 +220,9 @@ def _rows(path) -> tuple[list[str], list[dict[str, str]]]:
                 number = sum(value is not None for value in values) + len(row.get(None, ()))
                 if number != len(names):
                     raise DataFileError(
-                        f"Each line must have as many fields as the first. Received: --data={path},"
-                        f" of which line {reader.line_num} has {number} of {len(names)} fields."
+                        "Each line must have as many fields as the first. Received: "
+                        f"--data={path}, where line {reader.line_num} has {number} of {len(names)} "
+                        "fields."
                     )
                 rows.append(row)
         except csv.Error as error:
@@ -232,9 +236,9 @@ def _check_delimiter(path, names) -> None:
     used = next((sign for sign in _OTHER_DELIMITERS if len(names) == 1 and sign in names[0]), None)
     if used is not None:
         raise DataFileError(
-            f"Columns are separated by commas; this file uses {_OTHER_DELIMITERS[used]}. Received: "
-            f"--data={path}, whose first line is {names[0]!r}. Write it again with commas, and "
-            "with decimal points."
+            f"Columns must be separated by commas, but this file uses {_OTHER_DELIMITERS[used]}. "
+            f"Received: --data={path}, whose first line is {names[0]!r}. Write it again with "
+            "commas, and with decimal points."
         )
 
 
@@ -253,9 +257,9 @@ def _csv(kind, path, named, target) -> DataFile:
     inputs = [name for name in names if name != chosen and name in (*of_numbers, *of_words)]
     if len(rows) < 2 or chosen not in names or (kind == "table" and not inputs):
         raise DataFileError(
-            "A first line of names, at least two rows below it, a column to be predicted and "
-            f"another one, of numbers or of at most {_MOST_CLASSES} different texts, are required. "
-            f"Received: --data={path} with {len(rows)} rows, columns {names}, --target={target}."
+            "The file must have a header line, at least two rows, a column to predict and another "
+            f"column, which holds numbers or at most {_MOST_CLASSES} distinct texts. Received: "
+            f"--data={path} with {len(rows)} rows, columns {names}, --target={target}."
         )
     read = f'with open(DATA, newline="", encoding="{_ENCODING}") as file:\n'
     read += "    rows = list(csv.DictReader(file))\n"
@@ -273,12 +277,12 @@ def _csv(kind, path, named, target) -> DataFile:
     table = _table(rows, chosen, chosen in of_numbers, numbers, words)
     if table is None:
         raise DataFileError(
-            f"A column of numbers, or of at most {_MOST_CLASSES} classes, is required. Received: "
-            f"--target={chosen} with {len({row[chosen] for row in rows})} different texts."
+            f"The column to predict must hold numbers, or at most {_MOST_CLASSES} classes. "
+            f"Received: --target={chosen} with {len({row[chosen] for row in rows})} distinct texts."
         )
     left_out = [name for name in names if name not in inputs and name != chosen]
     if left_out:
-        many = f"; left out, since of more than {_MOST_CLASSES} different texts: "
+        many = f"; left out, with more than {_MOST_CLASSES} distinct texts: "
         table = dataclasses.replace(table, summary=table.summary + many + ", ".join(left_out))
     return dataclasses.replace(table, constants=named + table.constants, load=read + table.load)
 
@@ -300,7 +304,7 @@ def _table(rows, target, is_number, numbers, words) -> DataFile | None:
     if numbers:
         constants += f"NUMBERS = {_list_literal(numbers)}\n"
     if words:
-        constants += f"WORDS = {_list_literal(words)}  # Of a few different texts.\n"
+        constants += f"WORDS = {_list_literal(words)}  # With few distinct values.\n"
     about = "  # One for each number and each word, and one for unknown words."
     constants += f"NUM_INPUTS = {num_inputs}{about if words else ''}\n"
     load, scale = _SHUFFLE, None
@@ -333,7 +337,7 @@ def _scale_of(y) -> tuple[float, float]:
 def _series_constants(num_series: int, num_steps: int) -> str:
     length = min(48, num_steps // 10)
     if length < 2:
-        raise DataFileError(f"A series of at least 20 steps is required. Received: {num_steps}.")
+        raise DataFileError(f"A series must have at least 20 steps. Received: {num_steps}.")
     return lines_of_series(length, num_series)
 
 
@@ -347,9 +351,9 @@ def _are_numbers(rows, name: str, path: str) -> bool:
         return False
     if are_numbers and 0 < len(empty) < len(rows):
         raise DataFileError(
-            f"A column of numbers must have one in each row. Received: --data={path}, whose column "
+            f"A numeric column must not have empty cells. Received: --data={path}, whose column "
             f"{name!r} is empty in {len(empty)} of {len(rows)} rows, first in row {empty[0] + 1}. "
-            "Write a number there, such as the column's mean, or leave out the rows or the column."
+            "Fill in a number, such as the column's mean, or remove the rows or the column."
         )
     return are_numbers and not empty
 

@@ -26,23 +26,21 @@ class Kind:
 
 KINDS = {
     "image": Kind(
-        predicts="one class for each image",
+        predicts="the class of each image",
         endings=(".npz",),
         content="x, images of shape (n, height, width) or (n, height, width, channels), and y, "
         "their classes from 0",
     ),
     "table": Kind(
-        predicts="a column of a table from the others",
+        predicts="one column of a table from the others",
         endings=(".csv", ".npz"),
-        content="x, numbers of shape (n, columns), and y, a class from 0 or a number each",
+        content="x, numbers of shape (n, columns), and y, a class from 0 or a number for each row",
     ),
-    "text": Kind(
-        predicts="the next character of a text", endings=(".txt",), content="text in UTF-8"
-    ),
+    "text": Kind(predicts="the next character of a text", endings=(".txt",), content="UTF-8 text"),
     "series": Kind(
         predicts="the next value of a time series",
         endings=(".csv", ".npz"),
-        content="x, values of shape (steps,) or (steps, series), the first to be predicted",
+        content="x, values of shape (steps,) or (steps, series); the first series is predicted",
     ),
 }
 
@@ -54,7 +52,7 @@ def data_problems(kind: str, data: str) -> list[str]:
     endings, content = KINDS[kind].endings, KINDS[kind].content
     if not data.endswith(tuple(endings)):
         return [
-            f"For --kind={kind} the data must be {SAMPLE}, or a file that ends in "
+            f"With --kind={kind}, the data must be {SAMPLE}, or a file whose name ends in "
             f"{' or '.join(endings)} ({content}). Received: --data={data}."
         ]
     if not os.path.isfile(data):

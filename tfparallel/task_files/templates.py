@@ -56,7 +56,7 @@ keras.layers.Dense(NUM_CLASSES),
 """,
         epochs=10,
         sample="""
-# A sample that is drawn here: bars in four directions, in noise. Replace it by your own arrays.
+# Generated sample data: noisy bars in four directions. Replace it with your own arrays.
 random = np.random.default_rng(0)
 y = random.integers(NUM_CLASSES, size=2000)
 x = random.normal(0.0, 0.3, size=(2000, *SHAPE)).astype("float32")
@@ -82,7 +82,7 @@ keras.layers.Dense({num_outputs}),{scaling}
 """,
         epochs=20,
         sample="""
-# A sample that is drawn here: a smooth function of four columns. Replace it by your own arrays.
+# Generated sample data: a smooth function of four columns. Replace it with your own arrays.
 x = np.random.default_rng(0).normal(size=(2000, NUM_INPUTS)).astype("float32")
 y = x[:, :1] * x[:, 1:2] + np.sin(x[:, 2:3]) - 0.5 * x[:, 3:]
 """,
@@ -104,7 +104,7 @@ keras.layers.Dense(256),
 """,
         epochs=3,
         sample="""
-# A sample that comes with Python: its own documentation. Replace it by your own text.
+# Sample data: Python's own documentation. Replace it with your own text.
 text = "".join(topics[name] for name in sorted(topics))[:100_000]
 """,
         rest="""
@@ -124,14 +124,14 @@ keras.layers.Dense(1),
 """,
         epochs=5,
         sample="""
-# A sample that is drawn here: days and weeks, in noise. Replace it by your own values.
+# Generated sample data: noisy daily and weekly cycles. Replace it with your own values.
 hours = np.arange(3000)
 values = np.sin(2 * np.pi * hours / 24) + 0.5 * np.sin(2 * np.pi * hours / 168)
 values += np.random.default_rng(0).normal(0.0, 0.1, size=hours.shape)
 """,
         rest="""
 values = values.reshape(-1, NUM_SERIES).astype("float32")
-end = len(values) * 4 // 5  # What comes later is for validation.
+end = len(values) * 4 // 5  # Later steps are for validation.
 values = (values - values[:end].mean(0)) / (values[:end].std(0) + 1e-6)
 windows = np.lib.stride_tricks.sliding_window_view(values, LENGTH + 1, axis=0)
 x, y = windows[..., :-1].transpose(0, 2, 1), windows[:, 0, -1:]
