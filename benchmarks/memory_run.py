@@ -1,10 +1,9 @@
-"""One run of memory.py or sharded_memory.py, in each process: sets the limit, then trains.
+"""One run of memory.py, in each of its processes: sets the limit, then trains.
 
-    memory_run.py LIMIT NUM_LAYERS NUM_STEPS OUTPUT {plain|single|placed|shares|start}
+    memory_run.py LIMIT NUM_LAYERS NUM_STEPS OUTPUT {plain|single|placed|start}
 
 `plain` is Keras in one process, `placed` is `model_parallel` on all processes of the job, `single`
-the same on one device, `shares` is `data_parallel(shard="parameters")` on all processes, `start`
-measures training next to nothing. LIMIT is in bytes, 0 for none.
+the same on one device, `start` measures training next to nothing. LIMIT is in bytes, 0 for none.
 """
 
 import json
@@ -12,7 +11,6 @@ import os
 import pathlib
 import resource
 import sys
-import threading
 
 WIDTH, BATCH, SEED = 4096, 16, 7
 # RLIMIT_DATA counts what is reserved. TensorFlow's hundred threads would reserve 8 MiB each;
@@ -32,7 +30,6 @@ def main(limit, num_layers, num_steps, output, mode):
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))  # Before TensorFlow takes any.
     import tfparallel
 
-    peak = PeakData() if mode == "shares" else None
     devices = {"placed": tfparallel.connect_to_cluster, "single": lambda: ["CPU:0"]}.get(mode)
     devices = devices and devices()
     import keras
@@ -41,9 +38,7 @@ def main(limit, num_layers, num_steps, output, mode):
     from tfparallel.placement.report import held_by_device
 
     keras.utils.set_random_seed(SEED)
-    if mode == "shares":
-        model = tfparallel.data_parallel(lambda: build(num_layers), shard="parameters")
-    elif devices is None:
+    if devices is None:
         model = build(num_layers)
     else:
         model = tfparallel.model_parallel(
@@ -61,11 +56,6 @@ def main(limit, num_layers, num_steps, output, mode):
     report = {"loss": history["loss"][-1], "num_parameters": model.count_params()}
     if mode == "start":
         report["data_bytes"] = data_bytes()
-    elif mode == "shares":
-        report["peak_data_bytes"] = peak.stop()
-        model.save(output)  # All workers, each of which has a share.
-        if tfparallel.worker_index():
-            return
     elif mode == "placed":
         model.save(output)
         report["held"] = held_by_device(model)
@@ -109,25 +99,6 @@ def data_bytes():
     """The bytes of this process that RLIMIT_DATA counts."""
     status = pathlib.Path("/proc/self/status").read_text()
     return int(status.split("VmData:")[1].split()[0]) * 1024
-
-
-class PeakData:
-    """Samples what RLIMIT_DATA counts, which the system keeps no maximum of."""
-
-    def __init__(self):
-        self._most, self._ended = 0, threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._thread.start()
-
-    def _sample(self):
-        while not self._ended.wait(0.01):
-            self._most = max(self._most, data_bytes())
-
-    def stop(self):
-        """Ends the sampling, and returns the most that was counted."""
-        self._ended.set()
-        self._thread.join()
-        return self._most
 
 
 if __name__ == "__main__":
