@@ -91,7 +91,7 @@ def test_without_mpi_the_error_says_how_to_get_it(tmp_path):
     code, shown = train(PYTHONPATH=path)
     assert code == 1, shown
     lacking = "Received: worker 0: No library libmpi.so; worker 1: No library libmpi.so."
-    assert f"{lacking} To mend it: pip install 'tfparallel[mpi]'" in shown
+    assert f"{lacking} Install them: pip install 'tfparallel[mpi]'" in shown
 
 
 @pytest.mark.parametrize(
