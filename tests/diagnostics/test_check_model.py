@@ -38,7 +38,7 @@ def test_one_device_divides_nothing():
     data = some_data(16)
     report = tfparallel.check(build, compile_model, data, devices=["CPU:0"], steps=2)
     assert report.passed and "OK: match: identical" in str(report)
-    assert "note: Only one device takes part, so nothing is divided: pass devices=" in str(report)
+    assert "note: Only one device is used, so nothing runs in parallel: call " in str(report)
     two = tfparallel.check(build, compile_model, data, devices=["CPU:0", "CPU:1"], steps=2)
     assert "Only one device" not in str(two)
 
