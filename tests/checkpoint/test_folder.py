@@ -101,7 +101,7 @@ def test_a_number_that_was_changed_by_hand_is_noticed(tmp_path):
     content = json.loads(path.read_text())
     content["manifest"]["content"]["step"] = 3
     path.write_text(json.dumps(content))
-    with pytest.warns(UserWarning, match=r"manifest\.json does not have its checksum"):
+    with pytest.warns(UserWarning, match=r"manifest\.json does not match its checksum"):
         assert folder.newest().content == {"step": 1}
 
 
@@ -111,7 +111,7 @@ def test_with_none_whole_the_run_does_not_start_anew_by_itself(tmp_path):
         cut(tmp_path / f"step_0000000{step}" / "state.npy")
     with (
         pytest.warns(UserWarning, match="has 419 of 420 bytes"),
-        pytest.raises(ForeignCheckpointError, match="None of the 2 checkpoints is whole"),
+        pytest.raises(ForeignCheckpointError, match="None of the 2 checkpoints is intact"),
     ):
         folder.newest()
 
@@ -179,7 +179,7 @@ def test_none_that_can_be_read_is_an_error_after_which_to_start_again(tmp_path, 
     mend = unreadable(tmp_path / "step_00000001")
     with (
         pytest.warns(UserWarning, match="cannot be read"),
-        pytest.raises(CheckpointError, match="some could not be read at all"),
+        pytest.raises(CheckpointError, match="some could not be read"),
     ):
         folder.newest()
     mend()
@@ -253,7 +253,7 @@ def test_of_two_of_a_step_the_whole_one_counts(tmp_path, damaged):
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ForeignCheckpointError, match="cannot be written to.*Name another folder"):
+    with pytest.raises(ForeignCheckpointError, match="is not writable.*Choose another folder"):
         CheckpointFolder(str(tmp_path / "file" / "folder"), 1).prepare()
 
 
@@ -286,14 +286,14 @@ def test_a_full_disk_leaves_the_one_before(tmp_path):
     )
     assert done.returncode == 7, done.stderr
     assert "step_00000002 could not be written" in done.stdout
-    assert "File too large" in done.stdout and "step_00000001 is whole" in done.stdout
+    assert "File too large" in done.stdout and "step_00000001 is intact" in done.stdout
     assert names(tmp_path) == ["step_00000001"]
 
 
 def test_a_folder_that_vanished_is_told(tmp_path):
     folder = written(tmp_path / "a", [])
     shutil.rmtree(tmp_path / "a")
-    with pytest.raises(CheckpointError, match="No such file.*There is none before it"):
+    with pytest.raises(CheckpointError, match="No such file.*There is no earlier one"):
         folder.write(1, SPECS, ARRAYS, {})
 
 
