@@ -263,7 +263,7 @@ def test_from_a_damaged_one_the_run_falls_back(tmp_path):
     CheckpointFolder(str(tmp_path), keep=2).settle()
     file = tmp_path / "step_00000010" / "state.npy"
     file.write_bytes(file.read_bytes()[:-8])
-    with pytest.warns(UserWarning, match="step_00000010 is not whole"):
+    with pytest.warns(UserWarning, match="step_00000010, which is damaged"):
         resumed = fitted(one_device, tmp_path)
     assert resumed[2].resumed["step"] == 9
     assert_same_run(fitted(one_device), resumed)

@@ -106,7 +106,7 @@ def test_check_from_python_takes_a_form_of_the_users_own():
         ({"parallel": "mixed"}, "Unknown parallelism.*tensor, pipeline, hybrid.*'mixed'"),
         (
             {"parallel": make_same, "devices": ["CPU:0"]},
-            r"devices=\['CPU:0'\].*name the parallelism",
+            r"devices=\['CPU:0'\].*pass a parallelism by name",
         ),
         ({"steps": 0}, "At least one step.*steps=0"),
         ({"devices": ["CPU:99"]}, "CPU:99 does not exist"),

@@ -71,7 +71,7 @@ def test_a_busy_port_and_who_holds_it(names_workers):
         checks = by_check(examine_cluster(PEER_SECONDS)[1])
     assert checks["own port"].verdict == "broken"
     # By this very process, whose command line is long.
-    assert f"{port} is held by process " in checks["own port"].meaning
+    assert f"{port} is used by process " in checks["own port"].meaning
 
 
 def test_a_peer_whose_name_is_unknown(names_workers):
@@ -104,7 +104,7 @@ def test_an_address_of_another_host(names_workers):
     names_workers(f"192.0.2.1:{port}", f"127.0.0.1:{other}")
     checks = by_check(examine_cluster(PEER_SECONDS)[1])
     assert checks["own address"].verdict == "warn"
-    assert "192.0.2.1 is no address of this host" in checks["own address"].meaning
+    assert "192.0.2.1 is not an address of this host" in checks["own address"].meaning
 
 
 def test_disk(tmp_path):
@@ -117,7 +117,7 @@ def test_disk(tmp_path):
 def test_a_folder_that_cannot_be_written_to():
     # Not even root may.
     (finding,) = examine_disk("/proc/self", min_free_mib=None)
-    assert finding.verdict == "broken" and "cannot be written to" in finding.meaning
+    assert finding.verdict == "broken" and "is not writable" in finding.meaning
 
 
 def test_a_containers_limits(tmp_path, monkeypatch):
@@ -131,7 +131,7 @@ def test_a_containers_limits(tmp_path, monkeypatch):
     (memory,) = examine_memory(1)
     assert (memory.verdict, memory.meaning) == ("ok", "1.2 GiB free within this container's limit")
     (memory,) = examine_memory(2)
-    assert memory.verdict == "warn" and "for 2 workers here" in memory.meaning
+    assert memory.verdict == "warn" and "for 2 workers on this host" in memory.meaning
     (cores,) = examine_cores(1)
     assert cores.verdict == "warn" and "CPU quota is 0.5" in cores.meaning
     assert "TF_NUM_INTRAOP_THREADS=1" in cores.advice
@@ -144,7 +144,7 @@ def test_a_containers_limits(tmp_path, monkeypatch):
 def test_more_workers_than_cores(tmp_path, monkeypatch):
     monkeypatch.setattr(host, "_CGROUP", tmp_path)
     (finding,) = examine_cores(1000)
-    assert finding.verdict == "warn" and "for 1000 workers here" in finding.meaning
+    assert finding.verdict == "warn" and "for 1000 workers on this host" in finding.meaning
 
 
 def test_versions_against_the_tested_ones(tmp_path, monkeypatch):

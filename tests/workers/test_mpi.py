@@ -54,7 +54,7 @@ def test_a_worker_that_does_not_come_in_time_is_named(job):
     for worker, seen in enumerate(job):
         expected = "nothing" if worker == 1 else "waited 0.5 s for the other workers"
         assert expected in seen["late"]
-    assert "Received: worker 1 did not come." in job[0]["late"]
+    assert "Received: worker 1 did not arrive." in job[0]["late"]
 
 
 def train(*flags, transport="mpi", **environment):

@@ -186,7 +186,7 @@ def test_all_workers_refuse_what_the_chief_cannot_use(tmp_path):
     """A folder that cannot be written to, and the checkpoints of another model."""
     (tmp_path / "file").touch()
     code, shown = job(f"--checkpoint_dir={tmp_path}/file/ckpt")
-    assert code == 2 and "cannot be written to" in shown and "Epoch 1" not in shown, shown
+    assert code == 2 and "is not writable" in shown and "Epoch 1" not in shown, shown
     code, shown = job(f"--checkpoint_dir={tmp_path}/ckpt", "--epochs=1")
     assert code == 0, shown
     code, shown = job(f"--checkpoint_dir={tmp_path}/ckpt", task=TASKS.parents[1] / "models/mlp.py")
