@@ -76,7 +76,7 @@ def test_a_run_is_resumed_saved_and_made_of_a_built_model(results):
         ("compiled", "Pass the function that builds it"),
         ("beside", "Received: compression='bf16'. Leave it out"),
         ("names", "given 'staleness'. A class without"),
-        ("scaled", "wraps no others is required. Received: a LossScaleOptimizer"),
+        ("scaled", "must not wrap others. Received: a LossScaleOptimizer"),
     ],
 )
 def test_unsupported_models_are_refused(results, case, message):
@@ -218,7 +218,7 @@ def test_flags_that_do_not_fit(arguments, message):
 def test_a_bound_that_workers_cannot_keep_is_refused():
     assert [least_staleness(number) for number in (1, 2, 4)] == [0, 2, 6]
     assert steps_ahead(2, 2) == 1 and steps_ahead(6, 2) == 5 and steps_ahead(0, 1) == 0
-    with pytest.raises(ValueError, match="at most 6, or more. Received: sync='async:5'"):
+    with pytest.raises(ValueError, match="at least 6. Received: sync='async:5'"):
         steps_ahead(5, 4)
 
 

@@ -263,7 +263,7 @@ def test_from_a_damaged_one_the_run_falls_back(tmp_path):
     CheckpointFolder(str(tmp_path), keep=2).settle()
     file = tmp_path / "step_00000010" / "state.npy"
     file.write_bytes(file.read_bytes()[:-8])
-    with pytest.warns(UserWarning, match="step_00000010 is not whole"):
+    with pytest.warns(UserWarning, match="step_00000010, which is damaged"):
         resumed = fitted(one_device, tmp_path)
     assert resumed[2].resumed["step"] == 9
     assert_same_run(fitted(one_device), resumed)
@@ -314,7 +314,7 @@ def test_a_write_that_fails_beside_ends_the_training(tmp_path, step):
     model = build()
     model.compile(keras.optimizers.Adam(0.01), "mse")
     callbacks = [At(step, lose), Checkpoint(directory, every_steps=2)]
-    with pytest.raises(RuntimeError, match="could not be written; room and a working disk are"):
+    with pytest.raises(RuntimeError, match="could not be written; free space and a working disk"):
         model.fit(X, Y, batch_size=8, verbose=0, callbacks=callbacks)
 
 
@@ -368,7 +368,7 @@ def test_other_configurations_and_other_data_are_refused(tmp_path):
     model = build()
     model.compile(optimizer=keras.optimizers.Adam(0.01), loss="mse", metrics=["mae"])
     checkpoint = Checkpoint(tmp_path, configuration={"seed": 1})
-    with pytest.raises(ValueError, match="5 steps in an epoch .* middle of an epoch, has 7"):
+    with pytest.raises(ValueError, match="5 steps per epoch .* in mid-epoch, has 7"):
         model.fit(X, Y, batch_size=10, callbacks=[checkpoint], verbose=0)
 
 

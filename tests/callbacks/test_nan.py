@@ -55,5 +55,5 @@ def test_nan_that_a_relu_hides_is_found_in_the_weights():
     model.compile(optimizer="sgd", loss="mse")
     x = np.ones((12, 1), "float32")
     x[5] = np.nan
-    with pytest.warns(UserWarning, match="dense.*holds NaN or infinity after epoch 1|at step"):
+    with pytest.warns(UserWarning, match="dense.*contains NaN or infinity after epoch 1|at step"):
         model.fit(x, np.ones((12, 1)), batch_size=4, verbose=0, callbacks=[NaNGuard()])

@@ -99,9 +99,9 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path):
         ({"learning_rate": None}, "`learning_rate`: a number above 0 is required. Received: lear"),
         ({"num_steps": float("nan")}, "`num_steps`: a whole number"),
         ({"num_steps": 0}, "`num_steps`: a whole number of at least 1"),
-        ({"initial": 2}, "`initial`: a fraction, from 0 to 1, is required. Received: initial=2"),
+        ({"initial": 2}, "`initial`: a fraction from 0 to 1 is required. Received: initial=2"),
         ({"batch_size": 8}, "`scaling` must say how"),
-        ({"scaling": "cubic", "batch_size": 8, "base_batch_size": 4}, "'linear' or 'sqrt', with"),
+        ({"scaling": "cubic", "batch_size": 8, "base_batch_size": 4}, "'linear' or 'sqrt', and"),
         ({"scaling": "linear", "batch_size": 8}, "base_batch_size=None"),
     ],
 )

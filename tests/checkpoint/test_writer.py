@@ -61,7 +61,7 @@ def test_the_second_is_refused_and_told_who_the_first_is(tmp_path):
             warnings.simplefilter("error")  # It does not wait, which it would say.
             folder.prepare()
         holder = f"process {process.pid} on {platform.node()}, since 20"
-        assert holder in str(caught.value) and "name another folder" in str(caught.value)
+        assert holder in str(caught.value) and "choose another folder" in str(caught.value)
         process.kill()
         process.wait(30)
         folder.prepare()  # At once.
@@ -153,7 +153,7 @@ def test_who_has_lost_the_folder_writes_nothing_more(tmp_path):
         yield np.zeros(1)
         raise AssertionError("it began to write")
 
-    with pytest.raises(CheckpointError, match="Another run has become the writer"):
+    with pytest.raises(CheckpointError, match="Another run took over"):
         folder.write(2, [], arrays(), {})
     folder.release()
     file_names = sorted(path.name for path in tmp_path.iterdir())

@@ -103,5 +103,5 @@ def test_tensorflows_hierarchical_copy_forgets_a_device_of_three():
     ops, devices = tf.distribute.HierarchicalCopyAllReduce(), DEVICES[:3]
     ((total, *_),) = cross_device.all_reduce(ops, [terms((), "float32", devices)])
     assert float(total) != 15.0
-    with pytest.raises(ValueError, match=r"leaves out one device of an odd number \(3\)"):
+    with pytest.raises(ValueError, match=r"omits one device if their number is odd \(3\)"):
         cross_device.make("tf_hierarchical_copy", devices)

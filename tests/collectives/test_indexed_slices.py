@@ -49,5 +49,5 @@ def test_a_function_of_the_layers_own_is_looked_into(look_up, kind):
 
 def test_two_kinds_within_a_function_are_refused():
     """It hands them on as one gradient, of which no part can be told from another."""
-    with pytest.raises(ValueError, match="read in both ways"):
+    with pytest.raises(ValueError, match="indexed in both ways"):
         kinds_of(tf.function(in_both_ways, autograph=False))

@@ -167,4 +167,4 @@ def test_workers_agree_on_nccl_by_what_each_offers(workers, monkeypatch):
 
     by_worker = workers(refused, [None, None])
     assert by_worker[0] == by_worker[1] and by_worker[0][1] == "ring_tuned"
-    assert "Received: all_reduce='nccl', and workers 0 and 1 share a GPU" in by_worker[0][0]
+    assert "Received: all_reduce='nccl', but workers 0 and 1 share a GPU" in by_worker[0][0]

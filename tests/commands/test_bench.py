@@ -132,7 +132,7 @@ def test_other_collectives_between_workers(arguments, ran):
     [
         ("nccl", "Received: nccl. nccl needs GPUs; CPU:0 is not one.\n"),
         ("tf_hierarchical_copy", "Received: tf_hierarchical_copy. tf_hierarchical_copy cannot run "
-         "here: TensorFlow's leaves out one device of an odd number (3).\n"),
+         "here: TensorFlow's implementation omits one device if their number is odd (3).\n"),
         ("rign", "Received: rign. Did you mean ring?\n"),
     ],
 )  # fmt: skip

@@ -147,9 +147,9 @@ def test_the_tables_line_up():
     assert lines[-7:] == [
         "computed in float32, tolerance 1e-04 relative to the largest magnitude in a variable; "
         "3 batches of 4, 1 of them shorter",
-        "the comparison is sharp up to step 1 of 3; at the steps after it, rounding alone moves "
+        "the comparison is sharp up to step 1 of 3; after that, rounding alone moves "
         "most weights by more than the tolerance",
-        "this model multiplies rounding by 10 a step",
+        "this model amplifies rounding error by a factor of 10 per step",
         "random layers: drop",
         "note: a note",
         "first difference: layer 'dense'",

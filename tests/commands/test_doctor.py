@@ -74,7 +74,7 @@ def test_known_faults_are_tried_in_this_installation():
     assert [line.partition(":")[0].strip() for line in faults] == [
         TWO_WORKERS, *KNOWN_FAULTS.values(),
     ]  # fmt: skip
-    assert all("fails with" in line or "trains to other weights" in line for line in faults)
+    assert all("fails with" in line or "silently trains to different" in line for line in faults)
 
 
 @pytest.mark.slow
@@ -82,7 +82,8 @@ def test_it_is_ready_when_two_workers_have_met():
     """As most people run it."""
     code, shown, errors = run_doctor()
     assert code == 0, shown + errors
-    assert f"ok      {TWO_WORKERS}: they meet, and train to the weights of one device" in shown
+    connected = "they connect, and train to the same weights as one device"
+    assert f"ok      {TWO_WORKERS}: {connected}" in shown
     assert shown.index(TWO_WORKERS) < shown.index(KNOWN_FAULTS["uneven_batches"])
 
 

@@ -135,12 +135,12 @@ def test_a_worker_that_is_suspended_is_named_and_not_the_one_that_waited(tmp_pat
     """Story: `launch` named worker 0, and `trace` worker 1."""
     flags = ["--nproc_per_node=2", f"--log_dir={tmp_path}", "--grace_seconds=0.1"]
     code, _, errors = launch(flags, RECORDS)
-    assert code == 75 and errors.startswith("tfparallel launch: Worker 1 stopped without a word")
+    assert code == 75 and errors.startswith("tfparallel launch: Worker 1 went silent")
     assert "worker 0 exited with code 75 after " in errors
     assert " s (to be restarted: it lost another worker, hung, or was " in errors
     assert main(["trace", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("Worker 1 stopped without a word"), shown
+    assert shown.startswith("Worker 1 went silent"), shown
     assert re.findall(r"^(.) worker (\d) on ", shown, re.MULTILINE) == [(" ", "0"), ("*", "1")]
 
 
@@ -175,18 +175,18 @@ def test_what_all_workers_fail_by_is_told_once(tmp_path):
     assert f"  {program}, line 7, in fit: raise ValueError" in done.stderr
     assert "Traceback" not in done.stderr and "oneDNN" not in done.stderr
     assert done.stderr.count("UserWarning: look") == 1 <= done.stderr.count("mine\n") <= 2
-    assert f" above; the whole traceback is in {tmp_path}\n" in done.stderr
+    assert f" above; the full traceback is in {tmp_path}\n" in done.stderr
     logs = [(tmp_path / f"worker_{index}.log").read_text() for index in range(2)]
     assert any("Traceback (most recent call last):" in log and "oneDNN" in log for log in logs)
 
 
 def test_a_worker_that_ended_by_the_error_was_not_stopped():
-    """Story: "workers 0, 1 ended by the error above", then "stopped worker 0"."""
+    """Story: "workers 0, 1 failed with the error above", then "stopped worker 0"."""
     error = WorkerError(["ValueError: no"], "ValueError a.py, line 1", "")
     culprit = WorkerExit(1, 1, 2.0, stopped=False)
     exits = (WorkerExit(0, 1, 2.1, stopped=True), culprit, WorkerExit(2, -15, 2.2, stopped=True))
     outcome = with_errors(Outcome(exits, culprit), {0: error, 1: error}, log_dir=None)
-    assert "workers 0, 1 ended by the error above" in outcome.culprit.explain()
+    assert "workers 0, 1 failed with the error above" in outcome.culprit.explain()
     assert [exit_.stopped for exit_ in outcome.exits] == [False, False, True]
 
 

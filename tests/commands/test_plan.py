@@ -70,7 +70,7 @@ def test_what_exceeds_the_memory_is_listed_with_its_excess():
     assert shown.startswith(("first: pipeline=2, ", "first: tensor=2, "))
     code, shown, _ = run("plan", MLP, "--num_devices=2", "--device_memory=2KiB")
     assert code == 1 and shown.startswith("nothing fits 2 devices of 2 KiB: ")
-    (fits,) = re.findall(r" in (\S+ KiB) a device \(", shown.splitlines()[0])
+    (fits,) = re.findall(r" with (\S+ KiB) per device \(", shown.splitlines()[0])
     memory = f"--device_memory={fits.replace(' ', '')}"
     code, shown, _ = run("plan", MLP, "--num_devices=2", memory)  # It is enough, as was said.
     assert code == 0, shown

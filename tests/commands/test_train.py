@@ -186,7 +186,7 @@ def test_errors_of_the_task_file_are_usage_errors(tmp_path):
     )
     text = task.read_text()
     for head, message in (
-        ("ENDLESS = True\n", "The data set never ends"),
+        ("ENDLESS = True\n", "The dataset is infinite"),
         ("ENDLESS = False\n", "must return a keras.Model. Received: int"),
         ("import no_such_module_anywhere\n", "ModuleNotFoundError"),
     ):

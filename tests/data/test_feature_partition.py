@@ -27,7 +27,7 @@ def test_any_axis_but_that_of_the_examples():
     top, bottom = by_feature(images, 2, axis=1)
     np.testing.assert_array_equal(np.concatenate([top, bottom], axis=1), images)
     for axis in (0, -4, 4):
-        with pytest.raises(ValueError, match="and not the examples'"):
+        with pytest.raises(ValueError, match="other than that of the examples"):
             by_feature(images, 2, axis=axis)
 
 
@@ -42,7 +42,7 @@ def test_data_sets():
 def test_mistakes():
     with pytest.raises(ValueError, match=r"num_parts=8, axis=-1, for inputs of shape \(20, 7\)"):
         by_feature(X, 8)
-    with pytest.raises(ValueError, match="One tensor of inputs is required"):
+    with pytest.raises(ValueError, match="The inputs must be one tensor"):
         by_feature(tf.data.Dataset.from_tensor_slices(({"a": X}, Y)).batch(4), 2)
 
 

@@ -210,12 +210,12 @@ def test_the_split_of_a_batch_is_told():
 
 def test_files_that_are_not_there(kind, tmp_path):
     make = (lambda paths, **k: TFRecords(paths, parse, **k)) if kind is TFRecords else NPZShards
-    with pytest.raises(ValueError, match="paths of files that exist. Received: no path"):
+    with pytest.raises(ValueError, match="paths of existing files. Received: no path"):
         make([])
     with pytest.raises(ValueError, match="Received: .*missing"):
         make([tmp_path / "missing"])
     (tmp_path / "twice").write_bytes(b"")
-    with pytest.raises(ValueError, match="named once.*Received twice: .*twice"):
+    with pytest.raises(ValueError, match="listed once.*Received twice: .*twice"):
         make([tmp_path / "twice"] * 2)
     with pytest.raises(ValueError, match="Received: window=0"):
         make([tmp_path / "twice"], window=0)
@@ -255,7 +255,7 @@ def test_shards_that_do_not_fit_each_other(tmp_path, digits):
     with pytest.raises(ValueError, match=r"'x' of \(64,\) float32 .* of \(63,\) float32"):
         NPZShards(paths)
     paths[2].write_bytes(b"no zip")
-    with pytest.raises(ValueError, match="train-2.npz, which is no archive"):
+    with pytest.raises(ValueError, match="train-2.npz, which is not an archive"):
         NPZShards(paths)
 
 

@@ -122,7 +122,7 @@ def test_a_network_that_amplifies_rounding_is_no_false_alarm():
     assert 1.5 < report.growth < 6
     shown = str(report)
     assert f"sharp up to step {report.sharp_until} of 16" in shown
-    assert "this model multiplies rounding by" in shown
+    assert "this model amplifies rounding error by" in shown
 
 
 @pytest.mark.slow
@@ -325,7 +325,7 @@ def test_draws_that_no_seed_repeats_differ():
     middle = functools.partial(keras.layers.Dropout, 0.5)
     report = check(build(middle), make)
     assert report.verdict == "differs"
-    assert any("one seed give different weights" in note for note in report.notes)
+    assert any("the same seed give different weights" in note for note in report.notes)
 
 
 @pytest.mark.slow
@@ -439,7 +439,7 @@ def test_the_search_is_no_part_of_the_verdict():
 
 @pytest.mark.slow
 def test_a_form_that_loses_weights_is_an_error():
-    with pytest.raises(ValueError, match="keep the weights and their order"):
+    with pytest.raises(ValueError, match="must have the same weights, in the same order"):
         check(build(), lambda _: build(keras.layers.BatchNormalization)())
 
 

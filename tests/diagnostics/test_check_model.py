@@ -38,7 +38,7 @@ def test_one_device_divides_nothing():
     data = some_data(16)
     report = tfparallel.check(build, compile_model, data, devices=["CPU:0"], steps=2)
     assert report.passed and "OK: match: identical" in str(report)
-    assert "note: Only one device takes part, so nothing is divided: pass devices=" in str(report)
+    assert "note: Only one device is used, so nothing runs in parallel: call " in str(report)
     two = tfparallel.check(build, compile_model, data, devices=["CPU:0", "CPU:1"], steps=2)
     assert "Only one device" not in str(two)
 
@@ -106,7 +106,7 @@ def test_check_from_python_takes_a_form_of_the_users_own():
         ({"parallel": "mixed"}, "Unknown parallelism.*tensor, pipeline, hybrid.*'mixed'"),
         (
             {"parallel": make_same, "devices": ["CPU:0"]},
-            r"devices=\['CPU:0'\].*name the parallelism",
+            r"devices=\['CPU:0'\].*pass a parallelism by name",
         ),
         ({"steps": 0}, "At least one step.*steps=0"),
         ({"devices": ["CPU:99"]}, "CPU:99 does not exist"),

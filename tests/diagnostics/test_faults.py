@@ -22,7 +22,7 @@ def test_the_grammar(text, fault):
 @pytest.mark.parametrize(
     "text, problems",
     [
-        ("", ["the kind is one of kill, hang, exit, preempt, slow, corrupt_checkpoint, not ''"]),
+        ("", ["the kind must be one of kill, hang, exit, preempt, slow, corrupt_checkpoint, not"]),
         ("explode:worker=1", ["not 'explode'"]),
         ("kill", ["kill needs worker and step"]),
         ("kill:worker=1,step=x", ["step must be a whole number, 0 or more, not 'x'"]),

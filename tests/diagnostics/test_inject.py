@@ -83,5 +83,5 @@ def test_a_slow_worker_is_slow():
 
 
 def test_a_worker_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match="has 1 worker, counted from 0.*kill:worker=1,step=20"):
+    with pytest.raises(ValueError, match="job's 1 worker, numbered from 0.*kill:worker=1,step=20"):
         fit("kill:worker=1,step=20")

@@ -50,7 +50,7 @@ def test_what_the_records_of_one_host_tell(tmp_path):
     keep(tmp_path, 1, step=8, **there)
     assert waited_for(outcome(75), tmp_path, 0, 50.0) == ""
     keep(tmp_path, 1, alive=ALIVE - 10.0, **there)
-    assert "Worker 1 stopped without a word" in waited_for(outcome(75), tmp_path, 0, 50.0)
+    assert "Worker 1 went silent" in waited_for(outcome(75), tmp_path, 0, 50.0)
 
 
 def test_the_record_names_the_worker_that_was_lost(tmp_path):

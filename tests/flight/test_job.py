@@ -43,7 +43,7 @@ def test_who_is_silent_is_named():
     lives = record(0, now=("in a step", 10, 100.0, 130.0))
     killed = record(1, now=("in a step", 10, 100.0, 110.0))
     assert behind([lives, killed])[0] == (1,)
-    assert "stopped without a word while others went on" in behind([lives, killed])[1]
+    assert "went silent while others continued" in behind([lives, killed])[1]
 
 
 def test_who_failed_is_named_and_not_who_lost_it():
@@ -64,7 +64,7 @@ def test_who_is_on_another_host_has_the_record_there():
 
 def test_the_report_says_that_all_workers_were_told_to_end():
     records = [record(worker, ended="Preempted: 75", ended_at=1.0) for worker in (0, 1)]
-    assert behind(records) == ((), "All workers were told to end, and have saved their state.")
+    assert behind(records) == ((), "All workers were preempted, and saved their state.")
 
 
 def test_clocks_that_differ_make_nobody_silent():
@@ -74,17 +74,17 @@ def test_clocks_that_differ_make_nobody_silent():
                now=("in a step", 8, 50.0 * worker, 1.0 + 50.0 * worker))
         for worker in (0, 1)
     ]  # fmt: skip
-    assert "stopped without a word" not in behind(records)[1]
+    assert "went silent" not in behind(records)[1]
 
 
 def test_the_report_says_that_all_workers_ended_well():
     well = [record(worker, ended="well", ended_at=1.0) for worker in (0, 1)]
-    assert behind(well) == ((), "All workers ended well.")
+    assert behind(well) == ((), "All workers finished.")
 
 
 def test_the_report_names_nobody_where_all_stand_in_one_place():
     same = [record(worker, now=("in a step", 10, 100.0, 130.0), marks=IN_SUM) for worker in (0, 1)]
-    assert behind(same)[0] == () and "All workers stand in the same place" in behind(same)[1]
+    assert behind(same)[0] == () and "All workers are at the same point" in behind(same)[1]
 
 
 def steps_of(worker, *, ahead=0.0, num_steps=8):
@@ -117,7 +117,7 @@ def test_a_steps_time_is_split(host, ahead):
         assert split.between == pytest.approx(0.002)
         parts = (split.input, split.compute, split.reduction, split.waiting, split.between)
         assert sum(parts) == pytest.approx(split.total)
-    assert str(first).startswith("12.0 ms a step (of 5): input 1.0, compute 5.0, reduction 1.0")
+    assert str(first).startswith("12.0 ms per step (of 5): input 1.0, compute 5.0, reduction 1.0")
 
 
 def test_a_timeline_has_all_workers_on_one_clock():

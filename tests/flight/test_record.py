@@ -75,7 +75,7 @@ def test_it_outlives_a_process_that_is_killed(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"something else", b"tfparallel flight 1\n"])
 def test_a_file_that_is_no_flight_record_raises(tmp_path, content):
     (tmp_path / "a.flight").write_bytes(content)
-    with pytest.raises(ValueError, match="A flight record of .* bytes is required"):
+    with pytest.raises(ValueError, match="Not a flight record, .* bytes are required"):
         read_record(tmp_path / "a.flight")
 
 

@@ -247,7 +247,7 @@ def summed_by_xla(device_type: str) -> Iterator[Row]:
             )
             return compared(expected, actual)
 
-        yield from tried(f"all_reduce='xla', {title}", compare, "xla sums by NCCL: .*")
+        yield from tried(f"all_reduce='xla', {title}", compare, "xla sums with NCCL: .*")
 
 
 def precision(device_type: str) -> Iterator[Row]:

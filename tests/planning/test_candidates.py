@@ -103,7 +103,7 @@ def test_the_fastest_comes_first_and_says_why():
     said = why_first(ranking)
     assert said.startswith("data=4 takes 8")  # 144 s and sums, of 180 s and sums.
     assert "the next, data=2, pipeline=2, whose passes take 36 s more" in said
-    assert "(its stages stand still 20% of the time)" in said
+    assert "(its stages idle 20% of the time)" in said
 
 
 def test_on_cores_that_are_busy_one_device_is_the_fastest():
@@ -111,7 +111,7 @@ def test_on_cores_that_are_busy_one_device_is_the_fastest():
     busy = dataclasses.replace(ALONE, side_by_side=1.0, call_seconds=0.1)
     first, *_ = ranking = ranked(machine=busy, costs=costs)
     assert first.mesh == Mesh() and first.parallelism == "none"
-    assert why_first(ranking).startswith("one device is the fastest as predicted, but within 5% ")
+    assert why_first(ranking).startswith("one device is predicted to be the fastest, but within")
 
 
 def test_close_predictions_suggest_a_measurement():
@@ -119,8 +119,8 @@ def test_close_predictions_suggest_a_measurement():
     same = [dataclasses.replace(layer, seconds=Line(1.0, 0.0)) for layer in costs.layers]
     costs = dataclasses.replace(costs, layers=same, overhead_seconds=1000.0)
     assert why_first(ranked(2, costs=costs)) == (
-        "one device is the fastest as predicted, but within 5% of it are data=2; pipeline=2: "
-        "compare them by --num_trials=3"
+        "one device is predicted to be the fastest, but within 5% of it are data=2; pipeline=2: "
+        "compare them with --num_trials=3"
     )
 
 
@@ -141,7 +141,7 @@ def test_what_was_tried_comes_by_what_was_measured():
     assert [c.mesh for c in ranking[:2]] == [Mesh(data=2, pipeline=2), Mesh(data=4)]
     assert [c.step_seconds for c in ranking[:2]] == [0.1, 0.2]
     assert why_first(ranking) == (
-        "data=2, pipeline=2 took 50% of the step of the next one tried, data=4"
+        "data=2, pipeline=2 took 50% of the step time of the next one tried, data=4"
     )
     refused = by_mesh(ranking)[Mesh(pipeline=4)]
     assert refused.why_not == "no such loss" and "step_seconds" not in refused.as_json()
@@ -150,10 +150,10 @@ def test_what_was_tried_comes_by_what_was_measured():
     assert [c.mesh for c in ranking if c.why_not is None][2:] == others
     (first, *_) = ranking = with_trials(predicted, {"data=4": 0.2})
     assert first.as_json()["measured_seconds"] == 0.2
-    assert why_first(ranking) == "data=4 is the only one that was tried"
+    assert why_first(ranking) == "data=4 is the only mesh that was tried"
     alike = with_trials(predicted, {"data=4": 0.2, "pipeline=4": 0.199})
     assert why_first(alike) == (
-        "pipeline=4 and data=4 were the fastest of those tried, and are alike"
+        "pipeline=4 and data=4 were the fastest in the trials, and equally fast"
     )
 
 
@@ -185,14 +185,14 @@ def test_another_cut_is_taken_where_the_one_by_time_does_not_fit():
 
 def test_what_the_model_cannot_use_says_why():
     candidates = by_mesh(ranked(64))
-    assert candidates[Mesh(data=64)].why_not == "64 pieces of a batch of 48 rows"
-    assert candidates[Mesh(pipeline=64)].why_not == "64 stages of 4 layers"
+    assert candidates[Mesh(data=64)].why_not == "64 pieces, but a batch of 48 rows"
+    assert candidates[Mesh(pipeline=64)].why_not == "64 stages, but 4 layers"
     assert candidates[Mesh(tensor=64)].why_not == "no layer can be split into 64 parts"
     assert candidates[Mesh(tensor=64)].prediction is None
     refused = ranked(2, refusal=lambda mesh, shard: "no stages" if mesh.pipeline > 1 else None)
     assert by_mesh(refused)[Mesh(pipeline=2)].why_not == "no stages"
     interleaved = by_mesh(ranked(3, schedule="interleaved", chunks_per_device=2))
-    assert interleaved[Mesh(pipeline=3)].why_not == "6 stages of 4 layers"
+    assert interleaved[Mesh(pipeline=3)].why_not == "6 stages, but 4 layers"
 
 
 def test_micro_batches_are_those_of_the_form():
@@ -257,7 +257,7 @@ def test_what_is_faster_only_as_predicted_is_to_be_measured():
     share = ranking[1].step_seconds / ranking[0].step_seconds
     assert why_first(ranking) == (
         f"data=4 keeps weights whole; {ranking[1].name} is predicted to take {share:.0%} of its "
-        "step: compare them by --num_trials=3"
+        "step time: compare them with --num_trials=3"
     )
 
 
@@ -283,7 +283,7 @@ def would_fit(device_memory, costs=None, num_devices=4, refusal=lambda mesh, sha
         elif remedy.name == "num_devices":
             number = remedy.value
         elif remedy.name == "device_memory":
-            values = {"device_memory": parse_bytes(str(remedy).split(" a device")[0][3:])}
+            values = {"device_memory": parse_bytes(str(remedy).split(" per device")[0][5:])}
         elif remedy.name == "recompute":
             values = {"recompute": remedy.value}
         else:
@@ -301,7 +301,7 @@ def test_what_would_fit_is_computed():
         "num_devices": 8,
         "device_memory": 316,
     }
-    assert str(by_flag["device_memory"]) == "in 316 B a device (pipeline=4)"
+    assert str(by_flag["device_memory"]) == "with 316 B per device (pipeline=4)"
     assert str(by_flag["num_devices"]).startswith("on 8 devices (")
     assert str(by_flag["global_batch_size"]).startswith("with --global_batch_size=24 (")
     assert by_flag["recompute"].as_json()["recompute"] == "always"

@@ -96,7 +96,7 @@ def test_every_mesh_has_a_step_or_a_reason():
     plan = planned()
     why_not = reasons(plan)
     assert len(why_not) == 7
-    assert why_not[Mesh(pipeline=4)] == "4 stages of 2 layers"
+    assert why_not[Mesh(pipeline=4)] == "4 stages, but 2 layers"
     assert all(why_not[mesh] is None for mesh in (Mesh(), Mesh(4), Mesh(tensor=4), Mesh(2, 2)))
     steps = {candidate.mesh: candidate.prediction for candidate in plan.ranked}
     assert steps[Mesh()].step_seconds == pytest.approx(2 * ROWS * 1e-3)
@@ -158,7 +158,7 @@ def test_one_device_needs_no_other():
     assert [candidate.mesh for candidate in plan.ranked] == [Mesh()]
     assert "loss and updates" in said and not {"sums", "layers side by side"}.intersection(said)
     assert plan.first.parallelism == "none"
-    assert plan.why == "one device is the only one that can be taken"
+    assert plan.why == "one device is the only usable mesh"
 
 
 def deep(num_layers=4):

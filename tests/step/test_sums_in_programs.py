@@ -188,7 +188,7 @@ def test_each_replica_is_a_program_with_the_same_all_reduces(name, number, stage
 
 
 def test_on_cpus_it_is_refused():
-    with pytest.raises(ValueError, match=r"Received: xla\. xla sums by NCCL: .*CPU:1"):
+    with pytest.raises(ValueError, match=r"Received: xla\. xla sums with NCCL: .*CPU:1"):
         tfparallel.MirroredStrategy(DEVICES, all_reduce="xla")
 
 

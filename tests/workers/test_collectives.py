@@ -47,7 +47,7 @@ def test_workers_know_their_place_before_any_strategy_and_after(job):
 @pytest.mark.slow
 def test_a_collective_before_the_strategy_is_refused(job):
     for worker, seen in enumerate(job):
-        assert f"worker {worker} of {len(job)} (TF_CONFIG), and the workers have" in seen["before"]
+        assert f"worker {worker} of {len(job)} (TF_CONFIG), but the workers are" in seen["before"]
 
 
 @pytest.mark.slow
@@ -76,13 +76,13 @@ def test_workers_that_disagree_are_named_with_what_they_sent(job):
 def test_what_cannot_be_sent_is_refused_on_all_workers(job):
     last = len(job) - 1
     expected = [
-        "Numbers or truth values are required. Received: a tensor of type string.",
+        "A numeric or boolean tensor is required. Received: a tensor of type string.",
         "`op` must be 'sum', 'mean', 'max' or 'min'. Received: op='average'.",
         f"`root` must be an integer from 0 to {last}: .* Received: root={last + 1}.",
         "Received: root=True.",
         "a: Dense tensors .* Received: NoneType None. b: Numbers .* of type complex128.",
         "Received: int 18446744073709551616.",
-        "At least one axis is required, to be split. Received: a scalar.",
+        "At least one axis is required, which is split. Received: a scalar.",
         "positive number of seconds. Received: timeout_seconds=0.",
     ]
     for seen in job:
@@ -94,11 +94,12 @@ def test_what_cannot_be_sent_is_refused_on_all_workers(job):
 
 @pytest.mark.slow
 def test_a_barrier_names_who_is_missing(job):
-    came = {2: "worker 0 came", 3: "workers 0 and 2 came"}[len(job)]
+    came = {2: "worker 0 arrived", 3: "workers 0 and 2 arrived"}[len(job)]
     for worker, seen in enumerate(job):
         message = seen["a_barrier_names_who_is_missing"]
-        assert "Not all of the" in message, message
-        assert ("the last came too late" if worker == 1 else f"{came}, worker 1 did not") in message
+        assert f"Not all {len(job)} workers" in message, message
+        expected = "the last one arrived too late" if worker == 1 else f"{came}, worker 1 did not"
+        assert expected in message
 
 
 # --- Alone ------------------------------------------------------------------------------------
@@ -133,7 +134,8 @@ def test_before_a_strategy_the_environment_says_who_this_is(monkeypatch):
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert (tfparallel.worker_index(), tfparallel.num_workers()) == (2, 3)
-    with pytest.raises(RuntimeError, match=r"worker 2 of 3 \(torchrun\), and the workers have not"):
+    message = r"worker 2 of 3 \(torchrun\), but the workers are not connected"
+    with pytest.raises(RuntimeError, match=message):
         tfparallel.all_reduce(1.0)
 
 

@@ -93,13 +93,13 @@ def test_a_job_has_one_way(job):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("zip", "there is none of that name"),
+        ("zip", "there is no compression of that name"),
         ("topk", "topk takes the fraction"),
         ("topk:0", "above 0 and at most 1"),
         ("topk:1.5", "above 0 and at most 1"),
         ("powersgd:0", "a whole number of at least 1"),
         ("powersgd:two", "a whole number of at least 1"),
-        ("bf16:2", "there is none of that name"),
+        ("bf16:2", "there is no compression of that name"),
     ],
 )
 def test_invalid_names_raise(spec, message):

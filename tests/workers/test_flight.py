@@ -42,7 +42,7 @@ def test_a_step_and_what_is_in_it_are_recorded(tmp_path, transport):
     assert len(splits(records)) == 2
     code, shown, errors = tfparallel("trace", tmp_path, f"--output={tmp_path}/trace.json")
     assert code == 0, errors
-    assert shown.startswith("All workers ended well.\n") and "reduction" in shown
+    assert shown.startswith("All workers finished.\n") and "reduction" in shown
     traced = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in traced} == {0, 1}
 

@@ -54,7 +54,7 @@ def test_a_worker_that_does_not_come_in_time_is_named(job):
     for worker, seen in enumerate(job):
         expected = "nothing" if worker == 1 else "waited 0.5 s for the other workers"
         assert expected in seen["late"]
-    assert "Received: worker 1 did not come." in job[0]["late"]
+    assert "Received: worker 1 did not arrive." in job[0]["late"]
 
 
 def train(*flags, transport="mpi", **environment):
@@ -91,7 +91,7 @@ def test_without_mpi_the_error_says_how_to_get_it(tmp_path):
     code, shown = train(PYTHONPATH=path)
     assert code == 1, shown
     lacking = "Received: worker 0: No library libmpi.so; worker 1: No library libmpi.so."
-    assert f"{lacking} To mend it: pip install 'tfparallel[mpi]'" in shown
+    assert f"{lacking} Install them: pip install 'tfparallel[mpi]'" in shown
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_shares_of_weights_are_told_from_one_workers_own(job):
 def test_a_save_by_one_worker_does_not_wait_for_ever(job):
     said = [seen["parameters"]["saved by one"] for seen in job]
     assert all("all workers must save it together" in each for each in said)
-    assert "worker 0 came, worker 1 did not" in said[0] and "came too late" in said[1]
+    assert "worker 0 came, worker 1 did not" in said[0] and "arrived too late" in said[1]
 
 
 @pytest.mark.part("clipped shares")

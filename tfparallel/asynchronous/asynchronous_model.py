@@ -100,8 +100,8 @@ class AsynchronousModel:
         for name in ("jit_compile", "run_eagerly"):
             if arguments.get(name) is True:
                 raise ValueError(
-                    "Under sync='async' a step is a graph that TensorFlow runs on a worker. "
-                    f"{name}=False is required. Received: {name}=True."
+                    f"Under sync='async' workers run each step as a graph. {name}=False is "
+                    f"required. Received: {name}=True."
                 )
         super().compile(*args, **kwargs)
         self._take_optimizer()
@@ -121,9 +121,9 @@ class AsynchronousModel:
         ]
         if overridden:
             raise ValueError(
-                "Under sync='async' the chief deals out Keras's own step. A model without one of "
-                f"its own is required. Received: `{overridden[0]}` of class "
-                f"{original_class(self).__name__}. Take sync='every_step'."
+                "Under sync='async' the workers run Keras's own step. A model that does not "
+                f"override it is required. Received: `{overridden[0]}` of class "
+                f"{original_class(self).__name__}. Use sync='every_step'."
             )
         before = collections.Counter(self._seen_staleness)
         attach(self, _batch_spec=None)
@@ -138,8 +138,8 @@ class AsynchronousModel:
         stats = self._staleness_of(collections.Counter(self._seen_staleness) - before)
         if stats["updates"]:
             notice(
-                f"async: {stats['updates']} updates, of a mean staleness of {stats['mean']:.2f}, "
-                f"at most {stats['largest']} (bound {stats['bound']})."
+                f"async: {stats['updates']} updates, mean staleness {stats['mean']:.2f}, at most "
+                f"{stats['largest']} (bound {stats['bound']})."
             )
         return history
 
@@ -178,8 +178,8 @@ class AsynchronousModel:
     def train_on_batch(self, *args, **kwargs):
         """Raises an error: the chief would wait for each single step."""
         raise ValueError(
-            "Under sync='async' steps are dealt out by `fit`. Received: `train_on_batch`. Take "
-            "`fit`, or sync='every_step'."
+            "Under sync='async' only `fit` distributes steps to workers. Received: "
+            "`train_on_batch`. Use `fit`, or sync='every_step'."
         )
 
     def _resolve_auto_jit_compile(self):
@@ -331,9 +331,9 @@ def _refuse_hidden_names(model: keras.Model) -> None:
     ]
     if hidden:
         raise ValueError(
-            f"Under sync='async' a model is given {', '.join(map(repr, hidden))}. A class without "
-            f"such names is required. Received: {original_class(model).__name__}, which has one of "
-            "its own. Rename it."
+            f"Under sync='async' tfparallel adds {', '.join(map(repr, hidden))} to the model. A "
+            f"class without such names is required. Received: {original_class(model).__name__}, "
+            "which defines one itself. Rename it."
         )
 
 

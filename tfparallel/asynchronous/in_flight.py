@@ -41,9 +41,9 @@ def steps_ahead(staleness: int, num_workers: int) -> int:
     least = least_staleness(num_workers)
     if staleness < least:
         raise ValueError(
-            f"{num_workers} workers that compute at once can keep a staleness of at most {least}, "
-            f"or more. Received: sync='async:{staleness}'. Take 'async:{least}', fewer workers, "
-            "or sync='every_step', in which nothing is stale."
+            f"{num_workers} workers need a staleness bound of at least {least}. Received: "
+            f"sync='async:{staleness}'. Use 'async:{least}', fewer workers, or sync='every_step', "
+            "which has no staleness."
         )
     return staleness - (num_workers - 1)
 

@@ -126,9 +126,9 @@ class Servers:
             if not lost:
                 raise
             raise WorkerLostError(
-                f"A server of the job has ended: {', '.join(lost)}. Every server is required, and "
-                "the weights that it held are lost. The cause is in its output; `tfparallel launch "
-                "--max_restarts=3` starts all again, and they resume from their checkpoint if "
+                f"A server of the job has exited: {', '.join(lost)}. Every server is required, and "
+                "the weights that it held are lost. See its output for the cause; `tfparallel "
+                "launch --max_restarts=3` restarts the job, which resumes from its checkpoint if "
                 "there is one."
             ) from None
         finally:
@@ -144,8 +144,8 @@ class Servers:
             is_lost = is_waiting() and not any(map(is_there, self.roles.workers))
             misses = misses + 1 if is_lost else 0
         print(
-            f"\nAll workers of the job have ended: {', '.join(self.roles.workers)}. At least one "
-            "is required. The cause is in their output.",
+            f"\nAll workers of the job have exited: {', '.join(self.roles.workers)}. At least one "
+            "is required. See their output for the cause.",
             file=sys.stderr,
             flush=True,
         )
@@ -181,7 +181,7 @@ def join(
     for address in roles.addresses[1:]:
         if not wait_for_server(address, deadline):
             raise RuntimeError(
-                f"The process at {address} was met, and has not started to serve within "
+                f"The process at {address} joined the job, but did not start its server within "
                 f"{start_timeout:.0f} s. Every process is required. See its output."
             )
     Servers.of_process = Servers(roles)
@@ -225,9 +225,8 @@ def move_to_servers(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy
     """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer | MultiOptimizer):
         raise ValueError(
-            "Under sync='async' an optimizer that wraps no others is required. Received: a "
-            f"{type(optimizer).__name__}. Compile with one that does not, or take "
-            "sync='every_step'."
+            "Under sync='async' the optimizer must not wrap others. Received: a "
+            f"{type(optimizer).__name__}. Compile with one that does not, or use sync='every_step'."
         )
     for variable in own_variables(optimizer):
         if "/job:ps" not in variable.value.device:

@@ -93,13 +93,13 @@ class Checkpoint(keras.callbacks.Callback):
         super().__init__()
         if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
             raise ValueError(
-                "A checkpoint needs the folder to write to. Received: "
-                f"directory={directory!r}. Write Checkpoint('checkpoints')."
+                f"Checkpoint needs a folder to write to. Received: directory={directory!r}. Write "
+                "Checkpoint('checkpoints')."
             )
         if (every_steps is not None and every_steps < 1) or keep < 1:
             raise ValueError(
-                "A checkpoint is written after one or more steps, and one or more are kept. "
-                f"Received: every_steps={every_steps}, keep={keep}."
+                "`every_steps` and `keep` must be at least 1. Received: "
+                f"every_steps={every_steps}, keep={keep}."
             )
         self._folder = CheckpointFolder(os.fspath(directory), keep)
         self._every_steps = every_steps
@@ -260,8 +260,8 @@ class Checkpoint(keras.callbacks.Callback):
         problems += state.differences(model_specs, specs[: content["num_arrays"][0]])
         if done and self.params.get("steps") != content["steps_per_epoch"]:
             problems.append(
-                f"{self.params.get('steps')} steps in an epoch (the checkpoint, of the middle of "
-                f"an epoch, has {content['steps_per_epoch']})"
+                f"{self.params.get('steps')} steps per epoch (the checkpoint, written in "
+                f"mid-epoch, has {content['steps_per_epoch']})"
             )
         if done % self.model.steps_per_execution:
             problems.append(
@@ -271,8 +271,8 @@ class Checkpoint(keras.callbacks.Callback):
         if problems:
             raise ForeignCheckpointError(
                 f"The checkpoint in {self._folder.directory} belongs to another run; to resume, "
-                "the model, the data and what shapes the training must be the same. Received: "
-                f"{'; '.join(problems)}. Use what the run began with, or an empty folder."
+                "the model, the data and the training configuration must be the same. Received: "
+                f"{'; '.join(problems)}. Use the original settings, or an empty folder."
             )
 
     def _send(self, content, specs) -> list[Iterable[np.ndarray]]:
@@ -299,7 +299,7 @@ class Checkpoint(keras.callbacks.Callback):
         at_step = f", step {done + 1}" if done else ""
         text = f"resuming at epoch {epoch + 1}{at_step} ({self.resumed['step']} steps are done)"
         if done and (self._batches is None or not self._batches.starts_anywhere):
-            text += f"; the first {done} batches of the epoch are read and passed over"
+            text += f"; reading and skipping the first {done} batches of the epoch"
         text += f", from {self._stored.path}"
         if self._written_on not in (None, self._layout):
             text += f", written on {self._written_on.title}"

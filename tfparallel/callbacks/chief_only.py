@@ -114,7 +114,7 @@ class RestoredByChief(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         optimizer = self.model.optimizer
         local_state = [first_epoch(self.model), bool(optimizer is not None and optimizer.built)]
-        by_worker = self._workers.exchange(local_state, "what `BackupAndRestore` has read")
+        by_worker = self._workers.exchange(local_state, "the state that `BackupAndRestore` loaded")
         initial_epoch, has_slots = by_worker[0]
         if has_slots and not optimizer.built:
             optimizer.build(self.model.trainable_variables)

@@ -79,7 +79,7 @@ class FlightRecorder(keras.callbacks.Callback):
         try:
             return cls(folder, worker_index, num_workers)
         except (OSError, ValueError) as error:  # A full disk, or a file system without mmap.
-            notice(f"No flight record is kept in {folder}: {error}.")
+            notice(f"No flight record is written to {folder}: {error}.")
             return contextlib.nullcontext()
 
     def __enter__(self) -> "FlightRecorder":
@@ -115,10 +115,10 @@ class FlightRecorder(keras.callbacks.Callback):
         self._now(f"between epochs {epoch} and {epoch + 1}")
 
     def on_test_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self._now(f"in step {batch} of a validation")
+        self._now(f"in step {batch} of validation")
 
     def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self._now("in a validation, between steps")
+        self._now("in validation, between steps")
 
     def _now(self, what, when=None):
         when = time.time() if when is None else when

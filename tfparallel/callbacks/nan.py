@@ -44,8 +44,8 @@ class NaNGuard(keras.callbacks.Callback):
         super().__init__()
         if not isinstance(stop, bool):
             raise ValueError(
-                "`stop` must be True, for an error, or False, for a warning. Received: "
-                f"stop={stop!r}. Write NaNGuard(stop=True)."
+                f"`stop` must be True (raise an error) or False (warn). Received: stop={stop!r}. "
+                "Write NaNGuard(stop=True)."
             )
         self.stop = stop
         self.epoch: int | None = None
@@ -81,10 +81,10 @@ class NaNGuard(keras.callbacks.Callback):
             if not np.isfinite(np.asarray(weight, np.float64)).all():
                 self._weights_reported = True
                 self._report(
-                    f"The variable {weight.path!r} holds NaN or infinity after epoch "
-                    f"{epoch + 1}, while the loss is a finite number. "
-                    f"Received: loss={(logs or {}).get('loss')}. Look for NaN in the data, "
-                    "and at activations that hide it, such as ReLU."
+                    f"The variable {weight.path!r} contains NaN or infinity after epoch "
+                    f"{epoch + 1}, although the loss is finite. Received: "
+                    f"loss={(logs or {}).get('loss')}. Look for NaN in the data, and for "
+                    "activations that hide it, such as ReLU."
                 )
                 return
 

@@ -54,9 +54,9 @@ class Preemption(keras.callbacks.Callback):
         super().__init__()
         if not isinstance(checkpoint, Checkpoint):
             raise ValueError(
-                "Preemption needs the callback that writes, a `tfparallel.callbacks.Checkpoint`. "
-                f"Received: {checkpoint!r}. Write `checkpoint = Checkpoint('checkpoints')`, pass "
-                "it here, and give both to `fit`."
+                "Preemption needs the callback that writes checkpoints, a "
+                f"`tfparallel.callbacks.Checkpoint`. Received: {checkpoint!r}. Write `checkpoint = "
+                "Checkpoint('checkpoints')`, pass it here, and pass both to `fit`."
             )
         self._checkpoint = checkpoint
         self._watch = SignalWatch(signals, self._on_signal)
@@ -98,7 +98,7 @@ class Preemption(keras.callbacks.Callback):
                     source = signal.Signals(self._signal).name
                 print(
                     f"stopped by {source}: {self._checkpoint.written_at} steps are in the "
-                    "checkpoint; the same command goes on from there",
+                    "checkpoint; run the same command to resume",
                     flush=True,
                 )
             raise Preempted

@@ -104,15 +104,15 @@ class StallGuard(keras.callbacks.Callback):
 
     def _end(self, allowed, in_step):
         what = (
-            "a step has lasted longer: another worker, or the data that the step waits for, hangs"
+            "a step has taken longer: another worker, or the data that the step waits for, hangs"
             if in_step
-            else "no step has begun for longer: a callback, the data or the program hangs here"
+            else "no step has started for longer: a callback, the data or the program hangs here"
         )
         print(
-            f"\nWorker {self._worker_index} makes no progress; a step, or the pause between two, "
-            f"of at most {allowed:.0f} s is required. Received: {what}. The worker ends. A larger "
-            "deadline: --stall_timeout, or MultiWorkerMirroredStrategy(stall_timeout=...). The "
-            "stacks of its threads:",
+            f"\nWorker {self._worker_index} makes no progress; a step, or the pause between two "
+            f"steps, may take at most {allowed:.0f} s. Received: {what}. The worker exits. To "
+            "allow more time, set --stall_timeout or "
+            "MultiWorkerMirroredStrategy(stall_timeout=...). The stacks of its threads:",
             file=sys.stderr,
             flush=True,
         )

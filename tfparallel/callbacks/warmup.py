@@ -93,10 +93,10 @@ class LearningRateWarmup(keras.callbacks.Callback):
         if not isinstance(rate, keras.Variable):
             name = type(rate).__name__
             raise ValueError(
-                "LearningRateWarmup sets the optimizer's learning rate, and a schedule does so in "
-                f"each step. A number is required. Received: learning_rate={name}. Take a schedule "
-                "with a warm-up, such as CosineDecay(warmup_steps=…), and no callback; or a number "
-                "with this one."
+                "LearningRateWarmup sets the optimizer's learning rate, but a schedule overrides "
+                f"it at each step. A number is required. Received: learning_rate={name}. Use a "
+                "schedule with a warmup, such as CosineDecay(warmup_steps=…), without this "
+                "callback; or pass a number."
             )
         self._is_over = self._has_begun = False
 
@@ -115,7 +115,7 @@ def _check(learning_rate, num_steps, initial):
     for name, value, holds, required in (
         ("learning_rate", learning_rate, lambda x: x > 0, "a number above 0"),
         ("num_steps", num_steps, lambda x: int(x) == x >= 1, "a whole number of at least 1"),
-        ("initial", initial, lambda x: 0 <= x <= 1, "a fraction, from 0 to 1,"),
+        ("initial", initial, lambda x: 0 <= x <= 1, "a fraction from 0 to 1"),
     ):
         is_number = isinstance(value, numbers.Real) and math.isfinite(value)
         if not is_number or not holds(value):
@@ -131,13 +131,14 @@ def _factor(scaling, batch_size, base_batch_size) -> float:
     if scaling is None:
         if sizes != (None, None):
             raise ValueError(
-                "Batch sizes are for a rate that is scaled, and `scaling` must say how: 'linear' "
+                "Batch sizes are used only to scale the rate, and `scaling` must say how: 'linear' "
                 f"or 'sqrt'. {received}"
             )
         return 1.0
     if scaling not in _SCALINGS or not all(size is not None and size >= 1 for size in sizes):
         raise ValueError(
-            "`scaling` must be 'linear' or 'sqrt', with the rows of an update, `batch_size`, and "
-            f"those that the rate was found for, `base_batch_size`, both of at least 1. {received}"
+            "`scaling` must be 'linear' or 'sqrt', and needs `batch_size`, the examples per "
+            "update, and `base_batch_size`, the batch size that the rate was tuned for, both at "
+            f"least 1. {received}"
         )
     return _SCALINGS[scaling](batch_size / base_batch_size)

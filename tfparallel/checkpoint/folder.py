@@ -83,13 +83,13 @@ class CheckpointFolder:
             other = writer_lock.take(self.directory)
         except OSError as error:
             raise ForeignCheckpointError(
-                "The folder for checkpoints cannot be written to; a writable one is required. "
-                f"Received: {self.directory} ({error.strerror}). Name another folder."
+                "The checkpoint folder is not writable; a writable one is required. Received: "
+                f"{self.directory} ({error.strerror}). Choose another folder."
             ) from error
         if other is not None:
             raise ForeignCheckpointError(
-                "Another run writes checkpoints into this folder; each run needs one of its own. "
-                f"Received: {self.directory}, whose writer is {other}. End that run first, or name "
+                "Another run is writing checkpoints to this folder; each run needs its own. "
+                f"Received: {self.directory}, in use by {other}. Stop that run first, or choose "
                 "another folder."
             )
 
@@ -116,8 +116,9 @@ class CheckpointFolder:
             names = self._names()
         except OSError as error:
             raise CheckpointError(
-                f"The folder for checkpoints cannot be read; a working disk is required. Received: "
-                f"{self.directory} ({error.strerror}). Start the run again when the disk is there."
+                "The checkpoint folder cannot be read; a working disk is required. Received: "
+                f"{self.directory} ({error.strerror}). Restart the run when the disk is available "
+                "again."
             ) from error
         for name in reversed(names):
             path = os.path.join(self.directory, name)
@@ -132,24 +133,24 @@ class CheckpointFolder:
                 self._pass_over(name, error, is_read=True)
         if not all(self._passed_over.values()):
             raise CheckpointError(
-                f"None of the {len(names)} checkpoints is whole, and some could not be read at "
-                f"all; a working disk is required. Received: {self.directory}. Start the run again "
-                "when the disk, or its server, is there."
+                f"None of the {len(names)} checkpoints is intact, and some could not be read; a "
+                f"working disk is required. Received: {self.directory}. Restart the run when the "
+                "disk or file server is available again."
             )
         if names:
             raise ForeignCheckpointError(
-                f"None of the {len(names)} checkpoints is whole, and one is required to resume. "
-                f"Received: {self.directory}. Name an empty folder to start anew."
+                f"None of the {len(names)} checkpoints is intact; one is required to resume. "
+                f"Received: {self.directory}. Choose an empty folder to start from scratch."
             )
         return None
 
     def _pass_over(self, name, error, *, is_read):
         self._passed_over[name] = is_read
-        fault = "is not whole" if is_read else "cannot be read"
+        fault = "is damaged" if is_read else "cannot be read"
         note = "" if is_read else f" It will be kept as {_UNREADABLE}{name}."
         warnings.warn(
-            f"The checkpoint {os.path.join(self.directory, name)} {fault}, and is passed over for "
-            f"the one before: {type(error).__name__}: {error}.{note}",
+            f"Skipping the checkpoint {os.path.join(self.directory, name)}, which {fault}: "
+            f"{type(error).__name__}: {error}.{note}",
             stacklevel=3,
         )
 
@@ -233,9 +234,9 @@ class CheckpointFolder:
     def _require_writer(self):
         if writer_lock.is_lost(self.directory):
             raise CheckpointError(
-                "Another run has become the writer of this folder, while this one could not be "
-                f"seen; a folder of checkpoints has one writer. Received: {self.directory}. Go on "
-                "with one of the two, or start this one again with another folder."
+                "Another run took over this checkpoint folder while this one was unreachable; a "
+                f"folder may have only one writer. Received: {self.directory}. Stop one of the "
+                "two, or restart this one with another folder."
             )
 
     def settle(self) -> None:
@@ -251,15 +252,15 @@ class CheckpointFolder:
     def _failure(self, path, error):
         try:
             names = [name for name in self._names() if name not in self._passed_over]
-            before = "There is none before it"
+            before = "There is no earlier one"
         except OSError:
-            names, before = [], "The folder cannot be read now"
+            names, before = [], "The folder is currently unreadable"
         if names:
-            before = f"{os.path.join(self.directory, names[-1])} is whole"
+            before = f"{os.path.join(self.directory, names[-1])} is intact"
         return (
-            f"The checkpoint {path} could not be written; room and a working disk are required. "
-            f"Received: {error.strerror or error}. {before}; free some space and start the run "
-            "again, and it goes on from there."
+            f"The checkpoint {path} could not be written; free space and a working disk are "
+            f"required. Received: {error.strerror or error}. {before}; free some space and restart "
+            "the run, which then resumes."
         )
 
     def _names(self):

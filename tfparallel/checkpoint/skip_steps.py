@@ -55,8 +55,8 @@ class PassedSteps:
             # only when a step needs them.
             if not state.restore_metrics(self._model, self._metrics, batch):
                 warnings.warn(
-                    "The metrics are not those of the checkpoint; of this epoch, what is logged "
-                    "covers the steps from here on. The weights are not concerned.",
+                    "The metrics of the checkpoint could not be restored; those logged for this "
+                    "epoch cover only the steps from here on. The weights are not affected.",
                     stacklevel=2,
                 )
             if hasattr(self._model, "metrics_were_restored"):

@@ -58,9 +58,9 @@ def build(model: keras.Model) -> None:
     """
     if not model.built:
         raise ValueError(
-            "The model has no variables yet, and a checkpoint is compared with them before "
-            f"training. A built model is required. Received: {model.name!r}, unbuilt. Call it on "
-            "one batch before `fit`, or give it a keras.Input."
+            "The model has no variables yet, so they cannot be compared with the checkpoint. A "
+            f"built model is required. Received: {model.name!r}, unbuilt. Call it on one batch "
+            "before `fit`, or start it with a keras.Input."
         )
     optimizer = model.optimizer
     if optimizer is not None and not optimizer.built:
@@ -69,9 +69,9 @@ def build(model: keras.Model) -> None:
     unbuilt = [other.name for other in _optimizers(model) if not other.built]
     if unbuilt:
         raise ValueError(
-            "An optimizer has no variables yet, and which weights it updates only the model's own "
-            f"train_step knows. Built optimizers are required. Received: {unbuilt}. Call "
-            "`optimizer.build(weights)` for each before `fit`."
+            "An optimizer is not built, and only the model's own train_step knows which weights it "
+            f"updates. Built optimizers are required. Received: {unbuilt}. Call "
+            "`optimizer.build(weights)` on each before `fit`."
         )
 
 

@@ -85,7 +85,7 @@ class StoredCheckpoint:
     def _failure(self, error):
         return CheckpointError(
             f"The checkpoint {self.path} could not be read; a working disk is required. Received: "
-            f"{error}. Nothing was trained, and it stays: start the run again."
+            f"{error}. Nothing was trained, and the checkpoint is kept: restart the run."
         )
 
 
@@ -112,11 +112,11 @@ def _verified(path) -> StoredCheckpoint:
         stored = json.load(file)
     manifest = stored["manifest"]
     if digest(manifest) != stored["sha256"]:
-        raise ValueError(f"{MANIFEST} does not have its checksum")
+        raise ValueError(f"{MANIFEST} does not match its checksum")
     if manifest["format"] > FORMAT:
         raise NewerCheckpointError(
             f"The checkpoint {path} was written by a later version of tfparallel. Format {FORMAT} "
-            f"is required. Received: format {manifest['format']}. Upgrade tfparallel, or name "
+            f"is required. Received: format {manifest['format']}. Upgrade tfparallel, or choose "
             "another folder."
         )
     for name, expected in manifest["files"].items():
@@ -125,7 +125,7 @@ def _verified(path) -> StoredCheckpoint:
             if size_bytes != expected["size_bytes"]:
                 raise ValueError(f"{name} has {size_bytes} of {expected['size_bytes']} bytes")
             if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
-                raise ValueError(f"{name} does not have its checksum")
+                raise ValueError(f"{name} does not match its checksum")
     return StoredCheckpoint(path, manifest["content"], manifest["arrays"])
 
 

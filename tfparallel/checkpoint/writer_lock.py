@@ -111,8 +111,8 @@ def take(directory: str) -> str | None:
         if first_beat is None:
             first_beat = beat
             warnings.warn(
-                f"The checkpoints in {directory} have a writer, {_description(holder)}. Waiting up "
-                f"to {_PATIENCE_SECONDS:g} s for its end, or for a sign that it lives.",
+                f"The checkpoint folder {directory} has a writer: {_description(holder)}. Waiting "
+                f"up to {_PATIENCE_SECONDS:g} s for it to exit, or to show that it is alive.",
                 stacklevel=2,
             )
         if not is_free and time.monotonic() > deadline:

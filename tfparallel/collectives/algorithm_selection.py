@@ -121,7 +121,7 @@ def choice_of(strategy) -> Choice | None:
     if not isinstance(ops, ChosenAllReduce):
         if strategy.all_reduce_is_default:
             return Choice(strategy.all_reduce_name, "default", "each replica has a GPU")
-        return Choice(strategy.all_reduce_name, "argument", "it was asked for")
+        return Choice(strategy.all_reduce_name, "argument", "as requested")
     return ops.choice
 
 
@@ -176,7 +176,10 @@ def fastest(seconds: dict[str, float], default: str, source: str, size: str) -> 
         return Choice(best, source, f"{size}: the fastest of those measured", seconds)
     gain = 1 - seconds[best] / seconds[default]
     if gain < MIN_GAIN:
-        why = f"{size}: none is faster by {MIN_GAIN:.0%}; the best ({best}) by {max(gain, 0):.0%}"
+        why = (
+            f"{size}: none is faster by {MIN_GAIN:.0%}; the best ({best}) is faster by "
+            f"{max(gain, 0):.0%}"
+        )
         return Choice(default, source, why, seconds)
     return Choice(best, source, f"{size}: {gain:.0%} less time than {default}", seconds)
 

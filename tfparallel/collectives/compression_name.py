@@ -33,14 +33,14 @@ class CompressionName(NamedTuple):
             fraction = _read(float, number)
             if fraction is not None and 0 < fraction <= 1:
                 return cls(kind, fraction)
-            reason = "topk takes the fraction of the elements that travel, above 0 and at most 1"
+            reason = "topk takes the fraction of elements to send, above 0 and at most 1"
         elif kind == "powersgd":
             rank = _read(int, number)
             if rank is not None and rank >= 1:
                 return cls(kind, rank)
-            reason = "powersgd takes the rank of two factors, a whole number of at least 1"
+            reason = "powersgd takes the rank of its factors, a whole number of at least 1"
         else:
-            reason = "there is none of that name"
+            reason = "there is no compression of that name"
         raise ValueError(f"`compression` must be {FORMS}. Received: {spec!r}; {reason}.")
 
 

@@ -52,13 +52,13 @@ def _who_is_missing(service, name, workers, timeout_seconds):
         except tf.errors.OpError:
             missing.append(worker)
     if missing:
-        received = f"{name_workers(present)} came, {name_workers(missing)} did not"
+        received = f"{name_workers(present)} arrived, {name_workers(missing)} did not"
     else:
-        received = "the last came too late"
+        received = "the last one arrived too late"
     return (
-        f"Not all of the {workers.num_workers} workers came to the barrier within "
-        f"{timeout_seconds:g} s of the first. All are required. Received: {received}. Look at what "
-        "the others were doing, or give them more time with `timeout_seconds`."
+        f"Not all {workers.num_workers} workers reached the barrier within {timeout_seconds:g} s "
+        f"of the first. All are required. Received: {received}. Check what the others were doing, "
+        "or allow more time with `timeout_seconds`."
     )
 
 

@@ -222,7 +222,9 @@ def fit(
         ValueError: If there are fewer measurements than parameters, or the transport is unknown.
     """
     if transport not in TRANSPORTS:
-        raise ValueError(f"A transport is one of {', '.join(TRANSPORTS)}. Received: {transport!r}.")
+        raise ValueError(
+            f"`transport` must be one of {', '.join(TRANSPORTS)}. Received: {transport!r}."
+        )
     if len(measurements) < len(_PARAMETERS):
         raise ValueError(
             f"At least {len(_PARAMETERS)} measurements are required to fit "

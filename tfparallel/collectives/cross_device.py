@@ -237,10 +237,10 @@ def refusals(devices: Sequence[str]) -> dict[str, str]:
     refused = {}
     if reason := nccl.refusal(devices):
         refused["nccl"] = reason
-        refused[IN_PROGRAMS] = f"{IN_PROGRAMS} sums by NCCL: {reason}"
+        refused[IN_PROGRAMS] = f"{IN_PROGRAMS} sums with NCCL: {reason}"
     if len(devices) % 2:
         refused["tf_hierarchical_copy"] = (
-            f"TensorFlow's leaves out one device of an odd number ({len(devices)})"
+            f"TensorFlow's implementation omits one device if their number is odd ({len(devices)})"
         )
     return refused
 
@@ -284,7 +284,7 @@ def unknown(names: Sequence[str], runnable_names: Sequence[str], refused: dict[s
             fixes.append(f"Did you mean {matches[0]}?")
     return " ".join(
         [
-            "No such all-reduce algorithm, or none that can run here. It must be one of "
+            "Unknown all-reduce algorithm, or one that cannot run here. It must be one of "
             f"{', '.join(runnable_names)}. Received: {', '.join(names)}.",
             *fixes,
         ]

@@ -57,10 +57,10 @@ class Workers:
             return
         received = who_said(self.group.exchange(note, "a collective of the program's own"))
         raise ValueError(
-            "The workers did not make the same call, and each would wait for the others. The same "
-            "collective of values of the same structure, shapes and dtypes is required on all of "
-            f"them. Received: {received}. Look for a call under a condition that not all workers "
-            "meet; `tfparallel.all_gather` joins tensors of different numbers of rows."
+            "The workers made different calls, so each would wait for the others. All of them must "
+            "call the same collective, with values of the same structure, shapes and dtypes. "
+            f"Received: {received}. Look for a call under a condition that differs between "
+            "workers; to join tensors with different numbers of rows, use `tfparallel.all_gather`."
         )
 
 
@@ -85,8 +85,8 @@ def find() -> Replicas | Workers | SingleRank:
     if cluster.num_workers > 1 and not cluster.is_evaluator:
         raise RuntimeError(
             f"This process is worker {cluster.worker_index} of {cluster.num_workers} "
-            f"({cluster.source}), and the workers have not met. A strategy that joins them is "
-            "required before a collective. Received: a call before any. Put `strategy = "
+            f"({cluster.source}), but the workers are not connected. A strategy must connect them "
+            "before the first collective. Received: a call before any strategy. Put `strategy = "
             "tfparallel.MultiWorkerMirroredStrategy()` at the top of the program."
         )
     return SingleRank()

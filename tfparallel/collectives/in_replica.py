@@ -114,7 +114,7 @@ def _workers(strategy, num_local_replicas):
     workers = getattr(strategy, "workers", None)
     if workers is None and strategy.num_replicas_in_sync > num_local_replicas:
         raise RuntimeError(
-            "The workers of TensorFlow's own strategy can be summed over, and nothing else. "
+            "TensorFlow's own strategy can only sum over its workers. "
             "tfparallel.MultiWorkerMirroredStrategy is required. Received: a "
             f"{type(strategy).__module__}.{type(strategy).__name__} of "
             f"{strategy.num_replicas_in_sync} replicas, {num_local_replicas} of them here. Replace "

@@ -64,11 +64,10 @@ def readings(slices: tf.IndexedSlices, kinds: Sequence[str] | None = None) -> li
         ]
     if kinds is None or len(set(kinds)) > 1:
         raise ValueError(
-            "A sparse gradient does not tell, where no graph is traced, which of its slices are "
-            "to be added to those of other replicas. A traced step is required. Received: an "
-            f"eager gradient of a weight of shape {tuple(slices.shape)}, read "
-            f"{len(kinds) if kinds else 'once or more'} times. Put the step into a `tf.function`, "
-            "or compile with run_eagerly=False."
+            "In an eager step, a sparse gradient does not show which of its slices must be summed "
+            "over the replicas. A traced step is required. Received: an eager gradient of a weight "
+            f"of shape {tuple(slices.shape)}, read {len(kinds) if kinds else 'once or more'} "
+            "times. Put the step into a `tf.function`, or compile with run_eagerly=False."
         )
     return [Reading(slices.values, slices.indices, kinds[0])]
 
@@ -144,9 +143,9 @@ def kinds_of(
         trace.get_concrete_function(*[_spec_of_any_batch(leaves[place]) for place in places])
     except Exception as error:  # Tracing runs the user's layers, which may raise anything.
         raise ValueError(
-            "A sparse gradient of an eager step is joined as a trace of the step says, and the "
-            f"step cannot be traced. Received: run_eagerly=True, {type(error).__name__}: {error}. "
-            "Make the layers traceable, or train on one device."
+            "Joining the sparse gradients of an eager step requires a trace of the step, which "
+            f"failed. Received: run_eagerly=True, {type(error).__name__}: {error}. Make the layers "
+            "traceable, or train on one device."
         ) from error
     return kinds
 
@@ -216,11 +215,11 @@ def _kind(values: tf.Tensor, indices: tf.Tensor) -> str:
         *parts, _ = provenance.inputs_made_of(indices, _HANDED_ON)
         if len({bool(part) for part in parts}) > 1:
             raise ValueError(
-                "A weight that a `tf.function` of a layer's own reads must be read with rows of "
-                "the batch, or with indices that are the same for all rows: its sparse gradient "
-                "is one, and the parts of a batch have them added in another way for each. "
-                f"Received: a weight of shape (…, {values.shape[-1]}), read in both ways. Read it "
-                "in one function for each, or in none."
+                "A weight that a layer reads in its own `tf.function` must be indexed either by "
+                "rows of the batch, or by indices that are the same for all rows: the two are "
+                "summed differently, but the function returns one sparse gradient. Received: a "
+                f"weight of shape (…, {values.shape[-1]}), indexed in both ways. Use a separate "
+                "function for each, or none."
             )
     return ROWS if provenance.made_of(indices) else ONCE
 

@@ -38,11 +38,10 @@ def lost_error(worker: int | None, reason: str) -> WorkerLostError:
     """Returns the error for a worker that has ended or is unreachable, with the reason."""
     lost = "another worker" if worker is None else f"worker {worker}"
     return WorkerLostError(
-        f"The connection to {lost} was lost: it has ended, or the network between the two. "
-        f"Every worker is required, and this process cannot join it again. Received: {reason}. "
-        "The cause is in the output of the worker that was lost; `tfparallel launch "
-        "--max_restarts=3` starts all again, and they resume from their checkpoint if there is "
-        "one.",
+        f"The connection to {lost} was lost: the worker exited, or the network failed. Every "
+        f"worker is required, and this process cannot rejoin. Received: {reason}. See the output "
+        "of the lost worker for the cause; `tfparallel launch --max_restarts=3` restarts the job, "
+        "which resumes from its checkpoint if there is one.",
         worker,
     )
 

@@ -210,15 +210,15 @@ def barrier(timeout_seconds: float = 1800.0) -> None:
     """
     if not 0 < timeout_seconds < float("inf"):
         raise ValueError(
-            "The deadline of a barrier must be a positive number of seconds. Received: "
-            f"timeout_seconds={timeout_seconds!r}. Leave it out to wait for half an hour."
+            "The timeout of a barrier must be a positive number of seconds. Received: "
+            f"timeout_seconds={timeout_seconds!r}. Omit it to wait up to half an hour."
         )
     ranks = group.find()
     if isinstance(ranks, Replicas) or not tf.executing_eagerly():
         raise RuntimeError(
-            "A barrier holds up a worker's Python program. It must be called outside replicas and "
-            "outside any `tf.function`. Received: a call in one. A collective waits for all that "
-            "take part by itself; move the barrier out of the traced function."
+            "A barrier blocks a worker's Python program. It must be called outside replicas and "
+            "outside any `tf.function`. Received: a call inside one. Move the barrier out of the "
+            "traced function; collectives there wait for all participants by themselves."
         )
     if isinstance(ranks, group.Workers):
         wait_for_all(ranks.group, timeout_seconds)

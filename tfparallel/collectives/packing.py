@@ -32,8 +32,8 @@ def sendable(tensor: tf.Tensor) -> tf.Tensor:
     if tensor.dtype in SENT_AS:
         return tf.cast(tensor, SENT_AS[tensor.dtype])
     raise ValueError(
-        "Workers can exchange tensors of numbers and of truth values. Received: a tensor of type "
-        f"{tensor.dtype.name} and shape {tuple(tensor.shape)}. Let the model return numbers (an "
+        "Workers can exchange only numeric and boolean tensors. Received: a tensor of type "
+        f"{tensor.dtype.name} and shape {tuple(tensor.shape)}. Make the model return numbers (an "
         "index into a vocabulary, for strings)."
     )
 

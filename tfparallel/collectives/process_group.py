@@ -301,9 +301,9 @@ class ProcessGroup:
         sent = [json.loads(bytes(part.numpy().tolist())) for part in tf.split(codes, lengths)]
         if diffs := differences({worker: {"call": name} for worker, (name, _) in enumerate(sent)}):
             raise RuntimeError(
-                "The workers are at different points of the program; the same calls are required "
-                f"on all of them. Received: {diffs[0]}. Look for a call that not all workers make, "
-                "or an error that the program caught on one of them: let it end the program."
+                "The workers are at different points of the program; all of them must make the "
+                f"same calls. Received: {diffs[0]}. Look for a call that not all workers make, or "
+                "an error that the program caught on one of them: let it end the program."
             )
         return [content for _, content in sent]
 

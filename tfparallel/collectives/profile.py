@@ -65,7 +65,7 @@ def load(ranks: Sequence[str]) -> dict[str, list[tuple[int, float]]] | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise ValueError(f"{path} is no profile ({error}). {_fix_hint(path)}") from error
+        raise ValueError(f"{path} is not a profile ({error}). {_fix_hint(path)}") from error
     saved, expected = content.get("key", {}), key_of(ranks)
     differing = [
         f"{name} {saved.get(name)!r} instead of {value!r}"
@@ -74,8 +74,8 @@ def load(ranks: Sequence[str]) -> dict[str, list[tuple[int, float]]] | None:
     ]
     if differing:
         raise ValueError(
-            "The profile was measured elsewhere, and what is fast there may be slow here. One of "
-            f"this host, these ranks and versions is required. Received: {path} with "
+            "The profile was measured elsewhere, and may not apply here. A profile of this host, "
+            f"these ranks and these versions is required. Received: {path} with "
             f"{'; '.join(differing)}. {_fix_hint(path)}"
         )
     return {name: [(size, time) for size, time in row] for name, row in content["seconds"].items()}

@@ -38,8 +38,8 @@ def check_name(name: str | None, source: str = "all_reduce") -> None:
     """
     if name is not None and name not in NAMES:
         raise ValueError(
-            f"`all_reduce` between workers must be one of {', '.join(NAMES)}. "
-            f"Received: {source}={name!r}. Leave it out for the default."
+            f"`all_reduce` between workers must be one of {', '.join(NAMES)}. Received: "
+            f"{source}={name!r}. Omit it for the default."
         )
 
 
@@ -55,8 +55,8 @@ def chosen(name: str | None) -> str | None:
     check_name(name, source)
     if name == "nccl" and not has_nvidia_gpu():
         raise ValueError(
-            "NCCL needs a GPU for each worker. Received: "
-            f"{source}='nccl', and this host shows none. Take all_reduce='auto'."
+            f"NCCL needs a GPU for each worker. Received: {source}='nccl', but this host has none. "
+            "Use all_reduce='auto'."
         )
     return name
 
@@ -105,8 +105,8 @@ def joined(group: ProcessGroup, name: str | None) -> ProcessGroup:
             return group if reason else group.with_transport("nccl")
         if reason:
             raise ValueError(
-                "NCCL needs a whole GPU for each worker, its own. Received: "
-                f"all_reduce='nccl', and {reason}. Take all_reduce='auto'."
+                "NCCL needs a separate, whole GPU for each worker. Received: all_reduce='nccl', "
+                f"but {reason}. Use all_reduce='auto'."
             )
     if not name.startswith("mpi"):
         return group.with_transport(name)

@@ -23,7 +23,7 @@ from tfparallel.collectives.algorithm_selection import Choice
 from tfparallel.collectives.mpi import library, start
 from tfparallel.collectives.process_group import ProcessGroup
 
-_WHAT = "the choice of what joins the workers"  # Names the exchanges.
+_WHAT = "the choice of the transport"  # Names the exchanges.
 _MAX_BYTES = 2**26  # Enough to rank the transports by bandwidth.
 # "mpi" is MPI's own choice of algorithm; TensorFlow's ring without pieces never won.
 _LIKELY = ("nccl", "ring_tuned", "mpi")
@@ -62,13 +62,13 @@ def _default(group) -> tuple[str, str]:
     if missing:
         if group.worker_index == 0:
             logging.warning(
-                "The workers share a host, and would sum gradients faster through its memory: %s "
-                "(worker %d lacks it: %s). TensorFlow's ring does it now.",
+                "The workers share a host, and could sum gradients faster through shared memory: "
+                "%s (worker %d lacks it: %s). TensorFlow's ring is used instead.",
                 *(library.PIP, *min(missing.items())),
             )
         return group.transport, f"one host, without MPI: {library.PIP}"
     if not all(offer["starts"] for offer in offers):
-        return group.transport, "one host, with an MPI library that only its mpiexec starts"
+        return group.transport, "one host, with an MPI library that only its own mpiexec can start"
     return "mpi", "all workers share the memory of one host"
 
 
@@ -157,7 +157,7 @@ def _joined(group, names) -> dict[str, ProcessGroup]:
         try:
             joined = transport.joined(group, name)
         except RuntimeError as error:
-            logging.warning("%s does not start, and another transport is taken: %s", name, error)
+            logging.warning("%s failed to start, so another transport is used: %s", name, error)
             joined = None
         if all(group.exchange(joined is not None, _WHAT)):
             groups[name] = joined

@@ -52,8 +52,8 @@ def _option_problems(ranks, op="sum", root=0) -> list[str]:
     is_index = isinstance(root, numbers.Integral) and not isinstance(root, bool)
     if not is_index or not 0 <= root < ranks.num_ranks:
         problems.append(
-            f"`root` must be an integer from 0 to {ranks.num_ranks - 1}: the index of one that "
-            f"takes part. Received: root={root!r}."
+            f"`root` must be an integer from 0 to {ranks.num_ranks - 1}: the index of a "
+            f"participant. Received: root={root!r}."
         )
     return problems
 
@@ -62,22 +62,22 @@ def _problem(tensor, ranks, name, op="sum", root=0) -> str:
     """Returns the problem with a tensor; "" if there is none."""
     dtype = tensor.dtype
     if dtype not in _DTYPES:
-        return f"Numbers or truth values are required. Received: a tensor of type {dtype.name}."
+        return f"A numeric or boolean tensor is required. Received: a tensor of type {dtype.name}."
     if name in ("all_reduce", "reduce_scatter"):
         if dtype.is_bool and op in ("sum", "mean"):
             return (
-                "Truth values have a 'max' (is any true?) and a 'min' (are all?). Received: "
+                "Boolean tensors support only 'max' (is any true?) and 'min' (are all?). Received: "
                 f"op={op!r}. Cast them to int32 to count."
             )
         if dtype == tf.uint64 and op in ("max", "min"):
-            return f"uint64 has no {op!r} here. Received: op={op!r}. Cast it to int64."
+            return f"uint64 does not support {op!r}. Received: op={op!r}. Cast it to int64."
     if name == "reduce_scatter":
         if tensor.shape.rank == 0:
-            return "At least one axis is required, to be split. Received: a scalar."
+            return "At least one axis is required, which is split. Received: a scalar."
         if tensor.shape.rank is not None and (tensor.shape[0] or 0) % ranks.num_ranks:
             return (
                 f"The number of rows must be a multiple of {ranks.num_ranks}, one equal share for "
-                f"each that takes part. Received: shape {tuple(tensor.shape)}. Pad axis 0, or use "
+                f"each participant. Received: shape {tuple(tensor.shape)}. Pad axis 0, or use "
                 "`tfparallel.all_reduce`."
             )
     return ""

@@ -90,7 +90,7 @@ class EpochBatches(keras.callbacks.Callback):
         self._order = {
             "source": str(source),
             "order": f"a function of seed {seed}, epoch and step",
-            "resumes": "at once, at any number of workers",
+            "resumes": "immediately, with any number of workers",
         }
         self._seed, self._num_indices = seed, 1 if source.whole_batches else global_batch_size
         self._num_steps = steps_per_epoch or num_batches_per_pass(
@@ -296,9 +296,9 @@ def _dataset_batches(
     infinite = cardinality == tf.data.INFINITE_CARDINALITY
     if infinite and steps_per_epoch is None:
         raise ValueError(
-            "The data set never ends, so an epoch needs a length. "
-            "Received: a tf.data.Dataset of infinite cardinality, no steps_per_epoch. "
-            "Give the number of batches in an epoch: --steps_per_epoch=100."
+            "The dataset is infinite, so an epoch needs a length. Received: a tf.data.Dataset of "
+            "infinite cardinality, no steps_per_epoch. Set the number of batches per epoch: "
+            "--steps_per_epoch=100."
         )
     batches = dataset.map(_cast_tuple).batch(global_batch_size)
     if steps_per_epoch is not None:
@@ -336,10 +336,12 @@ def _order_of(dataset: tf.data.Dataset) -> dict[str, str]:
         if int(dataset.cardinality()) >= 0
         else "tf.data.Dataset of unknown size",
         "order": "its own" if deterministic else "its own, not deterministic",
-        "resumes": "by reading what was seen, at any number of workers; exact if it yields the "
-        "same examples each time that it is started"
+        "resumes": (
+            "by reading and skipping what was seen, with any number of workers; exact if each "
+            "iteration yields the same examples"
+        )
         if deterministic
-        else "not exactly: it says `deterministic=False`",
+        else "not exactly: the dataset sets `deterministic=False`",
     }
 
 

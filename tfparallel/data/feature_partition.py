@@ -42,8 +42,8 @@ def by_feature(
     """
     if not isinstance(num_parts, numbers.Integral):
         raise ValueError(
-            "`num_parts` must be the number of parts, a whole number. Received: "
-            f"num_parts={short(num_parts)}. Pass, for example, num_parts=2."
+            f"`num_parts` must be an integer. Received: num_parts={short(num_parts)}. Pass, for "
+            "example, num_parts=2."
         )
     if isinstance(data, tf.data.Dataset):
         spec = data.element_spec
@@ -51,13 +51,13 @@ def by_feature(
             return data.map(lambda x: _parts(x, num_parts, axis, weights))
         if not isinstance(spec[0], tf.TensorSpec):
             raise ValueError(
-                "One tensor of inputs is required, whose features can be split. Received: "
-                f"{spec[0]}. Split the one that is meant, by `dataset.map`."
+                f"The inputs must be one tensor, whose features are split. Received: {spec[0]}. "
+                "Select one with `dataset.map`."
             )
         return data.map(lambda x, *rest: (_parts(x, num_parts, axis, weights), *rest))
     if not hasattr(data, "shape"):
         raise ValueError(
-            "`by_feature` splits an array or tensor of examples, or a tf.data.Dataset. Received: "
+            "`by_feature` needs an array or tensor of examples, or a tf.data.Dataset. Received: "
             f"{short(data)}. Make it an array: `np.asarray(data)`."
         )
     return _parts(data, num_parts, axis, weights)
@@ -69,8 +69,9 @@ def _parts(x, num_parts, axis, weights):
     num_features = x.shape[position] if position else None
     if not num_features or not 1 <= num_parts <= num_features:
         raise ValueError(
-            "Each part needs a feature, of an axis that is known and not the examples'. Received: "
-            f"num_parts={num_parts}, axis={axis}, for inputs of shape {tuple(x.shape)}."
+            "Each part needs at least one feature, along an axis of known length other than that "
+            f"of the examples. Received: num_parts={num_parts}, axis={axis}, for inputs of shape "
+            f"{tuple(x.shape)}."
         )
     before = (slice(None),) * position
     return tuple(

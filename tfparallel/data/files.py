@@ -36,20 +36,20 @@ class _Files(Source):
         missing = [path for path in self.paths if not tf.io.gfile.exists(path)]
         if not self.paths or missing:
             raise ValueError(
-                f"{type(self).__name__} needs the paths of files that exist. Received: "
+                f"{type(self).__name__} needs the paths of existing files. Received: "
                 f"{', '.join(missing) if missing else 'no path'} (in {os.getcwd()}). "
-                "`sorted(glob.glob('train-*'))` lists files in one order on every machine."
+                "`sorted(glob.glob('train-*'))` lists files in the same order on every machine."
             )
         if len(set(self.paths)) < len(self.paths):
             repeated = [path for path, n in collections.Counter(self.paths).items() if n > 1]
             raise ValueError(
-                "Each file must be named once; its examples would be seen twice in an epoch. "
+                "Each file must be listed once; otherwise its examples are seen twice per epoch. "
                 f"Received twice: {', '.join(repeated)}."
             )
         if window is not None and window < 1:
             raise ValueError(
-                "`window` is the number of files that are shuffled together, at least 1, or None "
-                f"for all. Received: window={window}."
+                "`window` must be the number of files to shuffle together, at least 1, or None for "
+                f"all. Received: window={window}."
             )
         self.window = window
         self.sizes: list[int] = []
@@ -117,7 +117,7 @@ class TFRecords(_Files):
     ):
         if not callable(parse):
             raise ValueError(
-                "`parse` must be a function that makes an example (x, y) of a serialized record. "
+                "`parse` must be a function that turns a serialized record into an example (x, y). "
                 f"Received: parse={short(parse)}. Write one with `tf.io.parse_single_example`."
             )
         super().__init__(paths, window)
@@ -179,12 +179,11 @@ def _offsets(path: str) -> np.ndarray:
         hint = (
             "It is compressed; write it without compression."
             if is_compressed
-            else "Is it cut, or another kind of file?"
+            else "Is it truncated, or another kind of file?"
         )
         raise ValueError(
-            "TFRecords needs uncompressed TFRecord files, whose records end where the file does. "
-            f"Received: {path} of {size} bytes, whose record {len(offsets) - 1} would end at byte "
-            f"{offset}. {hint}"
+            f"TFRecords needs intact, uncompressed TFRecord files. Received: {path} of {size} "
+            f"bytes, whose record {len(offsets) - 1} would end at byte {offset}. {hint}"
         )
     return np.array(offsets, np.int64)
 
@@ -238,7 +237,7 @@ class NPZShards(_Files):
                 expected = self._specs.setdefault(name, (shape[1:], dtype))
                 if (shape[1:], dtype) != expected:
                     raise ValueError(
-                        "All shards must hold examples of one shape and type. Received: "
+                        "All shards must hold examples of the same shape and type. Received: "
                         f"{name!r} of {expected[0]} {expected[1]} in {self.paths[0]}, of "
                         f"{shape[1:]} {dtype} in {path}."
                     )
@@ -275,8 +274,8 @@ def _npz_specs(path, names) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """Returns the shapes and dtypes of the named arrays, from their headers."""
     if not zipfile.is_zipfile(path):
         raise ValueError(
-            "NPZShards needs files that numpy.savez or savez_compressed wrote. Received: "
-            f"{path}, which is no archive. Is it cut, or another kind of file?"
+            f"NPZShards needs files written by numpy.savez or savez_compressed. Received: {path}, "
+            "which is not an archive. Is it truncated, or another kind of file?"
         )
     specs = {}
     with np.load(path) as arrays:

@@ -82,7 +82,7 @@ def rows_by_replica(strategy: Any, num_rows: int) -> dict[str, int]:
         raise ValueError(
             "`rows_by_replica` takes a tfparallel.MirroredStrategy or MultiWorkerMirroredStrategy. "
             f"Received: strategy={strategy!r}. Pass `model.distribute_strategy` of a model that "
-            "`data_parallel` returned; on one device all rows are that device's."
+            "`data_parallel` returned; on one device, that device gets all rows."
         )
     if not isinstance(num_rows, numbers.Integral) or num_rows < 0:
         raise ValueError(

@@ -47,8 +47,8 @@ def made_of(tensor: tf.Tensor) -> frozenset[str]:
     """
     if not tf.is_symbolic_tensor(tensor):
         raise ValueError(
-            "Only a tensor of a graph tells what it was made of. Received: an eager tensor of "
-            f"shape {tensor.shape}."
+            "Only a symbolic tensor records what it was computed from. Received: an eager tensor "
+            f"of shape {tensor.shape}."
         )
     dependencies = _Walk().of(tensor)
     if ROWS in dependencies:

@@ -78,7 +78,7 @@ class Arrays(Source):
     def __init__(self, data: tuple[Any, ...]):
         if not isinstance(data, tuple | list) or not 1 <= len(data) <= 3:
             hint = (
-                f"Files are read by tfparallel.data.NPZShards([{data!r}]) or TFRecords."
+                f"To read files, use tfparallel.data.NPZShards([{data!r}]) or TFRecords."
                 if isinstance(data, str | os.PathLike)
                 else "Put arrays into a tuple: (x, y)."
             )
@@ -96,9 +96,9 @@ class Arrays(Source):
         sizes = {shape[0] if shape else None for shape in shapes}
         if len(sizes) != 1 or not all(sizes):
             raise ValueError(
-                "All arrays of the data must have the same number of examples, their first axis, "
-                f"and at least one. Received: arrays of shapes {', '.join(map(str, shapes))}. Look "
-                "at how the data is loaded and filtered."
+                "All arrays of the data must have the same number of examples (their first axis), "
+                f"at least one. Received: arrays of shapes {', '.join(map(str, shapes))}. Check "
+                "how the data is loaded and filtered."
             )
         self.num_indices = int(sizes.pop())
 
@@ -127,7 +127,7 @@ class Batches(Source):
     def __init__(self, dataset: keras.utils.PyDataset):
         if not dataset.num_batches:
             raise ValueError(
-                "A PyDataset must have a known number of batches, at least one: its `__len__`. "
+                "A PyDataset must have a known number of batches (its `__len__`), at least one. "
                 f"Received: {type(dataset).__name__} with num_batches={dataset.num_batches}."
             )
         self.num_indices = int(dataset.num_batches)

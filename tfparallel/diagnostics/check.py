@@ -102,9 +102,9 @@ def _compared(trial, make_parallel_model, batches, progress) -> CheckReport:
         judged = _Runs(trial, make_parallel_model, progress, draws=False)
         # Includes variables that agreed in the first comparison and differ only now.
         failed = judged.comparison.failed & set(runs.comparison.readings)
-        notes.append("trained again with the draws of the random layers off")
+        notes.append("trained again with the random layers off")
         if not runs.repeats():
-            notes.append("two parallel runs with one seed give different weights")
+            notes.append("two parallel runs with the same seed give different weights")
             judged, failed = runs, runs.comparison.failed
     failing = failing_at_once or bool(failed)
     first = None
@@ -174,7 +174,7 @@ class _Runs:
         draws: bool = True,
     ):
         self._trial, self._progress = trial, progress
-        self._without = "" if draws else ", without the draws of random layers"
+        self._without = "" if draws else ", with the random layers off"
         self._make_parallel_model = make_parallel_model
         self._draws = draws
         self._floors: dict[int, Deviation] = {}
@@ -188,7 +188,7 @@ class _Runs:
 
     def repeats(self) -> bool:
         """Whether a second parallel training with the same seed gives the same weights."""
-        self._progress("training in parallel, once more")
+        self._progress("training in parallel again")
         repeated = self._trial.run(self._make_parallel_model, draws=self._draws)
         return not self._compare(self.parallel, repeated).failed
 
@@ -200,7 +200,7 @@ class _Runs:
             if is_finer and self.dtype not in ("float16", "bfloat16"):
                 break
             if num_units not in self._floors:
-                variant = "in float32" if is_finer else "its first weights moved in the last place"
+                variant = "in float32" if is_finer else "from nudged initial weights"
                 self._progress(f"training on one device, {variant}{self._without}")
                 other = self._trial.run(
                     plain, draws=self._draws, moved_by=num_units, in_float32=is_finer
@@ -263,7 +263,10 @@ def _undetermined_note(variables: tuple[VariableReport, ...]) -> list[str]:
     if not paths:
         return []
     more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
-    return [f"rounding alone decides {', '.join(paths[:_SHOWN])}{more}; nothing is proven of them"]
+    return [
+        f"rounding alone determines {', '.join(paths[:_SHOWN])}{more}; the check proves nothing "
+        "about them"
+    ]
 
 
 def _not_finite(single: Outcome, parallel: Outcome) -> list[str]:
@@ -296,7 +299,9 @@ def _layer_that_differs(
     # The verdict holds even if this search fails: it runs the model in ways that its author may
     # not have foreseen.
     except Exception as error:
-        notes.append(f"the search for the first layer failed: {type(error).__name__}: {error}")
+        notes.append(
+            f"searching for the first layer that differs failed: {type(error).__name__}: {error}"
+        )
         return None
 
 
@@ -318,6 +323,6 @@ def _variable_that_differs(runs: _Runs) -> str | None:
     is_weight = state is not None and state.kind == "weight"
     of = f"layer {state.path.rpartition('/')[0]!r}: " if is_weight else ""
     return (
-        f"{of}after step {step} {name} differs by {reading.relative:.1e} of its size, where "
-        f"rounding makes {reading.floor:.1e}"
+        f"{of}after step {step}, {name} differs by {reading.relative:.1e} of its largest "
+        f"magnitude, while rounding alone accounts for {reading.floor:.1e}"
     )

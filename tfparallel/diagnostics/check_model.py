@@ -93,9 +93,9 @@ def check(
     if callable(parallel):
         if devices is not None or options:
             raise ValueError(
-                "A function that builds the parallel model knows its devices and options. "
-                f"Received: parallel={parallel!r} with devices={devices}, options "
-                f"{sorted(options)}. Drop them, or name the parallelism: parallel='data'."
+                "A function passed as `parallel` chooses its own devices and options. Received: "
+                f"parallel={parallel!r} with devices={devices}, options {sorted(options)}. Drop "
+                "them, or pass a parallelism by name: parallel='data'."
             )
         make_parallel_model = parallel
     else:
@@ -127,11 +127,11 @@ def check(
     )
     if not callable(parallel) and len(names) == 1:
         report = report.with_note(
-            "Only one device takes part, so nothing is divided: pass devices=['CPU:0', 'CPU:1'], "
-            "behind `tfparallel.devices.split_cpu(2)`."
+            "Only one device is used, so nothing runs in parallel: call "
+            "`tfparallel.devices.split_cpu(2)` first, then pass devices=['CPU:0', 'CPU:1']."
         )
     if plot is not None:
         parallelism = parallel if isinstance(parallel, str) else "in parallel"
         check_plot = importlib.import_module("tfparallel.diagnostics.check_plot")  # Matplotlib.
-        check_plot.draw(plot, report, title=f"one device against {parallelism}")
+        check_plot.draw(plot, report, title=f"one device vs. {parallelism}")
     return report

@@ -26,8 +26,8 @@ def draw(path: str, report: CheckReport, *, title: str) -> None:
     # A log axis cannot show zero, so clip just below one unit in the last place.
     least = UNITS[report.dtype] / 4
     curves = (
-        ("floor: first weights moved by one unit", _FLOOR, "s", "median_floor", "floor"),
-        ("difference: in parallel", _FORM, "o", "median_difference", "difference"),
+        ("floor: initial weights nudged by one ULP", _FLOOR, "s", "median_floor", "floor"),
+        ("difference: parallel run", _FORM, "o", "median_difference", "difference"),
     )
     for label, colour, marker, median, largest in curves:
         low, high = (
@@ -50,7 +50,7 @@ def draw(path: str, report: CheckReport, *, title: str) -> None:
         )  # fmt: skip
     growth = ""
     if report.growth is not None:
-        growth = f"; the model multiplies rounding by {report.growth:.2g} a step"
+        growth = f"; the model amplifies rounding error by a factor of {report.growth:.2g} per step"
     axes.set(
         xscale="log", yscale="log", xlabel="step", ylabel="relative difference of a weight",
         title=report.verdict + growth,

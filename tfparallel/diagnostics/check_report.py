@@ -136,7 +136,9 @@ class CheckReport:
             self._sharpness(),
         ]
         if self.growth is not None:
-            lines.append(f"this model multiplies rounding by {self.growth:.2g} a step")
+            lines.append(
+                f"this model amplifies rounding error by a factor of {self.growth:.2g} per step"
+            )
         if self.sent_bytes_in_a_step is not None:
             lines.append(_sent(self.sent_bytes_in_a_step))
         if self.random_layers:
@@ -173,19 +175,19 @@ class CheckReport:
         last = len(self.batch_sizes)
         if self.sharp_until is None:
             return (
-                "the comparison is sharp at no step: from the first one on, rounding alone moves "
-                f"most weights by more than the tolerance. {_SHARPER[self.dtype]}"
+                "the comparison is not sharp at any step: from the first one on, rounding alone "
+                f"moves most weights by more than the tolerance. {_SHARPER[self.dtype]}"
             )
         if self.sharp_until == last:
             return f"the comparison is sharp at all {last} steps"
         return (
-            f"the comparison is sharp up to step {self.sharp_until} of {last}; at the steps after "
-            "it, rounding alone moves most weights by more than the tolerance"
+            f"the comparison is sharp up to step {self.sharp_until} of {last}; after that, "
+            "rounding alone moves most weights by more than the tolerance"
         )
 
 
-_SHARPER = dict.fromkeys(("float32", "bfloat16", "float16"), "Check it in float64.") | {
-    "float64": "Check it on larger batches, or on fewer layers."
+_SHARPER = dict.fromkeys(("float32", "bfloat16", "float16"), "Check in float64.") | {
+    "float64": "Check with larger batches, or with fewer layers."
 }
 
 
@@ -233,7 +235,7 @@ def _sent(sent_bytes: dict[str, int]) -> str:
         f"{num_bytes / 1024:,.1f} KiB of {kind}" if num_bytes else f"no {kind}"
         for kind, num_bytes in sent_bytes.items()
     )
-    return f"a step hands the other workers {sums}, {slices} and {rows}"
+    return f"each step sends the other workers {sums}, {slices} and {rows}"
 
 
 def _agreement(relative: float, dtype: str) -> str:

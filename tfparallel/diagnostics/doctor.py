@@ -31,9 +31,9 @@ KNOWN_FAULTS = {
     "gradient_accumulation": "gradient_accumulation_steps on 2 devices",
     "steps_per_execution": "steps_per_execution=2 on 2 devices",
     "gradient_clipping": "gradient clipping on 2 devices",
-    "uneven_batches": "a batch that 2 devices do not divide",
+    "uneven_batches": "an uneven batch on 2 devices",
 }
-TWO_WORKERS = "fit on 2 workers of this host"
+TWO_WORKERS = "fit with 2 workers on this host"
 _CLUSTER_PROBE = "tfparallel.diagnostics.cluster_probe"
 # Reordered float64 sums stay well below this.
 _TOLERANCE = 1e-9
@@ -69,11 +69,11 @@ def examine(
     yield from examine_cores(cluster.num_local_workers)
     backend = os.environ.get("KERAS_BACKEND") or "tensorflow"
     if backend != "tensorflow":
-        text = f"KERAS_BACKEND={backend}, and tfparallel trains on TensorFlow"
+        text = f"KERAS_BACKEND={backend}, but tfparallel trains on TensorFlow"
         yield Finding("TensorFlow", "broken", text, "set KERAS_BACKEND=tensorflow")
         return
     if not quick:
-        progress("trying TensorFlow, and two workers of this host")
+        progress("testing TensorFlow, and two workers on this host")
     faults = {} if quick else KNOWN_FAULTS
     of_workers = [sys.executable, "-m", _CLUSTER_PROBE, "ours", *(["theirs"] if upstream else [])]
     # Each probe keeps about one core busy.
@@ -98,7 +98,10 @@ def _examine_versions() -> Iterator[Finding]:
     try:
         metadata = importlib.metadata.metadata("tfparallel")
     except importlib.metadata.PackageNotFoundError:
-        text = "tfparallel runs from a folder that is not installed; no version was promised"
+        text = (
+            "tfparallel runs from a folder and is not installed, so the tested versions are "
+            "unknown"
+        )
         yield Finding("versions", "warn", text, "install it: pip install .")
         return
     installed = {"Python": platform.python_version()}
@@ -118,8 +121,11 @@ def _examine_versions() -> Iterator[Finding]:
             yield Finding(
                 name,
                 "warn",
-                f"{version} was not tested ({required[name]} was): results may differ, or fail",
-                "another Python" if name == "Python" else f"pip install '{name}{required[name]}'",
+                f"{version} is not a tested version ({required[name]}): training may fail or give "
+                "different results",
+                "use another Python"
+                if name == "Python"
+                else f"pip install '{name}{required[name]}'",
             )
     yield Finding("versions", "ok", ", ".join(tested))
 
@@ -130,22 +136,22 @@ def _installation_findings(result: dict[str, Any] | None, error: str) -> list[Fi
         text = f"it does not start: {error or 'it printed nothing'}"
         return [Finding("TensorFlow", "broken", text, advice)]
     versions = result["versions"]
-    text = f"{versions['tensorflow']} with Keras {versions['keras']} computes on "
+    text = f"{versions['tensorflow']} with Keras {versions['keras']} runs on "
     findings = [Finding("TensorFlow", "ok", text + ", ".join(result["devices"]))]
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if has_nvidia_gpu() and not any(name.startswith("GPU") for name in result["devices"]):
         if hidden is not None:
-            text = f"this host has some, and CUDA_VISIBLE_DEVICES={hidden!r} hides them"
-            advice = "unset it, if that is not meant"
+            text = f"this host has some, but CUDA_VISIBLE_DEVICES={hidden!r} hides them"
+            advice = "unset it if that is not intended"
         elif result["cuda"] is None:
-            text = "this host has some, and this TensorFlow was built without CUDA"
+            text = "this host has some, but this TensorFlow was built without CUDA"
             advice = "pip install 'tensorflow[and-cuda]'"
         else:
             text = (
-                f"this host has some, and TensorFlow, built for CUDA {result['cuda']}, cannot "
-                "use them, most often for want of the CUDA libraries"
+                f"this host has some, but TensorFlow, built for CUDA {result['cuda']}, cannot use "
+                "them, usually because CUDA libraries are missing"
             )
-            advice = "pip install 'tensorflow[and-cuda]', and compare `nvidia-smi`"
+            advice = "pip install 'tensorflow[and-cuda]', and check the driver with `nvidia-smi`"
         findings.append(Finding("GPUs", "warn", text, advice))
     return findings
 
@@ -156,17 +162,19 @@ def _workers_finding(result, error: str, command: Sequence[str]) -> Finding:
         return _fault_finding(TWO_WORKERS, result, error, command)
     finding = _fault_finding(TWO_WORKERS, {**result, "theirs": {"difference": 0.0}}, error, command)
     if finding.verdict == "ok":
-        return Finding(TWO_WORKERS, "ok", "they meet, and train to the weights of one device")
+        return Finding(
+            TWO_WORKERS, "ok", "they connect, and train to the same weights as one device"
+        )
     return finding
 
 
 def _fault_finding(
     what: str, result: dict[str, Any] | None, error: str, command: Sequence[str]
 ) -> Finding:
-    alone = f"see it by itself: {' '.join(command)}"
+    alone = f"to reproduce it, run: {' '.join(command)}"
     if result is None:
         why = error or "it printed nothing"
-        return Finding(what, "broken", f"it could not be tried: {why}", alone)
+        return Finding(what, "broken", f"the test did not complete: {why}", alone)
     ours, theirs = _describe(result["ours"]), _describe(result["theirs"])
     if ours is not None:
         return Finding(what, "broken", f"tfparallel {ours}", f"{alone}; then report it")
@@ -174,11 +182,12 @@ def _fault_finding(
         return Finding(
             what,
             "warn",
-            f"TensorFlow's own strategy {theirs}; tfparallel trains to the weights of one device",
-            "write tfparallel.… where you wrote tf.distribute.…",
+            f"TensorFlow's own strategy {theirs}; tfparallel trains to the same weights as one "
+            "device",
+            "replace tf.distribute.… with tfparallel.…",
             is_upstream=True,
         )
-    text = "the weights of one device, by TensorFlow's own strategy too"
+    text = "the same weights as on one device, with TensorFlow's own strategy too"
     return Finding(what, "ok", text, is_upstream=True)
 
 
@@ -188,7 +197,7 @@ def _describe(result) -> str | None:
         return f"fails with {result['error'].partition(':')[0]}"
     if result["difference"] > _TOLERANCE:
         return (
-            "trains to other weights than one device, without a word (largest difference "
+            "silently trains to different weights than one device (largest difference "
             f"{result['difference']:.0e})"
         )
     return None
@@ -228,7 +237,7 @@ def run_probe(command: Sequence[str], timeout_seconds: float) -> tuple[list[Any]
     if process.returncode < 0:
         reason = f"killed by {signal.Signals(-process.returncode).name}"
         if process.returncode == -signal.SIGILL:
-            reason += ", as on a processor without the instructions that it was built for"
+            reason += ", usually because the CPU lacks instructions that it was built for"
     else:
         reason = f"exit code {process.returncode}"
     last = [line for line in errors.splitlines() if line.strip()][-1:]

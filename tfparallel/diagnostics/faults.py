@@ -6,12 +6,12 @@ __all__ = ["GRAMMAR", "Fault", "parse_fault"]
 
 GRAMMAR = """\
 kill:worker=1,step=20        the worker gets SIGKILL
-hang:worker=0,step=5         the worker stops making steps, and lives
+hang:worker=0,step=5         the worker stops making steps, but stays alive
 exit:worker=1,step=3,code=5  the worker ends with this exit code
-preempt:worker=1,step=20     the worker gets SIGTERM, as from a scheduler that takes it back
+preempt:worker=1,step=20     the worker gets SIGTERM, as when a scheduler preempts it
 slow:worker=1,ms=50          the worker waits this long before each step
 corrupt_checkpoint:worker=0,step=20  the newest checkpoint is damaged, and the worker gets SIGKILL
-Workers count from 0. A fault strikes once `step` steps are done, before the next one."""
+Workers are numbered from 0. A fault strikes after `step` steps, before the next one."""
 
 _PARTS = {
     "kill": ("worker", "step"),
@@ -61,7 +61,9 @@ def parse_fault(text: str) -> Fault:
     """
     kind, _, rest = text.partition(":")
     if kind not in _PARTS:
-        raise ValueError(_message(text, [f"the kind is one of {', '.join(_PARTS)}, not {kind!r}"]))
+        raise ValueError(
+            _message(text, [f"the kind must be one of {', '.join(_PARTS)}, not {kind!r}"])
+        )
     values: dict[str, int] = {}
     problems = []
     for part in filter(None, rest.split(",")):

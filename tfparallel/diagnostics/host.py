@@ -38,18 +38,18 @@ def examine_disk(folder: str | None, min_free_mib: float | None) -> Iterator[Fin
         yield Finding(
             "disk",
             "broken",
-            f"{folder} cannot be written to ({error.strerror}): no checkpoint can be kept",
-            "name a folder of yours with --checkpoint_dir, or make space",
+            f"{folder} is not writable ({error.strerror}): checkpoints cannot be saved",
+            "choose a writable --checkpoint_dir, or free some space",
         )
         return
     free_mib = shutil.disk_usage(existing).free / _MIB
     text = f"{_size(free_mib)} free for {folder}"
     if min_free_mib is not None and free_mib < min_free_mib:
-        text += f", and {_size(min_free_mib)} are required (--min_free_mib)"
-        yield Finding("disk", "broken", text, "make space, or name another --checkpoint_dir")
+        text += f", but {_size(min_free_mib)} are required (--min_free_mib)"
+        yield Finding("disk", "broken", text, "free some space, or choose another --checkpoint_dir")
     elif min_free_mib is None and free_mib < _ENOUGH_DISK_MIB:
         text += ": a checkpoint holds the weights and, with Adam, twice as much again"
-        yield Finding("disk", "warn", text, "make space, or name another --checkpoint_dir")
+        yield Finding("disk", "warn", text, "free some space, or choose another --checkpoint_dir")
     else:
         yield Finding("disk", "ok", text)
 
@@ -60,12 +60,12 @@ def examine_memory(num_local_workers: int) -> Iterator[Finding]:
     if not free:
         return
     name = min(free, key=free.get)
-    text = f"{_size(free[name])} free by {name}"
+    text = f"{_size(free[name])} free {name}"
     if num_local_workers > 1:
-        text += f", for {num_local_workers} workers here"
+        text += f", for {num_local_workers} workers on this host"
     if free[name] < WORKER_MIB * num_local_workers:
         advice = "stop other programs, start fewer workers, or raise the limit"
-        text += ": a worker takes about 500 MiB before it has loaded any data"
+        text += ": a worker uses about 500 MiB before it loads any data"
         yield Finding("memory", "warn", text, advice)
     else:
         yield Finding("memory", "ok", text)
@@ -85,23 +85,26 @@ def examine_cores(num_local_workers: int) -> Iterator[Finding]:
         yield Finding(
             "cores",
             "warn",
-            f"{text}, and this container may use {quota:g} of them at a time: TensorFlow starts "
-            "a thread a core, and is halted when the time is used up",
+            f"{text}, but this container's CPU quota is {quota:g}: TensorFlow starts one thread "
+            "per core, and is throttled",
             f"set TF_NUM_INTRAOP_THREADS={num_threads} and OMP_NUM_THREADS={num_threads}",
         )
     elif num_local_workers > num_cores:
         yield Finding(
             "cores",
             "warn",
-            f"{text} for {num_local_workers} workers here: they take turns",
-            "start at most one worker a core",
+            f"{text} for {num_local_workers} workers on this host: they take turns",
+            "start at most one worker per core",
         )
     else:
         yield Finding("cores", "ok", text)
 
 
 def _free_memory():
-    free = {"the host": _free_of_host(), "this container's limit": _free_of_cgroup()}
+    free = {
+        "on the host": _free_of_host(),
+        "within this container's limit": _free_of_cgroup(),
+    }
     return {name: value for name, value in free.items() if value is not None}
 
 

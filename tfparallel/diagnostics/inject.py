@@ -44,8 +44,8 @@ class Inject(keras.callbacks.Callback):
         self._checkpoint_dir = checkpoint_dir
         if self._fault.kind == "corrupt_checkpoint" and checkpoint_dir is None:
             raise ValueError(
-                f"The fault needs a folder of checkpoints. Received: {self._fault}, and no "
-                "checkpoint_dir. Name one."
+                f"This fault needs a checkpoint folder. Received: {self._fault}, without "
+                "`checkpoint_dir`. Pass one."
             )
         self._is_first_attempt = int(os.environ.get(_RESTART_COUNT) or 0) == 0
         self._strikes = False
@@ -57,8 +57,8 @@ class Inject(keras.callbacks.Callback):
         num_workers = 1 if workers is None else workers.num_workers
         if self._is_first_attempt and self._fault.worker >= num_workers:
             raise ValueError(
-                f"The job has {num_workers} worker{'s' * (num_workers > 1)}, counted from 0, and "
-                f"the fault needs one of them. Received: {self._fault}."
+                f"The fault's worker must be one of the job's {num_workers} "
+                f"worker{'s' * (num_workers > 1)}, numbered from 0. Received: {self._fault}."
             )
         worker_index = 0 if workers is None else workers.worker_index
         self._strikes = self._is_first_attempt and worker_index == self._fault.worker
@@ -80,7 +80,7 @@ class Inject(keras.callbacks.Callback):
 
     def _strike(self, num_done):
         verbs = {"kill": "kills itself", "hang": "hangs", "exit": f"exits with {self._fault.code}"}
-        verbs["preempt"] = "is told to end"
+        verbs["preempt"] = "gets SIGTERM"
         verbs["corrupt_checkpoint"] = "damages the newest checkpoint and kills itself"
         print(
             f"inject: worker {self._fault.worker} {verbs[self._fault.kind]} after {num_done} steps",

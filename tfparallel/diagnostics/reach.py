@@ -28,7 +28,7 @@ def examine_cluster(timeout_seconds: float) -> tuple[Cluster, list[Finding]]:
     try:
         cluster = Cluster.from_env()
     except ValueError as error:
-        advice = "correct the variables that it names, or unset them"
+        advice = "correct the variables it names, or unset them"
         return Cluster(), [Finding("cluster", "broken", str(error), advice)]
     if cluster.address is None:
         text = "none in the environment: this process trains alone"
@@ -46,8 +46,8 @@ def _examine_own_address(cluster: Cluster) -> Iterator[Finding]:
     try:
         is_free = ports.is_free(port)
     except OSError as error:
-        text = f"port {port} cannot be listened on ({error.strerror})"
-        yield Finding("own port", "broken", text, "take a port above 1023")
+        text = f"cannot listen on port {port} ({error.strerror})"
+        yield Finding("own port", "broken", text, "use a port above 1023")
     else:
         if is_free:
             yield Finding("own port", "ok", f"{port} is free")
@@ -55,17 +55,17 @@ def _examine_own_address(cluster: Cluster) -> Iterator[Finding]:
             yield Finding(
                 "own port",
                 "broken",
-                f"{port} is held by {ports.owner(port) or 'another process'}: TensorFlow's "
-                "server could not start",
-                "stop that process, or name another port for this worker in the cluster",
+                f"{port} is used by {ports.owner(port) or 'another process'}: TensorFlow's server "
+                "cannot start",
+                "stop that process, or choose another port for this worker",
             )
     if _is_foreign_address(host):
         yield Finding(
             "own address",
             "warn",
-            f"{host} is no address of this host: unless it is forwarded here, the others wait "
-            "for a worker that never answers",
-            "compare the worker's index with the order of the addresses",
+            f"{host} is not an address of this host: unless it is forwarded here, the other "
+            "workers cannot reach this one",
+            "check that the worker's index matches the order of the addresses",
         )
 
 
@@ -105,7 +105,7 @@ def _examine_peers(cluster: Cluster, timeout_seconds: float) -> Iterator[Finding
             f"worker {index}",
             "broken",
             f"{peers[index]} cannot be reached: {problem}",
-            "check the name and the address, that the host is up, and its firewall",
+            "check the address, that the host is up, and its firewall",
         )
     counts = {kind: list(answers.values()).count(kind) for kind in ("listening", "refused")}
     reached = sum(counts.values())

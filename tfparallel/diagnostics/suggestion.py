@@ -70,7 +70,8 @@ def suggested(machine: Machine) -> Suggestion:
     """Returns the command for a model that fits on one device: devices, workers, transport."""
     fits = (
         f"tfparallel plan TASK.py --num_devices={max(machine.num_gpus, 2)}",
-        "what every other parallelism would take, and where the model is cut if it does not fit",
+        "the time and memory of every other parallelism, and where to cut a model that does not "
+        "fit",
     )
     if machine.num_workers > 1:
         return Suggestion(
@@ -82,13 +83,14 @@ def suggested(machine: Machine) -> Suggestion:
     if machine.num_gpus > 1:
         return Suggestion(
             f"{_TRAIN} --parallel=data --num_devices={machine.num_gpus} --device_type=gpu",
-            f"{machine.num_gpus} GPUs: a replica on each, in one process; NCCL sums the gradients",
+            f"{machine.num_gpus} GPUs: one replica on each, in one process; NCCL sums the "
+            "gradients",
             _then(*fits),
         )
     if machine.num_gpus == 1:
         return Suggestion(
             f"{_TRAIN} --parallel=none --device_type=gpu",
-            "one GPU: nothing to share out; several devices on it would take turns",
+            "one GPU: nothing to parallelize; several devices on it would take turns",
             _then(*fits),
         )
     number = machine.num_cores
@@ -101,21 +103,21 @@ def suggested(machine: Machine) -> Suggestion:
             f"no GPU and {shortage}: more workers would take turns",
             _then(*fits),
         )
-    transport, why = ("mpi", "MPI is the fastest between CPUs of one host")
+    transport, why = ("mpi", "MPI is the fastest between CPU workers on one host")
     if not machine.has_mpi:
         transport = "tensorflow"
         why = "MPI would be faster than gRPC between them: pip install 'tfparallel[mpi]'"
-    of_memory = "" if number == machine.num_cores else ", as many as memory holds"
+    of_memory = "" if number == machine.num_cores else ", as many as fit in memory"
     return Suggestion(
         f"tfparallel launch --nproc_per_node={number} --transport={transport} -- {_TRAIN} "
         "--parallel=data",
         f"{machine.num_cores} cores and no GPU: {number} workers{of_memory}; {why}",
         _then(
             f"tfparallel bench train TASK.py --nproc_per_node=1,{number}",
-            "whether they are faster than one process, which large layers keep busy on all cores",
+            "whether they are faster than one process, in which large layers already use all cores",
         ),
     )
 
 
 def _then(command: str, tells: str) -> str:
-    return f"{command}\n  tells {tells}"
+    return f"{command}\n  shows {tells}"

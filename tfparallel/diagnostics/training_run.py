@@ -140,8 +140,8 @@ class Trial:
         self._compile_model(model)
         if not model.compiled:
             raise ValueError(
-                "`compile_model` must compile the model that it is given. Received: a model that "
-                "is not compiled afterwards. Call `model.compile(optimizer=..., loss=...)` in it."
+                "`compile_model` must compile the model it receives. Received: a model that is not "
+                "compiled afterwards. Call `model.compile(optimizer=..., loss=...)` in it."
             )
         # Again, because building draws random numbers for each weight on every replica.
         keras.utils.set_random_seed(self._seed)
@@ -165,8 +165,8 @@ class Trial:
         received = [tuple(weight.shape) for weight in model.weights]
         if shapes != received:
             raise ValueError(
-                "A parallel model must keep the weights and their order. "
-                f"Received: shapes {received}; on one device they are {shapes}."
+                "A parallel model must have the same weights, in the same order, as on one device. "
+                f"Received: shapes {received}; on one device: {shapes}."
             )
         model.set_weights(self._initial)
 

@@ -81,15 +81,15 @@ def with_errors(
     place = errors[culprit.worker].place
     same_error = sorted(worker for worker, error in errors.items() if error.place == place)
     if len(same_error) > 1:
-        text = f"workers {', '.join(map(str, same_error))} ended by the error above"
+        text = f"workers {', '.join(map(str, same_error))} failed with the error above"
     else:
         text = "its error is above"
     if not errors[culprit.worker].has_traceback:
         pass
     elif log_dir is None:
-        text += "; --log_dir=DIR keeps the whole traceback"
+        text += "; --log_dir=DIR keeps the full traceback"
     else:
-        text += f"; the whole traceback is in {log_dir}"
+        text += f"; the full traceback is in {log_dir}"
     culprit = dataclasses.replace(culprit, tail=(), error_note=text)
     # Workers with the same error failed on their own, even if the first had ended before them.
     exits = tuple(

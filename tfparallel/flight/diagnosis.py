@@ -42,27 +42,26 @@ def verdict(
         own_time, others, where = slow[1:]
         if where == _INPUT:
             return (
-                f"input-bound on worker {slow[0]}: a step waits there for data, "
-                f"{own_time * 1e3:.1f} ms with the rest, where the others take "
-                f"{others * 1e3:.1f} ms. Read and decode "
-                "ahead (`prefetch`), on more threads, or from a nearer disk."
+                f"input-bound on worker {slow[0]}: its steps take {own_time * 1e3:.1f} ms with the "
+                f"wait for data, those of the others {others * 1e3:.1f} ms. Read and decode ahead "
+                "(`prefetch`), on more threads, or from a faster disk."
             )
         return (
-            f"worker {slow[0]} is slow: it takes {own_time * 1e3:.1f} ms of its own for a step, "
-            f"the others {others * 1e3:.1f} ms; the difference is {where}."
+            f"worker {slow[0]} is slow: its own work takes {own_time * 1e3:.1f} ms per step, that "
+            f"of the others {others * 1e3:.1f} ms; the difference is {where}."
         )
     meeting = mean["reduction"] + mean["waiting"]
     most = max(mean["input"], mean["between"], meeting)
     if most == mean["input"] > _MUCH * total:
         return (
-            f"input-bound: {mean['input'] * 1e3:.1f} of {total * 1e3:.1f} ms a step wait for data. "
-            "Read and decode ahead (`prefetch`), or on more threads."
+            f"input-bound: {mean['input'] * 1e3:.1f} of {total * 1e3:.1f} ms per step are spent "
+            "waiting for data. Read and decode ahead (`prefetch`), or on more threads."
         )
     if most == mean["between"] > _MUCH * total:
         return (
-            f"callbacks: {mean['between'] * 1e3:.1f} of {total * 1e3:.1f} ms a step go by between "
-            "two steps, in callbacks and in the loop. Take steps_per_execution, or callbacks that "
-            "look more rarely."
+            f"callbacks: {mean['between'] * 1e3:.1f} of {total * 1e3:.1f} ms per step are spent "
+            "between steps, in callbacks and the training loop. Set steps_per_execution, or run "
+            "callbacks less often."
         )
     if most == meeting > _MUCH * total:
         rate = 8 * sent_bytes / mean["reduction"] if mean["reduction"] else 0.0
@@ -71,28 +70,28 @@ def verdict(
             of = "" if link_bits is None else f" of {link_bits / 1e9:.2g}"
             return (
                 f"the link carries {rate / 1e9:.2g}{of} Gbit/s: {mean['reduction'] * 1e3:.1f} of "
-                f"{total * 1e3:.1f} ms a step are the sum of {sent_bytes / 1e6:.3g} MB. Send less: "
-                "compression='powersgd:2', sync='local_sgd:8' or 'accumulate:4'."
+                f"{total * 1e3:.1f} ms per step are spent summing {sent_bytes / 1e6:.3g} MB. Send "
+                "less: compression='powersgd:2', sync='local_sgd:8' or 'accumulate:4'."
             )
         return (
-            f"batch too small: a step computes for {mean['compute'] * 1e3:.1f} ms, and "
-            f"{meeting * 1e3:.1f} ms go by until the workers have met and summed. Give each more "
-            "rows, or take sync='accumulate:4'."
+            f"batch too small: a step computes for {mean['compute'] * 1e3:.1f} ms, then spends "
+            f"{meeting * 1e3:.1f} ms waiting for the other workers and summing. Give each worker "
+            "more rows, or use sync='accumulate:4'."
         )
     if expected_compute is not None and mean["compute"] - expected_compute > _MUCH * total:
         return (
-            f"batch too small: a worker computes for {mean['compute'] * 1e3:.1f} ms, and its share "
-            f"of the rows of fewer workers would be {expected_compute * 1e3:.1f} ms. Give each "
+            f"batch too small: a worker computes for {mean['compute'] * 1e3:.1f} ms, but in "
+            f"proportion to its rows it would be {expected_compute * 1e3:.1f} ms. Give each worker "
             "more rows (weak scaling)."
         )
     if len(splits) > 1 and total < _SHORT_SECONDS:
         return (
-            f"batch too small: a step takes {total * 1e3:.1f} ms, most of it what a step costs "
-            "whatever its rows. Give each worker more, or take steps_per_execution."
+            f"batch too small: a step takes {total * 1e3:.1f} ms, most of it fixed overhead. Give "
+            "each worker more rows, or set steps_per_execution."
         )
     return (
-        f"nothing holds it up: {(mean['compute'] + mean['input']) / total:.0%} of a step of "
-        f"{total * 1e3:.1f} ms compute."
+        f"no bottleneck: {(mean['compute'] + mean['input']) / total:.0%} of a step of "
+        f"{total * 1e3:.1f} ms is computation."
     )
 
 
@@ -112,8 +111,8 @@ def _slow_worker(splits, total):
     (of_slow,) = [split for split in splits if split.worker == slowest]
     texts = {
         "input": _INPUT,
-        "compute": "in what it computes",
-        "between": "between two steps, in a callback or the loop",
+        "compute": "in its computation",
+        "between": "between steps, in a callback or the training loop",
     }
     where = max(
         names,

@@ -75,22 +75,22 @@ def doing(record: WorkerRecord) -> str:
         if name != begin and record.marks.get(name, 0.0) < when:
             return f"in step {now.step}, in `{name}`, for {now.end - when:.1f} s"
     name, when = inside[-1]
-    return f"in step {now.step}, behind `{name}`, for {max(0.0, now.end - when):.1f} s"
+    return f"in step {now.step}, after `{name}`, for {max(0.0, now.end - when):.1f} s"
 
 
 def behind(records: Sequence[WorkerRecord]) -> tuple[tuple[int, ...], str]:
     """Returns the workers that the others waited for, if any, and a sentence of explanation."""
     missing = _missing(records)
     if missing and not elsewhere(records):
-        return tuple(missing), f"{_workers(missing)} left no record: `fit` did not begin there."
+        return tuple(missing), f"{_workers(missing)} left no record: `fit` did not start there."
     if all(record.about.get("ended") == "well" for record in records):
-        return (), "All workers ended well."
+        return (), "All workers finished."
     if all(record.about.get("ended", "").startswith(("well", "Preempted")) for record in records):
-        return (), "All workers were told to end, and have saved their state."
+        return (), "All workers were preempted, and saved their state."
     if workers := silent(records):
         return tuple(workers), (
-            f"{_workers(workers)} stopped without a word while others went on: killed, suspended, "
-            "or lost with the host."
+            f"{_workers(workers)} went silent while others continued: killed, suspended, or lost "
+            "with the host."
         )
     failed = [
         record
@@ -108,7 +108,7 @@ def behind(records: Sequence[WorkerRecord]) -> tuple[tuple[int, ...], str]:
     if least < most:
         slow = [worker for worker, place in places.items() if place == least]
         return tuple(slow), f"The others waited for {_workers(slow).lower()}."
-    return (), "All workers stand in the same place: look at what is between them."
+    return (), "All workers are at the same point: check the network between them."
 
 
 def silent(records: Sequence[WorkerRecord]) -> list[int]:
@@ -156,7 +156,7 @@ class Split:
             "between steps": self.between,
         }
         texts = [f"{name} {seconds * 1e3:.1f}" for name, seconds in parts.items()]
-        return f"{self.total * 1e3:.1f} ms a step (of {self.num_steps}): {', '.join(texts)}"
+        return f"{self.total * 1e3:.1f} ms per step (of {self.num_steps}): {', '.join(texts)}"
 
 
 def splits(records: Sequence[WorkerRecord]) -> list[Split]:

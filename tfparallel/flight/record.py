@@ -191,14 +191,14 @@ def read_record(path: str | os.PathLike) -> WorkerRecord:
         data = file.read()
     if not data.startswith(_MAGIC) or len(data) != _SIZE:
         raise ValueError(
-            f"A flight record of {_SIZE} bytes is required. Received: {os.fspath(path)}, "
-            f"{len(data)} bytes that are none, or of another version."
+            f"Not a flight record, or one of another version; {_SIZE} bytes are required. "
+            f"Received: {os.fspath(path)}, {len(data)} bytes."
         )
     about, names = _json_at(data, _ABOUT, {}), _json_at(data, _NAMES, [])
     if not _is_about(about) or not all(isinstance(name, str) for name in names):
         raise ValueError(
-            "The head of a flight record says which worker wrote it. Received: "
-            f"{os.fspath(path)}, which is damaged. Remove the file."
+            "The header of a flight record is damaged; it must name the worker. Received: "
+            f"{os.fspath(path)}. Remove the file."
         )
     times = struct.unpack_from(f"<{NUM_MARKS}d", data, _MARKS)
     alive, since, step, what = _STATE.unpack_from(data, _NOW)

@@ -315,10 +315,10 @@ def _cannot_use(costs, mesh, choices, num_micro_batches, splits) -> str | None:
     if mesh.pipeline > 1 and choices.schedule == "interleaved":
         num_stages *= choices.chunks_per_device or 2
     if num_pieces > choices.batch_size:
-        return f"{num_pieces} pieces of a batch of {choices.batch_size} rows"
+        return f"{num_pieces} pieces, but a batch of {choices.batch_size} rows"
     # An explicitly requested pipeline may have empty stages.
     if num_stages > len(costs.layers) and choices.parallelism != "pipeline":
-        return f"{num_stages} stages of {len(costs.layers)} layers"
+        return f"{num_stages} stages, but {len(costs.layers)} layers"
     if mesh.parts > 1 and not splits:
         return f"no layer can be split into {mesh.parts} parts"
     return None

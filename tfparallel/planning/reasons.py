@@ -42,7 +42,7 @@ class Remedy:
     def __str__(self):
         by, size = self.candidate.name, size_text(self.candidate.held_bytes)
         if self.name == "device_memory":
-            return f"in {size_text(self.value)} a device ({by})"
+            return f"with {size_text(self.value)} per device ({by})"
         if self.name == "num_devices":
             return f"on {counted(self.value, 'device')} ({by}: {size})"
         return f"with --{self.name}={self.value} ({by}: {size})"
@@ -59,27 +59,32 @@ def why_first(ranked: Sequence[Candidate]) -> str:
         return "no mesh fits"
     first, *others = fitting
     if not others:
-        return f"{first.name} is the only one that can be taken"
+        return f"{first.name} is the only usable mesh"
     second = others[0]
     if first.measured_seconds is not None:
         if second.measured_seconds is None:
-            return f"{first.name} is the only one that was tried"
+            return f"{first.name} is the only mesh that was tried"
         share = first.measured_seconds / second.measured_seconds
         if share > 1 - CLOSE:
-            return f"{first.name} and {second.name} were the fastest of those tried, and are alike"
-        return f"{first.name} took {share:.0%} of the step of the next one tried, {second.name}"
+            return (
+                f"{first.name} and {second.name} were the fastest in the trials, and equally fast"
+            )
+        return (
+            f"{first.name} took {share:.0%} of the step time of the next one tried, {second.name}"
+        )
     best, next_best = first.prediction.step_seconds, second.prediction.step_seconds
     close = [c.name for c in others if c.prediction.step_seconds <= best * (1 + CLOSE)]
     if next_best < best:
         return (
             f"{first.name} keeps weights whole; {second.name} is predicted to take "
-            f"{next_best / best:.0%} of its step: compare them by --num_trials={1 + len(close)}"
+            f"{next_best / best:.0%} of its step time: compare them with "
+            f"--num_trials={1 + len(close)}"
         )
     if close:
         are = "is" if len(close) == 1 else "are"
         return (
-            f"{first.name} is the fastest as predicted, but within {CLOSE:.0%} of it {are} "
-            f"{'; '.join(close)}: compare them by --num_trials={1 + len(close)}"
+            f"{first.name} is predicted to be the fastest, but within {CLOSE:.0%} of it {are} "
+            f"{'; '.join(close)}: compare them with --num_trials={1 + len(close)}"
         )
     parts = {
         name: seconds - first.prediction.parts[name]
@@ -88,11 +93,11 @@ def why_first(ranked: Sequence[Candidate]) -> str:
     saved = max(parts, key=parts.get)
     takes = "takes" if saved == "overhead" else "take"
     text = (
-        f"{first.name} takes {best / next_best:.0%} of the step of the next, {second.name}, whose "
-        f"{saved} {takes} {seconds_text(parts[saved])} more"
+        f"{first.name} takes {best / next_best:.0%} of the step time of the next, {second.name}, "
+        f"whose {saved} {takes} {seconds_text(parts[saved])} longer"
     )
     if saved == "passes" and second.prediction.bubble > 0:
-        text += f" (its stages stand still {second.prediction.bubble:.0%} of the time)"
+        text += f" (its stages idle {second.prediction.bubble:.0%} of the time)"
     return text
 
 

@@ -92,7 +92,7 @@ def after_trials(
 def _reason(error: Exception) -> str:
     """Returns the first sentence of an error."""
     if isinstance(error, tf.errors.ResourceExhaustedError):
-        return "out of memory when it was tried"
+        return "out of memory in the trial"
     return str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
 
 

@@ -143,10 +143,9 @@ def refuse_draw(operation: tf.Operation, within) -> None:
     for each in within:
         if is_draw(each):
             raise ValueError(
-                "A layer draws random numbers where XLA does not compile them on several devices; "
-                "on one it does, and draws others. A draw of which XLA can compile all that "
-                "belongs to it, on one device, or a model that XLA does not compile, is required. "
-                f"Received: '{each.name}' in '{operation.name}', and `jit_compile=True`. Draw in "
-                "the layer's `call`, by a `keras.random.SeedGenerator`, or compile with "
-                "`jit_compile=False`."
+                "A layer draws random numbers in a place that XLA compiles on one device, but not "
+                "on several, where it would draw different ones. Draws that XLA can compile in "
+                f"full, or `jit_compile=False`, are required. Received: '{each.name}' in "
+                f"'{operation.name}', and `jit_compile=True`. Draw in the layer's `call`, with a "
+                "`keras.random.SeedGenerator`, or compile with `jit_compile=False`."
             )

@@ -189,7 +189,9 @@ class Programs:
                 if not missing[follower]:
                     heapq.heappush(ready, (first[follower], follower))
         if any(missing.values()):
-            raise RuntimeError("The programs of a step wait for each other, a fault of tfparallel.")
+            raise RuntimeError(
+                "The programs of a step wait for each other; this is a bug in tfparallel."
+            )
 
     def _assembled(self, node) -> Outside | Program:
         step, after = self._step, list(self._waits[node])

@@ -75,8 +75,8 @@ def groups(num_ranks: int, local_ranks: int | None = None) -> tuple[int, int]:
         local_ranks = next(g for g in range(least, num_ranks + 1) if num_ranks % g == 0)
     if local_ranks < 1 or num_ranks % local_ranks:
         raise ValueError(
-            "Groups have the same number of ranks each; their number must divide that of all "
-            f"ranks. Received: local_ranks={local_ranks}, num_ranks={num_ranks}."
+            "All groups have the same size, so the number of ranks must be a multiple of it. "
+            f"Received: local_ranks={local_ranks}, num_ranks={num_ranks}."
         )
     return local_ranks, num_ranks // local_ranks
 

@@ -85,8 +85,8 @@ class Communicator:
             algorithm = "mpi_shared_memory" if self._shared is not None else "mpi_library"
         if algorithm == "mpi_shared_memory" and self._shared is None:
             raise ValueError(
-                "'mpi_shared_memory' joins workers of one host. One host is required. Received: "
-                f"{self.num_ranks} workers that do not all share memory. Take all_reduce='mpi'."
+                "'mpi_shared_memory' connects workers of one host. One host is required. Received: "
+                f"{self.num_ranks} workers that do not all share memory. Use all_reduce='mpi'."
             )
         self._write(algorithm)
         self.algorithm = algorithm
@@ -221,10 +221,10 @@ class Communicator:
             notes = self._compare(numbered, digest)
         if notes is not None:
             raise ValueError(
-                "The workers did not make the same call. The same collective of the same shapes "
-                "and types, in the same order, is required on all of them. Received: "
-                f"{who_said(notes)}. Run the same program on all workers, and look for a call "
-                "under a condition that not all of them meet."
+                "The workers made different calls. All of them must call the same collectives, "
+                f"with the same shapes and types, in the same order. Received: {who_said(notes)}. "
+                "Run the same program on all workers, and look for a call under a condition that "
+                "differs between workers."
             )
 
     def _compare(self, note, digest):
@@ -240,7 +240,9 @@ class Communicator:
         return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in texts]
 
     def _finish(self, request, may_sleep=False):
-        self._waiting.until(request.Test, lambda: "not all of the others came", may_sleep=may_sleep)
+        self._waiting.until(
+            request.Test, lambda: "not all of the others arrived", may_sleep=may_sleep
+        )
 
 
 @functools.lru_cache(maxsize=1024)

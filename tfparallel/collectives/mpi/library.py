@@ -138,8 +138,8 @@ class AlgorithmVariable:
                 return
             version = self._mpi.Get_library_version().splitlines()[0]
             raise ValueError(
-                f"'{name}' is an algorithm of MPICH's library, which lets programs choose. MPICH "
-                f"is required. Received: {version} ({error}). Take all_reduce='mpi' or "
+                f"'{name}' is an algorithm of MPICH, the only library that lets programs choose "
+                f"one. MPICH is required. Received: {version} ({error}). Use all_reduce='mpi' or "
                 "'mpi_library'."
             ) from None
 
@@ -149,9 +149,9 @@ class AlgorithmVariable:
             raise OSError(f"it has no {name}")
         arguments = (index, None, ctypes.byref(handle), ctypes.byref(count))
         if self._library.MPI_T_cvar_handle_alloc(*arguments):
-            raise OSError(f"{name} cannot be reached")
+            raise OSError(f"{name} is not accessible")
         return handle
 
     def _set(self, handle, value):
         if self._library.MPI_T_cvar_write(handle, ctypes.byref(ctypes.c_int(value))):
-            raise OSError("it cannot be told")
+            raise OSError("it cannot be set")

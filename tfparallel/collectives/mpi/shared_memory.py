@@ -197,7 +197,7 @@ class SharedMemory:
             for rank, control in enumerate(self._controls)
             if control[_BARRIER] < self._turn
         ]
-        return f"worker{'s' * (len(late) > 1)} {', '.join(late)} did not come"
+        return f"worker{'s' * (len(late) > 1)} {', '.join(late)} did not arrive"
 
 
 def _reduce(op, terms, out):

@@ -68,7 +68,7 @@ def join(group: ProcessGroup, algorithm: str) -> MpiProcessGroup:
     if lacking:
         raise RuntimeError(
             "All-reduce through MPI needs mpi4py and an MPI library on every worker. Received: "
-            f"{'; '.join(lacking)}. To mend it: {library.PIP}"
+            f"{'; '.join(lacking)}. Install them: {library.PIP}"
         )
     secret = Secret(os.environ.get("TFPARALLEL_JOB_TOKEN", ""))
     if worker == 0:
@@ -83,10 +83,10 @@ def join(group: ProcessGroup, algorithm: str) -> MpiProcessGroup:
         mpi = library.load()
         if mpi.COMM_WORLD.Get_size() != len(peers):
             raise RuntimeError(
-                f"MPI started {mpi.COMM_WORLD.Get_size()} processes, and the job has {len(peers)} "
-                "workers. As many are required. Received: worker "
-                f"{worker}. Start all workers by one mpiexec or srun, of the MPI library that "
-                "mpi4py finds, or all by `tfparallel launch`."
+                f"MPI started {mpi.COMM_WORLD.Get_size()} processes, but the job has {len(peers)} "
+                f"workers. The numbers must be equal. Received: worker {worker}. Start all workers "
+                "with one mpiexec or srun, of the MPI library that mpi4py uses, or with "
+                "`tfparallel launch`."
             )
     watch = pmi.Watch(pmi.connect(address, token, worker, "watch", _CONNECT_SECONDS))
     watch.start()

@@ -70,10 +70,10 @@ class Waiting:
     def _look(self, waited, late):
         lost = self._lost()
         if lost is not None:
-            raise lost_error(lost, "the end of its connection")
+            raise lost_error(lost, "its connection was closed")
         if 0 < self.timeout_seconds < waited:
             raise WorkerLostError(
                 f"A collective waited {self.timeout_seconds:g} s for the other workers. All are "
-                f"required. Received: {late()}. Look at what it was doing, or give it more time "
-                "with `timeout_seconds` in the strategy's communication options."
+                f"required. Received: {late()}. Check what it was doing, or allow more time with "
+                "`timeout_seconds` in the strategy's communication options."
             )
