@@ -115,5 +115,5 @@ def test_an_optimizer_has_no_copy():
             self.optimizer = optimizer
 
     model = Holding(*parts(), keras.optimizers.SGD())
-    with pytest.raises(NotAlike, match="A SGD that the constructor of Holding is given"):
+    with pytest.raises(NotAlike, match="A SGD passed to the constructor of Holding"):
         again(model, keras.models.clone_model)
