@@ -29,7 +29,7 @@ def parse(record):
 
 
 CASES = {
-    "by_sample": (lambda: data.by_sample([1, 2]), r"Received: \[1, 2\] \(of type list\). Make one"),
+    "by_sample": (lambda: data.by_sample([1, 2]), r"Received: \[1, 2\] .*. Create one"),
     "by_feature": (lambda: data.by_feature([1], 2), r"Make it an array: `np.asarray\(data\)`"),
     "by_feature: parts": (lambda: data.by_feature(X, [2]), r"Received: num_parts=\[2\]"),
     "rows_by_replica": (lambda: data.rows_by_replica(0, 2), "Received: strategy=0. Pass `model"),

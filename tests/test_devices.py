@@ -69,8 +69,8 @@ def test_check_devices_names_all_problems_at_once():
     with pytest.raises(ValueError) as caught:
         devices.check_devices(["gpu:7", "CPU:9", "/CPU:1", "cpu:1", "one", "CPU:9"])
     message = str(caught.value)
-    assert "'one' is no device name such as 'GPU:0'; GPU:7 does not exist; CPU:9" in message
-    assert "CPU:9 does not exist; CPU:9 is named 2 times; CPU:1 is named 2 times." in message
+    assert "'one' is not a device name such as 'GPU:0'; GPU:7 does not exist; CPU:9" in message
+    assert "CPU:9 does not exist; CPU:9 is listed 2 times; CPU:1 is listed 2 times." in message
     assert "one of these devices: CPU:0, CPU:1, CPU:2, CPU:3" in message
     assert "Received: devices=['gpu:7', 'CPU:9', '/CPU:1', 'cpu:1', 'one', 'CPU:9']" in message
     assert "`tfparallel.devices.split_cpu(10)`" in message
@@ -118,12 +118,12 @@ def test_too_late_says_what_to_move():
     )
     message = finished.stderr.splitlines()[-1]
     assert message.startswith(
-        "RuntimeError: Cannot split the CPU into 4 devices: it has 3 devices, and TensorFlow's "
-        "runtime has started already"
+        "RuntimeError: Cannot split the CPU into 4 devices: it has 3 devices, because TensorFlow's "
+        "runtime has already started"
     )
     assert "Received: tfparallel.devices.split_cpu(4)." in message
     assert "Move this call to the top of the program" in message
-    assert "In a notebook restart the kernel" in message
+    assert "In a notebook, restart the kernel" in message
 
 
 @pytest.mark.slow
@@ -303,7 +303,7 @@ def test_memory_growth(two_gpus):
     devices.set_memory_growth(True)
     with pytest.raises(RuntimeError) as caught:
         devices.set_memory_growth(False)
-    assert "Cannot set memory growth on GPU:0, and TensorFlow's runtime has" in str(caught.value)
+    assert "Cannot set memory growth on GPU:0, because TensorFlow's" in str(caught.value)
     assert "Received: tfparallel.devices.set_memory_growth(False)." in str(caught.value)
 
 

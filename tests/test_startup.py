@@ -189,7 +189,7 @@ def test_an_untested_version_is_refused(installed_for_older):
     assert finished.returncode == 1
     message = finished.stderr.splitlines()[-1]
     assert message.startswith("ImportError: tfparallel is tested with keras")
-    assert message.endswith("To try this one all the same: TFPARALLEL_ANY_VERSION=1.")
+    assert message.endswith("To use this version anyway: TFPARALLEL_ANY_VERSION=1.")
 
 
 @pytest.mark.slow

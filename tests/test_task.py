@@ -143,7 +143,7 @@ def test_callbacks_are_looked_at():
     assert task(callbacks=lambda: [stopping]).callbacks() == [stopping]
     with pytest.raises(TaskError, match="list of Keras callbacks. Received: .*EarlyStopping"):
         task(callbacks=lambda: stopping).callbacks()
-    with pytest.raises(TaskError, match=r"make one of it: EarlyStopping\(\.\.\.\)"):
+    with pytest.raises(TaskError, match=r"create an instance of it: EarlyStopping\(\.\.\.\)"):
         task(callbacks=lambda: [keras.callbacks.EarlyStopping]).callbacks()
     with pytest.raises(TaskError, match="Received: NoneType"):
         task(callbacks=lambda: None).callbacks()

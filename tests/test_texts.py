@@ -41,7 +41,7 @@ def test_an_argument_is_a_number_or_a_text():
 
 @pytest.mark.parametrize("value", ["much", 0, -1, True, [1]])
 def test_an_argument_that_is_neither(value):
-    with pytest.raises(ValueError, match=r"or a text such as '16GiB'. Received: device_memory="):
+    with pytest.raises(ValueError, match=r"or a string such as '16GiB'. Received: device_memory="):
         number_of_bytes("device_memory", value)
 
 

@@ -54,7 +54,7 @@ def list_devices(device_type: str | None = None) -> list[str]:
     if device_type is not None and str(device_type).upper() not in ("CPU", "GPU"):
         raise ValueError(
             "Unknown device type; it must be CPU or GPU, or None for both. Received: "
-            f"device_type={device_type!r}. tfparallel runs on no others."
+            f"device_type={device_type!r}. tfparallel supports no others."
         )
     if _connected:
         kind = f"/device:{device_type.upper()}:" if device_type is not None else ""
@@ -153,6 +153,6 @@ def why_no_gpu() -> str:
     if visible is not None:
         return f"TensorFlow sees no GPU: CUDA_VISIBLE_DEVICES={visible!r} may hide it."
     return (
-        "This machine has an NVIDIA GPU that TensorFlow cannot use, most often for want of the "
-        "CUDA libraries: `pip install 'tensorflow[and-cuda]'`."
+        "This machine has an NVIDIA GPU that TensorFlow cannot use, usually because the CUDA "
+        "libraries are missing: `pip install 'tensorflow[and-cuda]'`."
     )

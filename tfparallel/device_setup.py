@@ -125,9 +125,9 @@ def set_memory_growth(enabled: bool = True) -> list[str]:
             continue
         if tf.config.get_logical_device_configuration(physical) is not None and enabled:
             raise ValueError(
-                f"GPU:{index} was split into {counted(num_logical(physical), 'logical device')} "
-                "of fixed memory; memory growth needs it whole. "
-                f"Received: {call}. Remove one of the two calls."
+                f"GPU:{index} was split into {counted(num_logical(physical), 'logical device')} of "
+                f"fixed memory; memory growth needs the whole GPU. Received: {call}. Remove one of "
+                "the two calls."
             )
         try:
             tf.config.experimental.set_memory_growth(physical, enabled)
@@ -159,11 +159,11 @@ def _split(physical, num_devices, memory_limit_mib, call):
 def too_late(what: str, call: str) -> str:
     """The error message of a call after the runtime has started."""
     return (
-        f"Cannot {what}, and TensorFlow's runtime has started already; devices must be set up "
-        "before the first tensor, layer, or data set is made. "
-        f"Received: tfparallel.devices.{call}. Move this call to the top of the program, "
-        "directly below the imports. In a notebook restart the kernel "
-        "(Colab: Runtime > Restart session) and run this call in the first cell."
+        f"Cannot {what}, because TensorFlow's runtime has already started; devices must be set up "
+        "before the first tensor, layer, or data set is created. Received: "
+        f"tfparallel.devices.{call}. Move this call to the top of the program, directly below the "
+        "imports. In a notebook, restart the kernel (Colab: Runtime > Restart session) and run "
+        "this call in the first cell."
     )
 
 

@@ -95,19 +95,18 @@ def check_devices(names: Sequence[str] | int) -> list[str]:
         try:
             device = resolve(name)
         except ValueError:
-            problems.append(f"{name!r} is no device name such as 'GPU:0'")
+            problems.append(f"{name!r} is not a device name such as 'GPU:0'")
             continue
         checked.append(device)
     for device in dict.fromkeys(checked):
         if device not in existing:
             problems.append(f"{device} does not exist")
         if checked.count(device) > 1:
-            problems.append(f"{device} is named {checked.count(device)} times")
+            problems.append(f"{device} is listed {checked.count(device)} times")
     if problems:
         raise ValueError(
-            f"Cannot use these devices: {'; '.join(problems)}. "
-            "Each must be named once and be one of these devices: "
-            f"{', '.join(existing)}. Received: devices={names}. "
+            f"Cannot use these devices: {'; '.join(problems)}. Each must be listed once and be one "
+            f"of these devices: {', '.join(existing)}. Received: devices={names}. "
             f"{how_to_get_more(checked)}".rstrip()
         )
     return checked
@@ -222,16 +221,16 @@ def choose_devices(
         number = devices if isinstance(devices, int) else len(devices)
         if num_devices is not None and num_devices != number:
             raise ValueError(
-                "devices and num_devices contradict each other; give one of the two. "
-                f"Received: num_devices={num_devices}, devices={devices}."
+                "devices and num_devices contradict each other; pass only one of them. Received: "
+                f"num_devices={num_devices}, devices={devices}."
             )
         checked = check_devices(devices)
         others = [name for name in checked if not name.lower().startswith(device_type)]
         if others and device_type != "auto":
             raise ValueError(
                 f"devices and device_type contradict each other: {', '.join(others)} is of another "
-                f"type. Received: device_type={device_type!r}, devices={list(devices)}. "
-                "Leave device_type out; the names say it."
+                f"type. Received: device_type={device_type!r}, devices={list(devices)}. Remove "
+                "device_type; the names already include it."
             )
         return checked
     gpus = list_devices("GPU")
@@ -244,16 +243,16 @@ def choose_devices(
         return cpus[:num_devices]
     if not gpus:
         raise ValueError(
-            "No GPU can be used: TensorFlow lists none. "
-            f"Received: device_type={device_type!r}, num_devices={num_devices}. "
-            f"To go on without one: device type 'cpu'. {why_no_gpu()}".rstrip()
+            f"No GPU can be used: TensorFlow lists none. Received: device_type={device_type!r}, "
+            f"num_devices={num_devices}. To continue without one, use device type 'cpu'. "
+            f"{why_no_gpu()}".rstrip()
         )
     if num_devices is not None and num_devices > len(gpus):
         raise ValueError(
             f"Cannot use {counted(num_devices, 'GPU')}: this machine has {len(gpus)} "
             f"({', '.join(gpus)}). Received: num_devices={num_devices}, "
-            f"device_type={device_type!r}. Ask for at most {len(gpus)}, "
-            "pass device type 'cpu' to split the CPU instead, or split a GPU: "
-            f"`tfparallel.devices.split_gpu({num_devices})`, --split_gpu on the command line."
+            f"device_type={device_type!r}. Ask for at most {len(gpus)}, pass device type 'cpu' to "
+            "split the CPU instead, or split a GPU: "
+            f"`tfparallel.devices.split_gpu({num_devices})`, or --split_gpu on the command line."
         )
     return gpus[:num_devices]

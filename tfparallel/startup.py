@@ -189,10 +189,10 @@ def _check_versions(versions):
         fix = f"pip uninstall {' '.join(sorted(others))} && {fix}"
     message = (
         f"tfparallel is tested with {ranges}; with another version its results may be wrong. "
-        f"Received: {received}. To get a tested one: `{fix}`."
+        f"Received: {received}. To install a tested version: `{fix}`."
     )
     if os.environ.get(_ANY_VERSION_VARIABLE, "") in ("", "0"):
-        raise ImportError(f"{message} To try this one all the same: {_ANY_VERSION_VARIABLE}=1.")
+        raise ImportError(f"{message} To use this version anyway: {_ANY_VERSION_VARIABLE}=1.")
     # The lazy import hides the user's own line.
     warnings.warn(message, stacklevel=2)
 

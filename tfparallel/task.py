@@ -79,7 +79,7 @@ class Task:
         if not is_list or wrong:
             received = _describe(wrong[0] if wrong else value)
             if wrong and isinstance(wrong[0], type):
-                received += f"; make one of it: {wrong[0].__name__}(...)"
+                received += f"; create an instance of it: {wrong[0].__name__}(...)"
             raise TaskError(
                 f"callbacks() in {self.path} must return a list of Keras callbacks. "
                 f"Received: {received}."
@@ -111,9 +111,9 @@ class Task:
         self.functions["compile_model"](model)
         if not getattr(model, "compiled", False):
             raise TaskError(
-                f"compile_model(model) in {self.path} must compile the model that it is given. "
-                "Received: a model that is not compiled afterwards. "
-                "Call model.compile(optimizer=..., loss=...) in it."
+                f"compile_model(model) in {self.path} must compile the model that it receives. "
+                "Received: a model that is not compiled afterwards. Call "
+                "model.compile(optimizer=..., loss=...) in it."
             )
 
     def load_data(self) -> tuple[Any, Any]:
@@ -131,8 +131,8 @@ class Task:
             )
         if all(hasattr(part, "shape") for part in data):
             raise TaskError(
-                f"load_data() in {self.path} must return a pair (train, validation), and each of "
-                f"them (x, y). Received: {_describe(data)}, which is one of the two. "
+                f"load_data() in {self.path} must return a pair (train, validation), each of them "
+                f"(x, y). Received: {_describe(data)}, which is only one of the two. "
                 f"{_NO_VALIDATION}"
             )
         problems = []
@@ -171,7 +171,7 @@ def load_task(path: str) -> Task:
             f"The task file does not exist. Received: {path!r} (in {os.getcwd()}). Check the path."
         )
     if not path.endswith(".py"):
-        raise TaskError(f"A task file is Python and ends in .py. Received: {path!r}.")
+        raise TaskError(f"A task file must be a Python file that ends in .py. Received: {path!r}.")
     name = os.path.splitext(os.path.basename(path))[0]
     module = _import(path, name)
     problems, functions = [], {}
@@ -189,7 +189,7 @@ def load_task(path: str) -> Task:
         if not callable(functions[_CALLBACKS]):
             received = _describe(functions[_CALLBACKS])
             problems.append(
-                f"callbacks() must be a function, if it is there. Received: callbacks = {received}"
+                f"callbacks() must be a function if it is defined. Received: callbacks = {received}"
             )
     epochs = getattr(module, "EPOCHS", None)
     if epochs is not None and (not isinstance(epochs, int) or epochs < 1):
@@ -246,7 +246,7 @@ def _data_problems(part: Any) -> list[str]:
                 return [f"{path} must be an array of examples. Received: {_describe(array)}"]
             lengths[path] = int(array.shape[0])
     if not lengths:
-        return [f"there is no array in it. Received: {_describe(part)}"]
+        return [f"it contains no array. Received: {_describe(part)}"]
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{path}: {length}" for path, length in lengths.items())
         return [f"all arrays must have the same number of examples. Received: {listed}"]

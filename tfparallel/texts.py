@@ -60,7 +60,7 @@ def number_of_bytes(name: str, value: int | str | None) -> int | None:
     elif isinstance(value, numbers.Real) and not isinstance(value, bool) and value >= 1:
         return int(value)
     raise ValueError(
-        f"`{name}` must be a number of bytes of at least 1, or a text such as '16GiB'. Received: "
+        f"`{name}` must be a number of bytes of at least 1, or a string such as '16GiB'. Received: "
         f"{name}={value!r}. Pass {name}=16 * 2**30, or {name}='16GiB'."
     )
 

@@ -74,7 +74,7 @@ def test_a_run_is_resumed_saved_and_made_of_a_built_model(results):
         ("own step", "`train_step` of class OwnStep"),
         ("XLA", "Received: jit_compile=True"),
         ("compiled", "Pass the function that builds it"),
-        ("beside", "Received: compression='bf16'. Leave it out"),
+        ("beside", "Received: compression='bf16'. Remove it"),
         ("names", "given 'staleness'. A class without"),
         ("scaled", "must not wrap others. Received: a LossScaleOptimizer"),
     ],

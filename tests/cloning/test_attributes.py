@@ -157,7 +157,7 @@ def test_what_a_layer_closes_over_stays_its_own():
     source, target = Holder(factor=2), Holder(factor=1)
     for layer in (source, target):
         layer.act = functools.partial(lambda layer, x: x * layer.factor, layer)
-    with pytest.raises(CannotCarry, match="`act` is .*, which belongs to the layer itself"):
+    with pytest.raises(CannotCarry, match="`act` is .*, which belongs to the original layer"):
         carry_attributes(source, target)
 
 
@@ -174,7 +174,7 @@ def of_a_bound_method():
 )
 def test_a_function_that_computes_with_a_layer_belongs_to_it(act):
     """One that is closed over, or a name of its module."""
-    with pytest.raises(CannotCarry, match="`act` is .*, which belongs to the layer itself"):
+    with pytest.raises(CannotCarry, match="`act` is .*, which belongs to the original layer"):
         carry_attributes(Holder(act=act), Holder(act=None))
 
 

@@ -76,7 +76,7 @@ def test_a_model_that_is_given_twice_is_copied_once():
 
 def test_a_part_that_is_not_built_is_named():
     encoder = keras.Sequential([layers.Dense(3, name="unbuilt")])
-    with pytest.raises(ValueError, match="is not built, .*layers without: .*unbuilt"):
+    with pytest.raises(ValueError, match="is not built, .*layers without weights: .*unbuilt"):
         tfparallel.data_parallel(AutoEncoder(encoder, parts()[1]), devices=TWO)
 
 
@@ -90,8 +90,8 @@ class Renaming(AutoEncoder):
 def test_what_is_kept_under_another_name_is_not_found():
     """Story: Keras's fifteen lines on `get_config` hid what the user could do."""
     message = (
-        "needs the arguments that Renaming was created with.*Received: no attribute `first`, "
-        "`second`. Pass the function that builds it, or keep each argument under its own name "
+        "requires the arguments that Renaming was created with.*Received: no attribute `first`, "
+        "`second`. Pass the function that builds it, or store each argument under its own name "
         r"\(`self.first = first`\)"
     )
     with pytest.raises(NotAlike, match=message) as raised:
@@ -115,5 +115,5 @@ def test_an_optimizer_has_no_copy():
             self.optimizer = optimizer
 
     model = Holding(*parts(), keras.optimizers.SGD())
-    with pytest.raises(NotAlike, match="A SGD that the constructor of Holding is given"):
+    with pytest.raises(NotAlike, match="A SGD passed to the constructor of Holding"):
         again(model, keras.models.clone_model)

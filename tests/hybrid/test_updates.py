@@ -67,7 +67,7 @@ def test_batches_on_a_mesh_are_one_larger_batch(in_float64, mesh, case):
 def test_predictions_that_meet_are_no_sums_over_rows():
     model = in_stages(accumulated.build, "gpipe")
     model.compile("sgd", "hinge")
-    with pytest.raises(ValueError, match="Received: loss 'hinge' may look at several examples"):
+    with pytest.raises(ValueError, match="Received: loss 'hinge' might mix examples"):
         model.fit(*accumulated.data(), verbose=0)
 
 
@@ -181,7 +181,7 @@ def test_shares_are_neither_swapped_nor_written_as_wholes(tmp_path, form):
     trained(model, lambda: keras.optimizers.Adam(0.05, use_ema=True), sharded.build)
     with pytest.raises(ValueError, match="Received: SwapEMAWeights with `shard`"):
         model.fit(*sharded.data(), callbacks=[keras.callbacks.SwapEMAWeights()], verbose=0)
-    with pytest.raises(ValueError, match="would write one replica's share"):
+    with pytest.raises(ValueError, match="would save only one replica's shard"):
         tf.train.Checkpoint(model=model, optimizer=model.optimizer).write(str(tmp_path / "all"))
 
 

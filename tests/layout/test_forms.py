@@ -20,7 +20,7 @@ FORMS = {
     "replicas": (
         lambda: tfparallel.data_parallel(build, devices=THREE),
         "data parallel: data=3\n  replica 0  CPU:0\n  replica 1  CPU:1\n  replica 2  CPU:2\n"
-        "  gradients: added on CPU:0",
+        "  gradients: summed on CPU:0",
     ),
     "replicas, another algorithm": (
         lambda: tfparallel.data_parallel(build, devices=TWO, all_reduce="ring"),

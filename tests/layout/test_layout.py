@@ -51,9 +51,10 @@ def test_schedules_that_fit_nothing_and_layers_that_come_twice():
 
 
 def test_replicas():
-    layout = Layout(Mesh(data=2), FOUR[:2], reduction="added on GPU:0")
+    layout = Layout(Mesh(data=2), FOUR[:2], reduction="summed on GPU:0")
     assert str(layout) == (
-        "data parallel: data=2\n  replica 0  GPU:0\n  replica 1  GPU:1\n  gradients: added on GPU:0"
+        "data parallel: data=2\n  replica 0  GPU:0\n  replica 1  GPU:1\n"
+        "  gradients: summed on GPU:0"
     )
     assert layout.device(data=1) == "GPU:1" and layout.make_schedule() is None
 

@@ -110,8 +110,8 @@ def test_losses_and_metrics_are_those_of_the_whole_batch(schedule):
 @pytest.mark.parametrize(
     ("what", "options"),
     [
-        ("loss 'own_squares' may look", lambda: {"loss": OwnSquares(name="own_squares")}),
-        ("metric 'largest' may not be", lambda: {"loss": "mse", "metrics": [Largest()]}),
+        ("loss 'own_squares' might mix examples", lambda: {"loss": OwnSquares(name="own_squares")}),
+        ("metric 'largest' might not be", lambda: {"loss": "mse", "metrics": [Largest()]}),
     ],
     ids=["loss", "metric"],
 )

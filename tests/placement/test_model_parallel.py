@@ -235,7 +235,7 @@ class OwnStep(keras.Model):
         (lambda: 3, {"devices": DEVICES}, "must return a keras.Model"),
         (lambda: keras.Sequential([layers.Dense(1)]), {"devices": DEVICES}, "is not built"),
         (sequential, {"devices": ["CPU:0", "CPU:9"]}, "CPU:9 does not exist"),
-        (sequential, {"devices": ["CPU:0", "CPU:0"]}, "CPU:0 is named 2 times"),
+        (sequential, {"devices": ["CPU:0", "CPU:0"]}, "CPU:0 is listed 2 times"),
         (
             lambda: keras.Sequential([keras.Input((2,)), layers.Dense(1, name="only")]),
             {"devices": DEVICES},

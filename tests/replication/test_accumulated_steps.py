@@ -286,7 +286,7 @@ def grown(number, rows, epochs=3, callbacks=(), shard=None):
 def test_auto_grows_where_a_larger_batch_pays(in_float64, capsys):
     model = grown(2, noisy)
     assert model.num_accumulated_steps == 8  # Doubled at the end of three epochs.
-    assert "updates of 2 steps, in place of 1, from now on" in capsys.readouterr().err
+    assert "each update now accumulates 2 steps instead of 1." in capsys.readouterr().err
     assert int(model.optimizer.iterations) == 32 + 16 + 8
     # Nothing of that depends on how the rows are spread.
     assert apart(model, grown(1, noisy)) < 1e-9
@@ -411,14 +411,14 @@ def of_the_batch(y, outputs):
 @pytest.mark.parametrize(
     ("function", "optimizer", "loss", "message"),
     [
-        (OwnStep, "sgd", "mse", "a model with a `train_step` of its own"),
-        (build, keras.optimizers.SGD(gradient_accumulation_steps=2), "mse", "accumulates"),
-        (build, "sgd", of_the_batch, "may look at several examples"),
-        (build_of_two, "sgd", [sum_of_rows(), "mse"], "a loss with reduction='sum' beside others"),
-        (build_with_losses, "sgd", sum_of_rows(), "reduction='sum' beside a regularizer"),
-        (build_of_two, "sgd", [mean_by_weights(), "mse"], "losses of several outputs with a mask"),
+        (OwnStep, "sgd", "mse", "a model with a custom `train_step`"),
+        (build, keras.optimizers.SGD(gradient_accumulation_steps=2), "mse", "accumulation_steps"),
+        (build, "sgd", of_the_batch, "might mix examples"),
+        (build_of_two, "sgd", [sum_of_rows(), "mse"], "losses with reduction='sum' combined"),
+        (build_with_losses, "sgd", sum_of_rows(), "reduction='sum' combined with a regularizer"),
+        (build_of_two, "sgd", [mean_by_weights(), "mse"], "several outputs whose losses each have"),
         # These trained to weights of no batch at all.
-        (build_normalized, "sgd", "mse", "whose statistics are of a step's rows"),
+        (build_normalized, "sgd", "mse", "with the statistics of one step"),
         (build_spectral, "sgd", "mse", "which writes 2 variables when it is called"),
     ],
     ids=[
@@ -434,4 +434,4 @@ def test_what_does_not_add_up_is_refused(function, optimizer, loss, message):
     weights = {"sample_weight": [weights_of_rows()] * 2} if two else {}
     with pytest.raises(ValueError, match=message) as caught:
         model.fit(x, [y, y] if two else y, batch_size=8, verbose=0, **weights)
-    assert "Take sync='every_step'" in str(caught.value)
+    assert "Use sync='every_step'" in str(caught.value)

@@ -144,7 +144,7 @@ def test_without_a_profile_and_without_measuring_it_is_the_default():
 def test_a_loop_refuses_what_cannot_run_in_it():
     strategy = tfparallel.MirroredStrategy(DEVICES, all_reduce="tf_ring")
     model = tfparallel.data_parallel(build_model, strategy)
-    with pytest.raises(ValueError, match="steps_per_execution=2, all_reduce='tf_ring'. Take"):
+    with pytest.raises(ValueError, match="steps_per_execution=2, all_reduce='tf_ring'. Use"):
         model.compile("sgd", "mse", steps_per_execution=2)
     strategy = tfparallel.MirroredStrategy(DEVICES, all_reduce="hierarchical")
     model = tfparallel.data_parallel(build_model, strategy)
@@ -157,9 +157,9 @@ def test_mistakes():
         tfparallel.MirroredStrategy(DEVICES, all_reduce="gloo")
     with pytest.raises(ValueError, match="Received: gloo"):
         tfparallel.data_parallel(build_model, devices=["CPU:0"], all_reduce="gloo")
-    with pytest.raises(ValueError, match="give one of the two"):
+    with pytest.raises(ValueError, match="pass only one of them"):
         ops = tf.distribute.ReductionToOneDevice()
         tfparallel.MirroredStrategy(DEVICES, cross_device_ops=ops, all_reduce="ring")
     strategy = tfparallel.MirroredStrategy(DEVICES)
-    with pytest.raises(ValueError, match="its way to sum.*all_reduce='ring'"):
+    with pytest.raises(ValueError, match="defines its devices.*all_reduce='ring'"):
         tfparallel.data_parallel(build_model, strategy, all_reduce="ring")

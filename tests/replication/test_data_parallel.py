@@ -323,8 +323,8 @@ def test_weights_load_after_building(tmp_path):
     "devices, message",
     [
         (["CPU:0", "CPU:7"], r"CPU:7 does not exist.*Received: devices=\['CPU:0', 'CPU:7'\]"),
-        (["GPU:x"], "'GPU:x' is no device name"),
-        (["CPU:0", "cpu:0"], "CPU:0 is named 2 times"),
+        (["GPU:x"], "'GPU:x' is not a device name"),
+        (["CPU:0", "cpu:0"], "CPU:0 is listed 2 times"),
         ([], "the list is empty"),
         ("CPU:0,CPU:1", "must be a list of names"),
     ],
@@ -361,14 +361,14 @@ def test_what_is_no_strategy(strategy):
 
 
 def test_tensorflows_strategy_is_refused_with_the_way_out():
-    with pytest.raises(ValueError, match="replace `tf.distribute.` by `tfparallel.`"):
+    with pytest.raises(ValueError, match="replace `tf.distribute.` with `tfparallel.`"):
         tfparallel.data_parallel(mlp, tf.distribute.MirroredStrategy(TWO))
-    with pytest.raises(ValueError, match=r"Devices have a name: `devices=\['CPU:0', 'CPU:1'\]`"):
+    with pytest.raises(ValueError, match=r"Pass devices as `devices=\['CPU:0', 'CPU:1'\]`"):
         tfparallel.data_parallel(mlp, TWO)
 
 
 def test_a_strategy_and_devices_contradict_each_other():
-    with pytest.raises(ValueError, match="A strategy already has its devices"):
+    with pytest.raises(ValueError, match="A strategy already defines its devices"):
         tfparallel.data_parallel(mlp, tfparallel.MirroredStrategy(TWO), devices=THREE)
 
 
@@ -688,7 +688,7 @@ def test_a_variable_that_was_made_outside_the_scope_cannot_be_trained():
     """Story: "`colocate_vars_with` must only be passed a variable created in this scope"."""
     model = compiled(tfparallel.data_parallel(mlp, devices=TWO))
     model.layers[0].enable_lora(2)
-    message = "(?s)made outside its strategy's scope.*2 replicas.*lora_kernel_a, .*lora_kernel_b"
+    message = "(?s)created outside its strategy's scope.*2 replicas.*lora_kernel_a, .*lora_kernel_b"
     with pytest.raises(ValueError, match=message):
         model.fit(*data(), verbose=0)
     with pytest.raises(ValueError, match=message):
@@ -741,8 +741,8 @@ def test_a_model_built_outside_the_scope_is_told_on_one_device(steps):
     cls = keras.Sequential if steps == "Keras's" else OwnSteps
     model = cls([keras.Input((4,)), keras.layers.Dense(1, name="only")], name="early")
     message = (
-        r"Model 'early' was built outside the scope.*Weights that the strategy holds are required"
-        r"\. Received: 2 weights outside the scope, such as early/only/kernel\. Build"
+        r"Model 'early' was built outside the scope.*Weights that belong to the strategy are "
+        r"required\. Received: 2 weights outside the scope, such as early/only/kernel\. Build"
     )
     with pytest.raises(ValueError, match=message), strategy.scope():
         model.compile("adam", "mse")
@@ -787,8 +787,8 @@ def test_a_function_that_uses_what_was_built_before_is_told(outside):
     model = tfparallel.data_parallel(build, devices=["CPU:0", "CPU:1"])
     parts, them = ("`encoder` and `decoder`", "them") if outside == "both" else ("`encoder`", "it")
     message = (
-        f"function given to `data_parallel`.*2 replicas.*Received: {parts}, built outside the "
-        f"function. Make {them} inside the function, or pass the built model"
+        f"function passed to `data_parallel`.*2 replicas.*Received: {parts}, built outside the "
+        f"function. Create {them} inside the function, or pass the built model"
     )
     with pytest.raises(ValueError, match=message):
         model.compile("adam", "mse")
@@ -813,7 +813,7 @@ def test_the_scope_of_another_strategy_is_told(scope, call):
         return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
 
     other, devices = scope(["CPU:0", "CPU:1"]), ["CPU:0", "CPU:1"]
-    message = r"outside another's scope. Received: MirroredStrategy in scope. Move the call"
+    message = r"outside another strategy's scope. Received: MirroredStrategy in scope. Move the"
     model = tfparallel.data_parallel(build, devices=devices)
     if call == "fit":
         model.compile("sgd", "mse")

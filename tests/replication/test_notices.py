@@ -27,9 +27,9 @@ def build():
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"devices": THREE}, "3 replicas on CPU:0, CPU:1, CPU:2; gradients: added on CPU:0."),
+        ({"devices": THREE}, "3 replicas on CPU:0, CPU:1, CPU:2; gradients: summed on CPU:0."),
         ({"strategy": tfparallel.MirroredStrategy, "devices": TWO},
-         "2 replicas on CPU:0, CPU:1; gradients: added on CPU:0."),
+         "2 replicas on CPU:0, CPU:1; gradients: summed on CPU:0."),
         ({"devices": TWO, "all_reduce": "ring"},
          "2 replicas on CPU:0, CPU:1; gradients: all-reduce by ring (tfparallel schedule ring, in "
          "TensorFlow)."),

@@ -79,8 +79,8 @@ CHOICES = {
     "metric of all rows": lambda: {"metrics": [of_all_rows]},
 }
 WHY = {
-    "loss of all rows": "loss 'of_all_rows' may look at several examples: operation Max",
-    "metric of all rows": "metric 'of_all_rows' may not be a sum over the examples: operation Max",
+    "loss of all rows": "loss 'of_all_rows' might mix examples: operation Max",
+    "metric of all rows": "metric 'of_all_rows' might not be a sum",
 }
 
 
@@ -130,7 +130,7 @@ def test_hinge_looks_at_all_labels():
     )
     model.compile("sgd", "hinge")
     model.fit(np.ones((6, 2)), np.ones((6, 1)), verbose=0)
-    assert model.why_joined.startswith("loss 'hinge' may look at several examples: operation All")
+    assert model.why_joined.startswith("loss 'hinge' might mix examples: operation All")
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ def test_targets_of_other_sizes():
     unknown = tf.data.Dataset.from_generator(
         lambda: iter([(x.numpy(), one_for_all.numpy())]), output_signature=specs
     )
-    with pytest.raises(ValueError, match=r"a row for each example\..*\.$"):
+    with pytest.raises(ValueError, match=r"one row per example\..*\.$"):
         model.fit(unknown, verbose=0)
 
 
@@ -166,7 +166,7 @@ def test_outputs_with_more_rows_than_examples():
         check_rows=False,
     )
     model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match=r"a row for each example\..*\.$"):
+    with pytest.raises(ValueError, match=r"one row per example\..*\.$"):
         model.fit(np.ones((2, 2)), np.ones((2, 1)), batch_size=2, verbose=0)
 
 
@@ -224,7 +224,7 @@ SHAPES = {
     "a metric that broadcasts": (
         column("sigmoid"),
         lambda: {"loss": "mse", "metrics": ["poisson", "kl_divergence", "categorical_hinge"]},
-        *(NUMBERS, SUMS, "metric 'poisson' may not be a sum"),
+        *(NUMBERS, SUMS, "metric 'poisson' might not be a sum"),
     ),
     "outputs without an axis": (
         factors,
@@ -234,7 +234,7 @@ SHAPES = {
     "a loss that broadcasts": (
         classes,
         lambda: {"loss": losses.CategoricalGeneralizedCrossEntropy()},
-        *(NUMBERS, THIRDS, "loss 'categorical_generalized_cross_entropy' may look"),
+        *(NUMBERS, THIRDS, "loss 'categorical_generalized_cross_entropy' might mix"),
     ),
     "a metric of two outputs": (two(), shared, NUMBERS, [SUMS[:, None], SUMS[:, None] / 2], None),
     "no losses": (
@@ -245,7 +245,7 @@ SHAPES = {
     ),
     "a loss with a call of its own": (
         column(), lambda: {"loss": with_a_call_of_its_own()}, NUMBERS, SUMS[:, None],
-        "may look at several examples",
+        "might mix examples",
     ),
 }  # fmt: skip
 
@@ -290,17 +290,17 @@ def test_the_way_is_told_of_each_compile_and_of_fit_before_evaluate(caplog):
     with caplog.at_level("INFO", logger="absl"):
         model.compile("sgd", own_square)
         model.fit(NUMBERS, SUMS[:, None], verbose=0)
-        assert model.why_joined.startswith("loss 'own_square' may look at several examples: ")
+        assert model.why_joined.startswith("loss 'own_square' might mix examples: ")
         model.compile("sgd", "mse")
         model.evaluate(NUMBERS, SUMS[:, None], verbose=0)
         model.fit(NUMBERS, SUMS[:, None], verbose=0)
     assert model.why_joined is None
     messages = [record.getMessage() for record in caplog.records if "the outputs" in record.message]
     assert [line.partition(", ")[2].partition(": operation")[0] for line in messages] == [
-        "fit: the outputs of all rows meet (44 bytes a batch): loss 'own_square' may look at "
-        "several examples",
-        "evaluate: the outputs stay where the rows are.",
-        "fit: the outputs stay where the rows are.",
+        "fit: gathering the outputs of the whole batch on one device (44 bytes per batch), because "
+        "loss 'own_square' might mix examples",
+        "evaluate: the outputs stay on the devices that computed them.",
+        "fit: the outputs stay on the devices that computed them.",
     ]
 
 
@@ -402,5 +402,5 @@ class WithNothing(keras.Model):
 def test_an_output_none_is_refused_in_words():
     model = tfparallel.data_parallel(WithNothing, devices=THREE)
     model.compile("sgd", ["mse", None])
-    with pytest.raises(ValueError, match="puts out None"):
+    with pytest.raises(ValueError, match="returns None"):
         model.fit(NUMBERS, SUMS[:, None], verbose=0)

@@ -309,7 +309,7 @@ def test_a_model_that_was_trained_goes_on(in_float64):
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (lambda: optimizers.Lamb(0.1), "Received: Lamb, which looks at whole weights"),
+        (lambda: optimizers.Lamb(0.1), "Received: Lamb, which uses whole weights"),
         (lambda: optimizers.Muon(0.1), "Received: Muon"),
     ],
     ids=["Lamb", "Muon"],

@@ -399,7 +399,7 @@ def test_no_function_of_the_layers_own_reads_a_weight():
         return keras.Sequential([keras.Input((SIZE,)), Traced(3)])
 
     # Within what Keras and TensorFlow make of it.
-    with pytest.raises(Exception, match="read in a `tf.function` of the layer's"):
+    with pytest.raises(Exception, match="read in a `tf.function` of the layer"):
         trained(on_replicas(2, function))
 
 
@@ -468,7 +468,7 @@ def test_a_gradient_that_is_given_to_a_share_itself_is_refused(run_eagerly):
     def once():
         return keras.Sequential([keras.Input((SIZE,)), Scaled(), layers.Dense(3)])
 
-    with pytest.raises(PlacementError, match="read within a function under `tf.custom_gradient`"):
+    with pytest.raises(PlacementError, match="read inside a function under `tf.custom_gradient`"):
         trained(on_replicas(2, once, check_rows=False), run_eagerly=run_eagerly)
 
 

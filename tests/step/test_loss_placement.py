@@ -139,8 +139,8 @@ def hybrid(build):
     ("y_and_weight", "said"),
     [
         ([np.ones((1, 2))], r"inputs and targets have \[1, 4\] rows"),
-        ([np.float64(0.7)], r"a target, .* of shape \(\) is one for all rows"),
-        ([np.ones((ROWS, 2)), np.float64(0.7)], r".*weight, of shape \(\) is one for all"),
+        ([np.float64(0.7)], r"a target .* of shape \(\) applies to all rows"),
+        ([np.ones((ROWS, 2)), np.float64(0.7)], r".*weight of shape \(\) applies to all"),
     ],
     ids=["a row", "a scalar", "a scalar weight"],
 )
@@ -195,7 +195,7 @@ def test_the_log_says_how_many_bytes_are_joined(form, caplog):
     model.compile("sgd", own_loss)
     with caplog.at_level("INFO", logger="absl"):
         model.train_on_batch(np.ones((ROWS, 3)), np.ones((ROWS, 5, 2)))
-    assert "fit: the outputs of all rows meet (320 bytes a batch): loss 'own_loss'" in caplog.text
+    assert "one device (320 bytes per batch), because loss 'own_loss'" in caplog.text
 
 
 @pytest.mark.parametrize("form", ["data", "gpipe"])
@@ -204,8 +204,9 @@ def test_what_is_joined_is_shown_once_a_compile(form, capsys):
     capsys.readouterr()
     data = np.ones((ROWS, 3)), [np.ones((ROWS, 2)), np.ones((ROWS, 2))]
     notice = (
-        "Model 'functional', fit: the outputs of all rows meet (128 bytes a batch: 'a' 64, 'b' 64):"
-        " loss 'own_loss' may look at several examples: operation Max "
+        "Model 'functional', fit: gathering the outputs of the whole batch on one device (128 "
+        "bytes per batch: 'a' 64, 'b' 64), because loss 'own_loss' might mix examples: operation "
+        "Max "
     )
     for loss, expected in ((own_loss, notice), ("mse", ""), (own_loss, notice)):
         model.compile("sgd", [loss, loss])
@@ -233,11 +234,12 @@ def test_of_a_short_last_batch_the_size_of_a_full_one_is_told(form, how, capsys)
     model.compile("sgd", own_loss)
     capsys.readouterr()
     model.fit(**fit_arguments(how), shuffle=False, verbose=0)
-    assert "meet (128 bytes a batch): loss 'own_loss'" in capsys.readouterr().err  # 8 · 2 · 8.
+    assert "(128 bytes per batch), because loss 'own_loss'" in capsys.readouterr().err  # 8 · 2 · 8.
     model.compile("sgd", own_loss)
     if form == "data":
         model.evaluate(**fit_arguments(how, batch_size=3), verbose=0)
-        assert "evaluate: the outputs of all rows meet (48 bytes" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "evaluate: gathering the outputs of the whole batch on one device (48 bytes" in said
 
 
 @pytest.mark.parametrize("form", ["data", "gpipe"])

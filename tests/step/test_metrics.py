@@ -118,7 +118,7 @@ def test_no_other_output_meets(form):
     model.train_on_batch(x[:7], keras.tree.map_structure(lambda array: array[:7], y))
     joined = joined_in(model, form)
     assert joined[HEIGHTS] and not joined[WORDS]
-    assert model.why_joined.startswith("metric 'largest' may not be a sum over the examples: ")
+    assert model.why_joined.startswith("metric 'largest' might not be a sum over the examples: ")
 
 
 @pytest.mark.slow
@@ -129,8 +129,9 @@ def test_the_log_names_an_output_that_is_joined_for_a_metric(form, caplog):
         compiled(FORMS[form]()).train_on_batch(x, y)
     size = NUM_EXAMPLES * HEIGHTS * 4
     assert (
-        f"all rows of output 'height' meet ({size} bytes a batch), for a metric alone: metric "
-        "'largest' may not be a sum over the examples: operation Max" in caplog.text
+        f"gathering output 'height' for the whole batch on one device ({size} bytes per batch), "
+        "only for metrics, because metric 'largest' might not be a sum over the examples: "
+        "operation Max" in caplog.text
     )
 
 

@@ -54,8 +54,8 @@ def test_what_is_no_dictionary_is_left_as_it_is():
         (({"a": ROWS, "b": SCALAR}, ROWS, ROWS), None),  # Goes to each replica as it is.
         ((ROWS, ROWS, None), None),
         ((ROWS,), None),
-        ((ROWS, SCALAR), "of shape () is one for all rows"),
-        ((ROWS, {"p": ROWS, "q": ROWS}, SCALAR), "of shape () is one for all rows"),
+        ((ROWS, SCALAR), "of shape () applies to all rows"),
+        ((ROWS, {"p": ROWS, "q": ROWS}, SCALAR), "of shape () applies to all rows"),
         ((ROWS, ROWS[:3]), "[3, 4] rows"),
     ],
 )

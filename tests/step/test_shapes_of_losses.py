@@ -139,7 +139,7 @@ def test_the_loss_or_the_metric_at_fault_is_named():
     data = rows_of(((), (1,), None))
     model = compiled("mse", "poisson", *data[:2])
     said = why_not_apart(model, *types_of(data))
-    assert said.startswith("metric 'poisson' may not be a sum over the examples: operation ")
+    assert said.startswith("metric 'poisson' might not be a sum over the examples: operation ")
     data = rows_of(((), (), None))
     said = why_not_apart(compiled("mse", None, *data[:2]), *types_of(data))
     assert "one value for the whole batch" in said

@@ -200,7 +200,7 @@ def compiled(kind=keras.Sequential, **options):
 
 def test_without_programs_it_is_refused(monkeypatch):
     sums_run_on_cpus(monkeypatch)
-    message = r"compiles none of this model.*Received: all_reduce='xla', jit_compile=False"
+    message = r"does not compile this model.*Received: all_reduce='xla', jit_compile=False"
     with pytest.raises(ValueError, match=message):
         compiled(jit_compile=False)
 

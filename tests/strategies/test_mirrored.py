@@ -260,7 +260,7 @@ def test_a_second_step_adds_no_trace():
     "devices, message",
     [
         (["CPU:0", "CPU:9"], "CPU:9 does not exist"),
-        (["CPU:1", "CPU:1"], "CPU:1 is named 2 times"),
+        (["CPU:1", "CPU:1"], "CPU:1 is listed 2 times"),
         ([], "the list is empty"),
     ],
 )
@@ -324,5 +324,5 @@ def test_an_optimizer_that_knows_no_strategy_writes_all_copies(optimizer):
 
 def test_a_strategy_says_what_it_is():
     strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
-    text = "tfparallel.MirroredStrategy: 2 replicas on CPU:0, CPU:1; gradients: added on CPU:0"
+    text = "tfparallel.MirroredStrategy: 2 replicas on CPU:0, CPU:1; gradients: summed on CPU:0"
     assert str(strategy) == text and repr(strategy) == f"<{text}>"

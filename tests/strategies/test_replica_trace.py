@@ -422,5 +422,5 @@ def test_meeting_in_a_branch_is_refused(strategy):
 
         return trace.run(function, tf.unstack(x))
 
-    with pytest.raises(RuntimeError, match="Replicas meet in a function"):
+    with pytest.raises(RuntimeError, match="Replicas cannot synchronize inside"):
         run(strategy, program, tf.zeros([3]))

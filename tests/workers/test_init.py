@@ -69,15 +69,16 @@ def test_a_program_that_makes_its_data_first(tmp_path, model):
 
 def test_what_came_first_is_named_with_its_line(tmp_path):
     code, said, _ = run(tmp_path, "", WRAPPED, "--nproc_per_node=2")
-    assert code == 1 and "The workers of a job must meet before TensorFlow's runtime starts" in said
-    assert f"Received: `dataset`, a data set, made in {tmp_path}/train.py, line 12." in said
-    assert "Write `tfparallel.init()` above it" in said
+    assert code == 1
+    assert "The workers of a job must connect before TensorFlow's runtime starts" in said
+    assert f"Received: `dataset`, a data set, created in {tmp_path}/train.py, line 12." in said
+    assert "Call `tfparallel.init()` above it" in said
 
 
 @pytest.mark.parametrize(
     ("first", "model", "message"),
     [
-        (f"{INIT}\ntfparallel.init(all_reduce='ring')", WRAPPED, "all_reduce='ring'. Name it"),
+        (f"{INIT}\ntfparallel.init(all_reduce='ring')", WRAPPED, "all_reduce='ring'. Set these"),
         (INIT, WRAPPED.replace("model)", "model, all_reduce='ring')"), "all_reduce='ring' in a"),
         ("tfparallel.init(all_reduce='no')", WRAPPED, "must be one of"),
     ],
@@ -99,5 +100,5 @@ def test_what_a_job_with_servers_has_no_use_for_is_refused(monkeypatch):
     cluster = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}
     job = {"cluster": cluster, "task": {"type": "chief", "index": 0}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(job))
-    with pytest.raises(ValueError, match=r"sum no gradients.* Received: all_reduce='ring'\. Leave"):
+    with pytest.raises(ValueError, match=r"do not sum gradients.*: all_reduce='ring'\. Remove"):
         replication_init.init(all_reduce="ring")

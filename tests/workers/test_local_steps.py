@@ -107,13 +107,13 @@ def test_workers_draw_different_masks(job):
     [
         ("accumulates", "Received: an optimizer that accumulates gradients"),
         ("scales", "Received: a LossScaleOptimizer"),
-        ("joins", "may look at several examples"),
-        ("own step", "Received: a model with a `train_step` of its own"),
+        ("joins", "might mix examples"),
+        ("own step", "Received: a model with a custom `train_step`"),
     ],
 )
 def test_what_only_all_workers_can_do_is_refused(job, case, message):
     said = job[0]["refused"][case]
-    assert message in said and "Take sync='every_step'" in said
+    assert message in said and "Use sync='every_step'" in said
 
 
 @pytest.mark.slow

@@ -90,14 +90,14 @@ def test_what_is_sent_may_be_compressed(job):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("normalized", "batch normalization, whose statistics are of a step's rows"),
+        ("normalized", "batch normalization, with the statistics of one step"),
         ("state", "which writes 1 variables when it is called"),
-        ("stops", "TerminateOnNaN, which would stop one worker, and not the others"),
+        ("stops", "TerminateOnNaN, which would stop some workers but not others"),
     ],
 )
 def test_what_follows_from_the_rows_of_all_workers_is_refused(job, case, message):
     said = job[0]["refused"][case]
-    assert message in said and "Take sync='every_step'" in said
+    assert message in said and "Use sync='every_step'" in said
 
 
 @pytest.mark.part("refused")
@@ -144,14 +144,14 @@ def test_shares_of_weights_are_told_from_one_workers_own(job):
         num_held, elements = seen["parameters"]["held"]
         assert elements / 4 <= num_held < 0.5 * elements  # The first kernel has five rows.
         assert "The workers hold different weights" in seen["parameters"]["loaded by one"]
-        assert "Take Checkpoint" in seen["parameters"]["backup"]
+        assert "Use Checkpoint" in seen["parameters"]["backup"]
         assert "could not be written" in seen["parameters"]["disk"]
 
 
 @pytest.mark.part("parameters")
 def test_a_save_by_one_worker_does_not_wait_for_ever(job):
     said = [seen["parameters"]["saved by one"] for seen in job]
-    assert all("all workers must save it together" in each for each in said)
+    assert all("all workers must save together" in each for each in said)
     assert "worker 0 came, worker 1 did not" in said[0] and "arrived too late" in said[1]
 
 

@@ -69,11 +69,10 @@ def carry_attributes(source: Any, target: Any) -> None:
         elif _is_value(value) and not same(value, copy):
             if callable(value) and _is_method(original_class(source), name):
                 raise CannotCarry(
-                    f"its method `{name}` was replaced by {value!r}, which computes with the layer "
-                    "itself"
+                    f"its method `{name}` was replaced by {value!r}, which uses the original layer"
                 )
             if _holds_layer(value):
-                raise CannotCarry(f"`{name}` is {value!r}, which belongs to the layer itself")
+                raise CannotCarry(f"`{name}` is {value!r}, which belongs to the original layer")
             setattr(target, name, copy_lib.deepcopy(value) if _is_record(value) else value)
 
 

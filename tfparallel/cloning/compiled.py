@@ -87,9 +87,9 @@ def _carry_state(model, copy) -> None:
     slots, copied = model.optimizer.variables, copy.optimizer.variables
     if _shapes(slots) != _shapes(copied):
         raise NotAlike(
-            f"The clone of the optimizer '{model.optimizer.name}' has other variables. An "
-            f"optimizer that was built for what the model trains is required. Received: "
-            f"{len(slots)} variables, in its clone {len(copied)}. Compile the model again."
+            f"The clone of the optimizer '{model.optimizer.name}' has different variables. An "
+            "optimizer that was built for the weights that the model trains is required. Received: "
+            f"{len(slots)} variables, but {len(copied)} in its clone. Compile the model again."
         )
     if holds_pieces(model.optimizer) or holds_pieces(copy.optimizer):
         store: dict[str, Any] = {}

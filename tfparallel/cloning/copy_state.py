@@ -119,8 +119,8 @@ def _pairs(model, copy) -> list[tuple[keras.Layer, keras.Layer]]:
         _refuse(model, _shared_no_more(model, copy))
         both = itertools.zip_longest(*kinds, fillvalue="nothing")
         index, (kind, copied) = next((i, pair) for i, pair in enumerate(both) if len({*pair}) > 1)
-        path = layers[index].path if index < len(layers) else "behind the last"
-        _refuse(model, [f"layer '{path}' is a {kind}, in its clone {copied}"])
+        path = layers[index].path if index < len(layers) else "after the last"
+        _refuse(model, [f"layer '{path}' is a {kind}, but its clone has {copied}"])
     return list(zip(layers, copies, strict=True))
 
 
@@ -128,8 +128,8 @@ def _shared_no_more(model, copy) -> list[str]:
     """Reports layers that several others share, which no config says: their clones have copies."""
     of_model, of_copy = _holders(model), _holders(copy)
     return [
-        f"layer '{name}' is one layer in {' and '.join(map(repr, holders))}, of which each would "
-        "have a layer of its own in the clone"
+        f"layer '{name}' is shared by {' and '.join(map(repr, holders))}, but the clone would have "
+        "a separate copy in each"
         for name, holders in of_model.items()
         if len(holders) > 1 and len(of_copy.get(name, ())) < len(holders)
     ]
@@ -165,7 +165,7 @@ def _carry_policy(source, target) -> None:
         return
     if source.dtype_policy.quantization_mode or target.dtype_policy.quantization_mode:
         raise CannotCarry(
-            f"it is quantized ({source.dtype_policy.name}) and its clone is not "
+            f"it is quantized ({source.dtype_policy.name}), but its clone is not "
             f"({target.dtype_policy.name})"
         )
     target.dtype_policy = source.dtype_policy
@@ -179,7 +179,7 @@ def _matched(model, pairs) -> list[tuple[keras.Variable, keras.Variable]]:
         shapes = [[(tuple(v.shape), v.dtype) for v in variables] for variables in (ours, theirs)]
         if shapes[0] != shapes[1]:
             problems.append(
-                f"layer '{_path(source)}' has the variables {_listed(ours)}, its clone "
+                f"layer '{_path(source)}' has the variables {_listed(ours)}, but its clone has "
                 f"{_listed(theirs)}"
             )
             continue
@@ -187,7 +187,7 @@ def _matched(model, pairs) -> list[tuple[keras.Variable, keras.Variable]]:
             if matches.setdefault(id(variable), (variable, copied))[1] is not copied:
                 problems.append(
                     f"layer '{_path(source)}' shares variable '{variable.path}' with another "
-                    "layer, and its clone has one of its own"
+                    "layer, but its clone has a separate one"
                 )
     _refuse(model, problems)
     return list(matches.values())
@@ -210,7 +210,7 @@ def _listed(variables) -> str:
 def _refuse(model, problems: list[str]) -> None:
     if problems:
         raise NotAlike(
-            f"The clone of model '{model.name}' would not be like it. A model that its config "
-            f"rebuilds is required. Received: {'; '.join(problems)}. Pass the function that "
+            f"The clone of model '{model.name}' would differ from it. A model that can be rebuilt "
+            f"from its config is required. Received: {'; '.join(problems)}. Pass the function that "
             "builds the model instead."
         )

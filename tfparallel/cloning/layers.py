@@ -146,8 +146,8 @@ def again(model: keras.Model, copied: Callable[[keras.Layer], keras.Layer]) -> k
             return copies[id(value)]
         if isinstance(value, keras.Variable | keras.Optimizer | keras.Metric):
             raise NotAlike(
-                f"A {type(value).__name__} that the constructor of {cls.__name__} is given belongs "
-                f"to one model, and has no copy. Received: {value}."
+                f"A {type(value).__name__} passed to the constructor of {cls.__name__} belongs to "
+                f"one model and cannot be copied. Received: {value}."
             )
         return value
 
@@ -162,11 +162,10 @@ def again(model: keras.Model, copied: Callable[[keras.Layer], keras.Layer]) -> k
     if missing:
         attributes = ", ".join(f"`{name}`" for name in missing)
         raise NotKept(
-            f"A copy of model '{model.name}' needs the arguments that {cls.__name__} was created "
-            "with. An attribute with the name of each argument is required, or a `get_config` "
-            f"that returns them. Received: no attribute {attributes}. Pass the function that "
-            "builds it, or keep each argument under its own name (`self."
-            f"{missing[0]} = {missing[0]}`)."
+            f"Cloning model '{model.name}' requires the arguments that {cls.__name__} was created "
+            "with: an attribute named after each argument, or a `get_config` that returns them. "
+            f"Received: no attribute {attributes}. Pass the function that builds it, or store each "
+            f"argument under its own name (`self.{missing[0]} = {missing[0]}`)."
         )
     return cls(**arguments)
 

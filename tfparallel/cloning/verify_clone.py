@@ -42,13 +42,13 @@ def differences(
     Layers and variables are pairs, of the model and of its copy.
     """
     problems = [
-        f"`trainable` of layer '{source.path or source.name}' is {source.trainable}, of its clone "
-        f"{target.trainable}"
+        f"`trainable` of layer '{source.path or source.name}' is {source.trainable}, but in its "
+        f"clone {target.trainable}"
         for source, target in layers
         if source.trainable != target.trainable
     ]
     problems += [
-        f"`{name}` of variable '{source.path}' is {getattr(source, name)!r}, of its clone "
+        f"`{name}` of variable '{source.path}' is {getattr(source, name)!r}, but in its clone "
         f"{getattr(target, name)!r}"
         for source, target in variables
         for name in OF_A_VARIABLE
@@ -57,7 +57,7 @@ def differences(
     copies = {id(source): id(target) for source, target in variables}
     trained = [copies.get(id(variable)) for variable in model.trainable_variables]
     if trained != [id(variable) for variable in copy.trainable_variables] and not problems:
-        problems.append("it trains its variables in another order, or others, than its clone")
+        problems.append("it trains different variables than its clone, or in a different order")
     for source, target in layers[1:]:
         problems += _in_config(source, target)
     return (problems or _in_outputs(model, copy))[:_SHOWN]
@@ -71,8 +71,8 @@ def _in_config(source, target) -> list[str]:
     except NotImplementedError:  # An outer layer creates it, and has the config.
         return []
     return [
-        f"`{key}` of layer '{source.path or source.name}' is {_short(config[key])}, of its clone "
-        f"{_short(copied.get(key))}"
+        f"`{key}` of layer '{source.path or source.name}' is {_short(config[key])}, but in its "
+        f"clone {_short(copied.get(key))}"
         for key in config
         if not _same_config(config[key], copied.get(key))
     ]
@@ -116,10 +116,12 @@ def _in_outputs(model, copy) -> list[str]:
         try:
             outputs = _outputs(copy, batch)
         except Exception as error:
-            return [f"its clone fails on a batch, '{error}'"]
+            return [f"its clone fails on a batch: '{error}'"]
         difference = _apart(expected, outputs)
         if difference and not _apart(expected, _outputs(model, batch)):
-            return [f"{_first_layer(model, copy, batch)}, of a batch, up to {difference:.1e}"]
+            return [
+                f"{_first_layer(model, copy, batch)}; the largest difference is {difference:.1e}"
+            ]
         return []
     return []
 
@@ -213,8 +215,8 @@ def _first_layer(model, copy, batch) -> str:
             calls_by_model[0], *(_by_call(each, flat) for each in inner), strict=True
         ):
             if _apart(value, other):
-                return f"layer '{name}' computes something else than its clone"
-    return "it computes something else than its clone"
+                return f"layer '{name}' and its clone compute different outputs"
+    return "it and its clone compute different outputs"
 
 
 def _by_call(model, batch) -> list[list[np.ndarray]]:

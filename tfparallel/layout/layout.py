@@ -260,7 +260,7 @@ class Layout:
 
 
 def replicas_in_words(layout: Layout) -> str:
-    """Returns a line such as "2 replicas on CPU:0, CPU:1; gradients: added on CPU:0"."""
+    """Returns a line such as "2 replicas on CPU:0, CPU:1; gradients: summed on CPU:0"."""
     by_worker: dict[str, list[str]] = {}
     for device in layout.devices:
         worker, _, name = device.rpartition("/device:")

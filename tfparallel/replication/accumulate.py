@@ -47,7 +47,7 @@ from tfparallel.variables.sharded import ShardedGradient, joined_rows
 __all__ = ["Accumulate"]
 
 
-_ONE_DIVISOR = "One divisor of the whole loss is required"
+_ONE_DIVISOR = "The whole loss must have one divisor"
 _NEXT_TO_NONE = 1e-20  # A divisor that is negligible beside a row, and above float32's minimum.
 _LEAST_PAIRS = 4  # Pairs of updates to compare before N is doubled.
 
@@ -69,7 +69,7 @@ class _Counts(NamedTuple):
 class Accumulate(EveryStep):
     """Updates a replicated model every N steps, in one process or on several workers."""
 
-    reason_in_errors = "the gradients of several steps are added up"
+    reason_in_errors = "the gradients of several steps are accumulated"
     accumulates = True
 
     def __init__(self, model, sync):
@@ -109,7 +109,7 @@ class Accumulate(EveryStep):
         if call.kind != "fit":
             return
         if call.is_own:
-            self.refuse("Keras's own `fit` is required", "a model with a `fit` of its own")
+            self.refuse("Keras's own `fit` is required", "a model with a custom `fit`")
         call.add_callbacks(BeginsEpochs())
         self.check_callbacks(call.callbacks)
 
@@ -153,16 +153,18 @@ class Accumulate(EveryStep):
         """
         check_activity(self.model)
         if is_own(self.model, "train_step"):
-            cause = "a model with a `train_step` of its own"
+            cause = "a model with a custom `train_step`"
         elif any(each.gradient_accumulation_steps for each in _with_inner(self.model.optimizer)):
-            cause = "an optimizer that accumulates gradients itself"
+            cause = "an optimizer with `gradient_accumulation_steps`"
         elif self.sync.grows and len(_with_inner(self.model.optimizer)) > 1:
-            cause = "a LossScaleOptimizer, whose gradients differ by more than noise; name an N"
+            cause = "a LossScaleOptimizer, whose loss scale changes the gradients; use accumulate:N"
         elif (layer := self._looks_at_all_rows()) is not None:
-            cause = f"batch normalization, whose statistics are of a step's rows, in '{layer.name}'"
+            cause = f"batch normalization, with the statistics of one step, in '{layer.name}'"
         else:
             return
-        self.refuse("Keras's own step, and an update of whole gradients, are required", cause)
+        self.refuse(
+            "Keras's own `train_step`, with gradients that add up over steps, is required", cause
+        )
 
     @property
     def _are_sums(self) -> bool:
@@ -173,7 +175,7 @@ class Accumulate(EveryStep):
         """
         kinds = {term.loss.reduction == "sum" for term in loss_terms(compiled_loss(self.model))}
         if len(kinds) > 1:
-            self.refuse(_ONE_DIVISOR, "a loss with reduction='sum' beside others")
+            self.refuse(_ONE_DIVISOR, "losses with reduction='sum' combined with means")
         return True in kinds
 
     def _looks_at_all_rows(self):
@@ -241,13 +243,15 @@ class Accumulate(EveryStep):
         num_added = len(self.model.losses) if result.num_added is None else result.num_added
         if self._are_sums:
             if num_added:
-                self.refuse(_ONE_DIVISOR, "reduction='sum' beside a regularizer or `add_loss`")
+                self.refuse(
+                    _ONE_DIVISOR, "reduction='sum' combined with a regularizer or `add_loss`"
+                )
             return tf.ones([])
         if result.divisor is None:
-            self.refuse(_ONE_DIVISOR, "losses of several outputs with a mask or weights each")
+            self.refuse(_ONE_DIVISOR, "several outputs whose losses each have a mask or weights")
         regularized = [v for v in self.model.trainable_weights if v.regularizer is not None]
         if result.divisor is not result.num_rows and num_added > len(regularized):
-            self.refuse(_ONE_DIVISOR, "a masked or weighted loss beside `add_loss`")
+            self.refuse(_ONE_DIVISOR, "a masked or weighted loss combined with `add_loss`")
         return result.divisor
 
     def _gradients_of(self, result: PassResult) -> list[Any]:
@@ -372,8 +376,9 @@ class Accumulate(EveryStep):
             noise.restart()
             if self.model._is_chief:
                 notice(
-                    f"accumulate:auto: the gradient noise scale is {ratio:.3g} times the rows of "
-                    f"an update; updates of {2 * steps} steps, in place of {steps}, from now on."
+                    f"accumulate:auto: the gradient noise scale is {ratio:.3g} times the examples "
+                    f"in an update; each update now accumulates {2 * steps} steps instead of "
+                    f"{steps}."
                 )
 
 

@@ -66,8 +66,8 @@ def check_fit(workers, model: keras.Model, arguments: dict[str, Any]) -> None:
     problems = differences(dict(enumerate(workers.exchange(facts, "the start of `fit`"))))
     if problems:
         raise RuntimeError(
-            "The workers disagree on what to train; the same model, data and arguments of `fit` "
-            "are required on all of them. Received: " + "; ".join(problems) + ". Start all workers "
+            "The workers disagree on what to train; all workers must use the same model, data and "
+            "arguments of `fit`. Received: " + "; ".join(problems) + ". Start all workers "
             "with the same program and the same data."
         )
 
@@ -97,9 +97,9 @@ def check_values(workers, model: keras.Model, when: str, *, states: bool = True)
     if any(theirs != facts_by_worker[0][0] for theirs, _ in facts_by_worker):
         counts = ", ".join(str(len(theirs)) for theirs, _ in facts_by_worker)
         raise RuntimeError(
-            f"The workers hold different weights {when}. The same are required on all of them. "
-            f"Received: {counts} variables, by worker, not all of the same shapes. Build and load "
-            "the model on every worker."
+            f"The workers hold different weights {when}. They must be identical on all workers. "
+            f"Received: models of {counts} variables, in worker order, with different shapes. "
+            "Build and load the model on every worker."
         )
     checksums = zip(*[sums for _, sums in facts_by_worker], strict=True)
     suspects = [v for v, sums in zip(variables, checksums, strict=True) if len(set(sums)) > 1]
@@ -116,13 +116,13 @@ def check_values(workers, model: keras.Model, when: str, *, states: bool = True)
     if not differing:
         return
     path, others = next(iter(differing.items()))
-    more = f", and so do {len(differing) - 1} more variables" if len(differing) > 1 else ""
+    more = f", as do {len(differing) - 1} more variables" if len(differing) > 1 else ""
     raise RuntimeError(
-        f"The workers hold different weights {when}. The same are required on all of them. "
-        f"Received: '{path}' on {name_workers(others)} differs from worker 0's{more}. Load "
-        "weights on every worker, from a folder that all see; seed what is drawn "
+        f"The workers hold different weights {when}. They must be identical on all workers. "
+        f"Received: '{path}' on {name_workers(others)} differs from worker 0's{more}. Load weights "
+        "on every worker, from a shared folder; set the same random seed "
         "(`keras.utils.set_random_seed`); call the model in training mode on all workers or on "
-        "none; and give all the same callbacks."
+        "none; and pass the same callbacks on all."
     )
 
 
@@ -136,11 +136,13 @@ def check_readings(workers, facts: dict[str, str]) -> None:
     Raises:
         RuntimeError: On every worker, with what differs.
     """
-    if problems := differences(dict(enumerate(workers.exchange(facts, "the data of a call")))):
+    if problems := differences(
+        dict(enumerate(workers.exchange(facts, "the comparison of input data")))
+    ):
         raise RuntimeError(
-            "The workers read different data; the same is required on all of them. Received: "
+            "The workers read different data; all workers must read the same. Received: "
             + "; ".join(problems)
-            + ". Give all workers the same arrays or files."
+            + ". Pass the same arrays or files on all workers."
         )
 
 
@@ -194,10 +196,10 @@ def in_plain_words() -> Iterator[None]:
             raise
         raise RuntimeError(
             f"{_OTHER_BATCH} in one of the first {_NUM_STEPS} steps; each worker needs the whole "
-            "global batch, in the same order. Received: batches whose fingerprints differ. Seed "
-            "what shuffles (`keras.utils.set_random_seed`, `shuffle(…, seed=7)`), leave out "
-            "`deterministic=False`, and do not shard the data by hand. A data set of "
-            "`tfparallel.data.by_sample` must be given as it is: map it before, not afterwards."
+            "global batch, in the same order. Received: batches with different fingerprints. Seed "
+            "every shuffle (`keras.utils.set_random_seed`, `shuffle(…, seed=7)`), remove "
+            "`deterministic=False`, and do not shard the data yourself. Pass the result of "
+            "`tfparallel.data.by_sample` unchanged: apply `map` before it, not after."
         ) from None
 
 
@@ -300,7 +302,7 @@ def _vocabularies(model) -> list[str]:
             try:
                 words = [str(word) for word in layer.get_vocabulary()]
             except UnicodeDecodeError:  # Keras cannot list these words, only look them up.
-                fingerprints.append("words that are no UTF-8")
+                fingerprints.append("entries that are not UTF-8")
                 continue
             checksum = zlib.crc32("\0".join(words).encode())
             fingerprints.append(f"{len(words)} entries, checksum {checksum:08x}")

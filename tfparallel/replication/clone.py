@@ -30,10 +30,12 @@ def clone_under(
     """
     unbuilt = [] if model.built else unbuilt_parts(model)
     if not model.built and (unbuilt or not model.variables):
-        received = f"layers without: {', '.join(unbuilt)}" if unbuilt else "no layer with any"
+        received = (
+            f"layers without weights: {', '.join(unbuilt)}" if unbuilt else "no layer with weights"
+        )
         raise ValueError(
-            f"Model '{model.name}' is not built, so it has no weights to clone. A built model, one "
-            "of built models, or the function that builds it, is required. Received: "
+            f"Model '{model.name}' is not built, so it has no weights to clone. A built model, a "
+            "model composed of built ones, or the function that builds it, is required. Received: "
             f"{received}. Call it on a batch first, or pass the function."
         )
     with strategy.scope():

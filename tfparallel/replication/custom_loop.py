@@ -25,11 +25,11 @@ from tfparallel.strategies.program import ProgramStrategy
 from tfparallel.update.place_optimizer import prepare
 
 _SHARED_MOMENTS = (
-    "BatchNormalization(synchronized=True) makes each replica's loss one of all replicas' rows, "
-    "and `reduce_gradients` can weight their gradients only if all have the same weight. Divide "
-    "each replica's loss by the examples of the global batch before the tape ends, and call "
-    "`reduce_gradients(gradients)` without a weight; or drop batches that the replicas do not "
-    "divide evenly. Received weights:"
+    "With BatchNormalization(synchronized=True), each replica's loss depends on the rows of all "
+    "replicas, so `reduce_gradients` requires the same weight on every replica. Divide each "
+    "replica's loss by the number of examples in the global batch before the tape ends, and call "
+    "`reduce_gradients(gradients)` without a weight; or drop batches that do not divide evenly "
+    "between the replicas. Received weights:"
 )
 
 
@@ -86,7 +86,7 @@ def reduce_gradients(
     """
     if tf.distribute.in_cross_replica_context():
         raise RuntimeError(
-            "`reduce_gradients` sums over replicas. It must be called in a function that "
+            "`reduce_gradients` sums over replicas and must be called in a function that "
             "`strategy.run` runs. Received: a call outside any replica. Move it into the step, "
             "after `tape.gradient`."
         )
@@ -142,8 +142,8 @@ def _are_equal_on_all(indices: tf.Tensor) -> bool:
             tf.debugging.assert_equal(
                 first,
                 other,
-                "A weight is read with indices that no argument of the step decides, and that "
-                "are not the same on all replicas. Pass them to `strategy.run`. Received:",
+                "A weight is indexed with values that do not come from the step's arguments and "
+                "differ between replicas. Pass the indices to `strategy.run`. Received:",
             )
         return True
 
@@ -245,8 +245,8 @@ def _refuse_unreduced(optimizer, gradients) -> None:
     if missing:
         raise ValueError(
             f"{type(optimizer).__name__} was prepared by `distribute_optimizer` and needs the "
-            "global gradients, as `tfparallel.reduce_gradients` returns them. Received: "
-            f"{len(missing)} of {len(gradients)} gradients that it did not return (the first has "
-            f"index {missing[0]}). Call `reduce_gradients` right before `apply_gradients`, and let "
-            "the optimizer clip (`clipnorm`, `global_clipnorm`, `clipvalue`)."
+            "global gradients that `tfparallel.reduce_gradients` returns. Received: "
+            f"{len(missing)} of {len(gradients)} gradients from elsewhere (the first has index "
+            f"{missing[0]}). Call `reduce_gradients` right before `apply_gradients`, and let the "
+            "optimizer clip (`clipnorm`, `global_clipnorm`, `clipvalue`)."
         )

@@ -168,16 +168,16 @@ def _check_shard(shard: str, sync: str, policy: Synchronization) -> None:
         )
     if shard == "gradients" and not policy.accumulates:
         raise ValueError(
-            "Gradients are held in shares from step to step where several steps are one update. "
-            f"Received: shard='gradients', sync={sync!r}. Take sync='accumulate:N', or "
-            "shard='optimizer', which sums gradients in shares, and keeps those in shares that "
-            "`gradient_accumulation_steps` adds up."
+            "shard='gradients' shards the gradients that several steps accumulate, so it requires "
+            f"sync='accumulate:N'. Received: shard='gradients', sync={sync!r}. Use "
+            "sync='accumulate:N', or shard='optimizer', which also shards the gradients that "
+            "`gradient_accumulation_steps` accumulates."
         )
     if policy.is_local:
         raise ValueError(
-            "Workers that step by themselves each need whole weights, and all that an optimizer "
-            f"holds. One of the two is required. Received: shard={shard!r}, sync={sync!r}. Leave "
-            "one out."
+            "Workers that train on their own between averages need whole weights and optimizer "
+            f"state; `shard` and this `sync` cannot be combined. Received: shard={shard!r}, "
+            f"sync={sync!r}. Remove one of them."
         )
 
 
@@ -187,8 +187,9 @@ def _refuse_beside_shares(strategy) -> None:
     if in_programs or compression:
         received = "all_reduce='xla'" if in_programs else f"compression={compression!r}"
         raise ValueError(
-            "Gradients of shares are sent to their owners as they are, outside of XLA's programs. "
-            f"One of the two is required. Received: shard='parameters', {received}. Leave one out."
+            "shard='parameters' reduces gradients uncompressed and outside of XLA's programs; it "
+            "cannot be combined with `compression` or all_reduce='xla'. Received: "
+            f"shard='parameters', {received}. Remove one of them."
         )
 
 
@@ -196,9 +197,9 @@ def _refuse_beside_async(sync: str, options: dict[str, Any]) -> None:
     received = [f"{name}={value!r}" for name, value in options.items() if value is not None]
     if received:
         raise ValueError(
-            "Asynchronous workers sum no gradients, and servers hold the weights and the "
-            f"optimizer. sync={sync!r} alone is required. Received: {', '.join(received)}. Leave "
-            f"{'it' if len(received) == 1 else 'them'} out."
+            "Asynchronous workers do not sum gradients, and servers hold the weights and the "
+            f"optimizer; sync={sync!r} cannot be combined with these options. Received: "
+            f"{', '.join(received)}. Remove {'it' if len(received) == 1 else 'them'}."
         )
 
 
@@ -207,8 +208,8 @@ def _build_asynchronous(model_or_function, policy: Synchronization) -> keras.Mod
     if roles is None:
         Cluster.from_env()  # Raises if TF_CONFIG is invalid.
         raise ValueError(
-            "sync='async' needs a job with a chief, workers and servers of the weights. TF_CONFIG "
-            "with a list of 'ps' is required. Received: none. Start the job by `tfparallel launch "
+            "sync='async' needs a job with a chief, workers and parameter servers. A TF_CONFIG "
+            "with a 'ps' list is required. Received: none. Start the job with `tfparallel launch "
             "--nproc_per_node=2 --num_ps=1 -- …`."
         )
     if policy.staleness is not None:
@@ -218,9 +219,9 @@ def _build_asynchronous(model_or_function, policy: Synchronization) -> keras.Mod
         model = _build(model_or_function, servers)
     elif model_or_function.compiled:
         raise ValueError(
-            "Under sync='async' the servers hold the optimizer. A function, or a model that is "
-            f"compiled afterwards, is required. Received: model '{model_or_function.name}', "
-            "compiled. Pass the function that builds it, and compile what is returned."
+            "Under sync='async', the servers hold the optimizer. A function, or a model that is "
+            f"not compiled yet, is required. Received: model '{model_or_function.name}', already "
+            "compiled. Pass the function that builds it, and compile the returned model."
         )
     else:
         model = clone.clone_under(model_or_function, servers)
@@ -251,17 +252,19 @@ def _resolve_strategy(strategy, devices, all_reduce, compression, allow_independ
         for name, value in options.items():
             if value is not None:
                 raise ValueError(
-                    "A strategy already has its devices and its way to sum. One of the two is "
-                    f"required. Received: strategy on {list(strategy.devices)}, {name}={value!r}. "
-                    f"Leave `{name}` out."
+                    "A strategy already defines its devices, all-reduce and compression; pass "
+                    "these options or a strategy, not both. Received: strategy on "
+                    f"{list(strategy.devices)}, {name}={value!r}. Remove `{name}`."
                 )
         return strategy
     if strategy != "auto":
         fix = (
-            f"Devices have a name: `devices={strategy!r}`."
+            f"Pass devices as `devices={strategy!r}`."
             if isinstance(strategy, int | list | tuple)
-            else "TensorFlow's own strategy clips and averages on each replica; replace "
-            "`tf.distribute.` by `tfparallel.`."
+            else (
+                "TensorFlow's own strategies clip and average on each replica; replace "
+                "`tf.distribute.` with `tfparallel.`."
+            )
         )
         raise ValueError(
             "`strategy` must be 'auto', a `tfparallel.MirroredStrategy` or a "
@@ -327,8 +330,8 @@ def _refuse_independent_workers(strategy, cluster) -> None:
     if is_local and cluster is not None and cluster.num_workers > 1:
         raise RuntimeError(
             f"This process is one of {cluster.num_workers} workers ({cluster.source}), and a "
-            "MirroredStrategy trains on the devices of one: each worker would train a model of its "
-            "own. A strategy for all of them, or the consent to that, is required. Received: "
-            f"a MirroredStrategy in a job of {cluster.num_workers} workers. Leave `strategy` out, "
-            "or pass allow_independent_workers=True."
+            "MirroredStrategy uses only the devices of its own process: each worker would train a "
+            "separate model. A strategy for all workers, or your explicit consent, is required. "
+            f"Received: a MirroredStrategy in a job of {cluster.num_workers} workers. Remove "
+            "`strategy`, or pass allow_independent_workers=True."
         )

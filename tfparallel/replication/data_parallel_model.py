@@ -91,7 +91,7 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
         strategy = self.strategy
         if strategy is None:
             return super().compile(*args, **kwargs)
-        refusals.check_scope(strategy, "`compile` of what `data_parallel` returned")
+        refusals.check_scope(strategy, "`compile` of a `data_parallel` model")
         with strategy.scope():
             super().compile(*args, **kwargs)
         refusals.check_compile(self, strategy)
@@ -104,7 +104,7 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
         self._session.take_whole_batches(call)
         if call.kind == "fit":
             if self.strategy is not None:
-                refusals.check_scope(self.strategy, "`fit` of what `data_parallel` returned")
+                refusals.check_scope(self.strategy, "`fit` of a `data_parallel` model")
             names = ("x", "batch_size", "steps_per_epoch")
             if not call.is_own or "x" in call.arguments:
                 refusals.check_data(*(call.arguments.get(name) for name in names), "fit")
@@ -115,8 +115,9 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
                 judge_anew(layer)
         if call.kind == "predict" and not self._gathers:
             raise ValueError(
-                "A callback of `predict(gather_to=…)` may not predict: each worker keeps its own "
-                "rows meanwhile. Received: a call of `predict` within it. Predict before or after."
+                "A callback of `predict(gather_to=…)` cannot call `predict`, because each worker "
+                "keeps its own rows until the end. Received: a nested call of `predict`. Call it "
+                "before or after."
             )
         super()._look_at(call)
 

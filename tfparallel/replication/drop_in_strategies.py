@@ -149,8 +149,8 @@ class MultiWorkerMirroredStrategy(_ExtendsModels, multi_worker.MultiWorkerMirror
         if self.workers is not None and is_late and keras_trainer.compiling_model() is not model:
             raise ValueError(
                 f"Model '{model.name}' was compiled outside the scope of the strategy that trains "
-                "it, and every worker would print and write what the chief alone should. "
-                "`compile` within the scope is required. Received: a model whose losses and "
-                "metrics belong to no strategy. Write `with strategy.scope(): model.compile(...)`."
+                "it, so every worker would print and write what only the chief should. It must be "
+                "compiled within the scope. Received: a model whose losses and metrics belong to "
+                "no strategy. Write `with strategy.scope(): model.compile(...)`."
             )
         super().extend_model(model)

@@ -121,9 +121,10 @@ class Gathers:
             return
         if is_in_function(graph, self._graph):
             raise PlacementError(
-                "Under shard='parameters' replicas meet where a layer reads a weight. Weights that "
-                f"are read outside of functions are required. Received: '{variable.path}', read in "
-                "a `tf.function` of the layer's. Leave its decorator out: the step is one."
+                "Under shard='parameters', a weight is gathered where a layer reads it, which must "
+                f"not be inside a nested `tf.function`. Received: '{variable.path}', read in a "
+                "`tf.function` of the layer. Remove the decorator; the whole step is already a "
+                "`tf.function`."
             )
         with self._graph.as_default():
             yield
@@ -228,11 +229,11 @@ class Gathers:
         """Raises unless the gradient of a share consists only of sums over all replicas."""
         if gradient is not None and not self._is_of_sums(variable, gradient):
             raise PlacementError(
-                "Under shard='parameters' a share's gradient is summed where its weight was read. "
-                "A weight that is an argument of the function is required. Received: "
-                f"'{variable.path}', read within a function under `tf.custom_gradient` or "
-                "`keras.remat`, which TensorFlow gives the share alone. Take shard='optimizer', or "
-                "hand the function the weight's value."
+                "Under shard='parameters', gradients are reduced where a weight is read, so a "
+                "function with a custom gradient must take the weight as an argument. Received: "
+                f"'{variable.path}', read inside a function under `tf.custom_gradient` or "
+                "`keras.remat`, to which TensorFlow passes only the shard. Use shard='optimizer', "
+                "or pass the weight's value to the function."
             )
 
     def _is_of_sums(self, variable, gradient) -> bool:

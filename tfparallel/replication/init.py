@@ -65,9 +65,9 @@ def init(
         passed = {"devices": devices, "all_reduce": all_reduce, "compression": compression}
         if received := [f"{name}={value!r}" for name, value in passed.items() if value is not None]:
             raise ValueError(
-                "In a job with servers the workers sum no gradients, and each has one device. "
-                f"tfparallel.init() without these is required. Received: {', '.join(received)}. "
-                "Leave them out, or start the job without --num_ps."
+                "In a job with servers, workers do not sum gradients, and each has one device; "
+                "tfparallel.init() must be called without these options. Received: "
+                f"{', '.join(received)}. Remove them, or start the job without --num_ps."
             )
         join(roles, start_timeout=start_timeout)
     elif Cluster.from_env().num_workers > 1:

@@ -104,10 +104,10 @@ class BatchInputs:
         static = {size for size in sizes if isinstance(size, int)}
         if len(static) > 1:
             raise ValueError(
-                "Cannot split a call across the replicas: its tensors disagree on the batch size, "
-                "the size of axis 0. One size is required. Received sizes: "
-                f"{sorted(static)}. Give tensors that are not a batch a first axis of size 1 less, "
-                "or hold them in the layer."
+                "Cannot split a call across the replicas: its tensors disagree on the batch size "
+                "(the size of axis 0). All must have the same size. Received sizes: "
+                f"{sorted(static)}. Store tensors that are not a batch in the layer, or pass "
+                "scalars."
             )
         return static.pop() if static else sizes[0]
 

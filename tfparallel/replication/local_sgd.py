@@ -110,16 +110,24 @@ class LocalSgd(EveryStep):
             ValueError: For a step or an optimizer that needs all workers.
         """
         if is_own(self.model, "train_step"):
-            cause = "a model with a `train_step` of its own"
+            cause = "a model with a custom `train_step`"
         elif isinstance(self.model.optimizer, keras.optimizers.LossScaleOptimizer):
-            cause = "a LossScaleOptimizer, of which each worker would have another scale"
+            cause = "a LossScaleOptimizer, whose scale would differ between workers"
         elif self.model.optimizer.gradient_accumulation_steps:
-            cause = "an optimizer that accumulates gradients, which the workers add up"
+            cause = (
+                "an optimizer that accumulates gradients, which would be summed over the workers"
+            )
         elif self.model._workers.compression is not None:
-            cause = f"compression={self.model._workers.compression.spec!r}, which is of gradients"
+            cause = (
+                f"compression={self.model._workers.compression.spec!r}, which applies to gradients"
+            )
         else:
             return
-        self.refuse("Keras's own step, an update in each, and whole gradients are required", cause)
+        self.refuse(
+            "Keras's own `train_step`, with an update in every step and uncompressed gradients, is "
+            "required",
+            cause,
+        )
 
     def step(self, data, default) -> dict[str, Any]:
         """Trains on this worker's rows, and averages the weights every H steps."""

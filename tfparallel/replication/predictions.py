@@ -34,14 +34,14 @@ def check_gather_to(gather_to: str | None, keeps_rows: bool) -> None:
     """
     if gather_to not in ("all", "chief", None):
         raise ValueError(
-            'Predictions go to "all" workers, to the "chief", or stay where they are (None). '
+            '`gather_to` must be "all", "chief", or None, which leaves predictions where they are. '
             f"Received: gather_to={gather_to!r}."
         )
     if gather_to != "all" and not keeps_rows:
         raise ValueError(
-            "What a `predict_step` of one's own makes of the rows is known to itself alone, so it "
-            "is given those of all workers. Received: a model with such a step, and "
-            f"gather_to={gather_to!r}. Leave out `gather_to`, or `predict_step`."
+            "A custom `predict_step` may combine rows, so it needs the rows of all workers and the "
+            "default `gather_to`. Received: a model with a custom `predict_step`, and "
+            f"gather_to={gather_to!r}. Remove `gather_to` or `predict_step`."
         )
 
 

@@ -117,10 +117,10 @@ class IndexedDropout:
             return _row_axis(inputs, shard)
         if len(axes) > 1:
             raise ValueError(
-                f"Layer '{self.name}' drops parts of tensors that hold the rows of the batch on "
-                "different axes, or not at all, and an eager step does not tell which is which. A "
-                f"traced step is required. Received: run_eagerly=True, axes {axes}. Compile with "
-                "run_eagerly=False, or take a dropout layer for each."
+                f"Layer '{self.name}' is called on tensors whose batch axes differ or are missing, "
+                "and an eager step cannot tell them apart. A traced step is required. Received: "
+                f"run_eagerly=True, axes {axes}. Compile with run_eagerly=False, or use a separate "
+                "dropout layer for each tensor."
             )
         return next(iter(axes))
 
@@ -148,9 +148,9 @@ def _row_axis(inputs: tf.Tensor, shard: shards.Shard) -> int | None:
     if len(unknown) == 1:
         return unknown[0]
     raise ValueError(
-        "A dropout mask is drawn for the rows of the whole batch, and which axis of this tensor "
-        "holds the rows is not known. A tensor whose axis 0 holds them is required. Received: "
-        f"shape {tuple(inputs.shape)}. Transpose it before the dropout layer."
+        "A dropout mask is drawn for the whole batch, but the batch axis of this tensor is "
+        f"unknown. It must be axis 0. Received: shape {tuple(inputs.shape)}. Transpose the tensor "
+        "before the dropout layer."
     )
 
 

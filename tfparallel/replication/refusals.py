@@ -44,9 +44,10 @@ def check_scales(model: keras.Model) -> None:
     ]
     if scaled:
         raise ValueError(
-            "A float8 layer scales by the largest values that it has seen in its last calls, and "
-            "a call sees some rows of the batch. Layers of another precision are required, such as "
-            f"int8 with LoRA, or float16. Received: {scaled}. Take `tfparallel.model_parallel`."
+            "A float8 layer scales by the largest values of its last calls, but a call sees only "
+            "some rows of the batch. Layers of another precision, such as float16 or int8 with "
+            f"LoRA, are required. Received: {scaled}. Change their precision, or use "
+            "`tfparallel.model_parallel`."
         )
 
 
@@ -59,10 +60,10 @@ def check_activity(model: keras.Model) -> None:
     regularized = [layer.name for layer in layers_in(model) if layer.activity_regularizer]
     if ACTIVITY_IS_SUMMED and regularized:
         raise ValueError(
-            f"Keras {keras.__version__} sums an activity regularizer over the batch, and pieces of "
-            "a batch make up means. Keras 3.14 or later, which takes the mean, or layers without "
-            f"`activity_regularizer` are required. Received: {regularized}. `pip install "
-            "'keras>=3.14'`, or take `tfparallel.model_parallel`."
+            f"Keras {keras.__version__} sums an activity regularizer over the batch, but the parts "
+            "of a batch are combined as means. Keras 3.14 or later, which takes the mean, or "
+            f"layers without `activity_regularizer` are required. Received: {regularized}. Run "
+            "`pip install 'keras>=3.14'`, or use `tfparallel.model_parallel`."
         )
 
 
@@ -78,31 +79,31 @@ def check_compile(model: keras.Model, strategy) -> None:
         raise ValueError(
             "`steps_per_execution` above 1 runs the steps in a loop, in which TensorFlow's "
             "collectives cannot run (keras#19246). Another algorithm, or 1, is required. Received: "
-            f"steps_per_execution={model.steps_per_execution}, all_reduce={name!r}. Take "
-            "all_reduce='ring', or leave it out."
+            f"steps_per_execution={model.steps_per_execution}, all_reduce={name!r}. Use "
+            "all_reduce='ring', or remove `all_reduce`."
         )
     if not model.compiled or not strategy.sums_in_programs:
         return
     if model.run_eagerly:
         raise ValueError(
-            "XLA sums gradients in the programs that it compiles, and an eager step has none. "
+            "XLA sums gradients inside the programs that it compiles, and an eager step has none. "
             f"run_eagerly=False is required. Received: run_eagerly=True, all_reduce={name!r}. "
-            "Leave one of them out."
+            "Remove one of them."
         )
     if not model.jit_compile:
         raise ValueError(
-            "XLA sums gradients in the programs that it compiles, and compiles none of this model. "
-            "`jit_compile=True`, and layers that XLA supports, are required. Received: "
-            f"all_reduce={name!r}, jit_compile={model.jit_compile}. Call "
-            "`compile(..., jit_compile=True)`, or leave `all_reduce` out."
+            "XLA sums gradients inside the programs that it compiles, but it does not compile this "
+            "model. `jit_compile=True` and layers that XLA supports are required. Received: "
+            f"all_reduce={name!r}, jit_compile={model.jit_compile}. Call `compile(..., "
+            "jit_compile=True)`, or remove `all_reduce`."
         )
     step = original_class(model).train_step
     if isinstance(step, tf.types.experimental.PolymorphicFunction):
         raise ValueError(
-            "XLA sums gradients in the programs that a step is cut into, and a step within a "
-            "`tf.function` of its own is not. A plain method is required; `fit` makes it a "
-            f"function. Received: `{original_class(model).__name__}.train_step`, a tf.function, "
-            f"all_reduce={name!r}. Take `@tf.function` off, or leave `all_reduce` out."
+            "XLA sums gradients inside the programs that a step is cut into, and a step that is "
+            "itself a `tf.function` cannot be cut. A plain method is required; `fit` traces it. "
+            f"Received: `{original_class(model).__name__}.train_step`, a tf.function, "
+            f"all_reduce={name!r}. Remove `@tf.function` or `all_reduce`."
         )
 
 
@@ -120,10 +121,10 @@ def check_scope(strategy, caller: str) -> None:
     if not tf.distribute.has_strategy() or scope is strategy:
         return
     raise ValueError(
-        f"{caller} brings a strategy of its own, and must be called outside another's scope. "
-        f"Received: {type(scope).__name__} in scope. Move the call, and `compile` and `fit` of its "
-        "model, out of the `with` block; or keep the block, with tfparallel's strategy of that "
-        "name, and build plain Keras in it."
+        f"{caller} uses its own strategy, so it must be called outside another strategy's scope. "
+        f"Received: {type(scope).__name__} in scope. Move the call, and the model's `compile` and "
+        "`fit`, out of the `with` block; or keep the block, use tfparallel's strategy of that "
+        "name, and build the plain Keras model in it."
     )
 
 
@@ -147,17 +148,17 @@ def check_variables(model: keras.Model, strategy, made_by_function: bool = False
     if outside and made_by_function and (parts := _parts_outside(model, strategy)):
         it = "it" if len(parts) == 1 else "them"
         raise ValueError(
-            f"Model '{model.name}' contains layers that were built before the function given to "
-            f"`data_parallel` was called. {_required(strategy)}, so the function must make all "
-            f"layers. Received: {_listed(parts)}, built outside the function. Make {it} inside "
+            f"Model '{model.name}' contains layers that were built before the function passed to "
+            f"`data_parallel` was called. {_required(strategy)}, so the function must create all "
+            f"layers. Received: {_listed(parts)}, built outside the function. Create {it} inside "
             "the function, or pass the built model."
         )
     if outside and len(outside) == len(model.trainable_variables):
         raise ValueError(_built_outside(f"Model '{model.name}'", outside, strategy))
     if outside:
         raise ValueError(
-            f"Model '{model.name}' trains variables that were made outside its strategy's scope. "
-            f"{_required(strategy)}. Received: {', '.join(outside)}. Add layers, and call "
+            f"Model '{model.name}' trains variables that were created outside its strategy's "
+            f"scope. {_required(strategy)}. Received: {', '.join(outside)}. Add layers, and call "
             "`enable_lora`, within `with model.distribute_strategy.scope():`, or before you pass "
             "the model to the builder."
         )
@@ -194,7 +195,7 @@ def _built_outside(model: str, outside: list[str], strategy) -> str:
 
 def _required(strategy) -> str:
     if strategy.num_replicas == 1:
-        return "Weights that the strategy holds are required"
+        return "Weights that belong to the strategy are required"
     return f"A copy of each weight on each of {strategy.num_replicas} replicas is required"
 
 
@@ -256,7 +257,7 @@ def check_data(x, batch_size, steps_per_epoch, method: str) -> None:
     if sizes and max(sizes) == 0:
         raise ValueError(
             f"The data given to `{method}` is empty. At least one example is required. Received: "
-            f"arrays of {sizes} examples. Look at how the data is loaded and filtered."
+            f"arrays of {sizes} examples. Check how the data is loaded and filtered."
         )
 
 
@@ -265,14 +266,14 @@ def _check_dataset(dataset, steps_per_epoch, method):
     if cardinality == 0:
         raise ValueError(
             f"The data set given to `{method}` is empty. At least one batch is required. Received: "
-            f"{dataset} of 0 batches. Look at how the data is loaded, filtered and batched "
+            f"{dataset} of 0 batches. Check how the data is loaded, filtered and batched "
             "(`drop_remainder=True` drops a data set smaller than one batch)."
         )
     if cardinality == tf.data.INFINITE_CARDINALITY and steps_per_epoch is None:
         raise ValueError(
             f"The data set given to `{method}` is infinite, so an epoch would never end. "
             "`steps_per_epoch` is required with it. Received: steps_per_epoch=None. Pass "
-            "steps_per_epoch, or take the `.repeat()` out of the data set."
+            "steps_per_epoch, or remove `.repeat()` from the data set."
         )
 
 
@@ -289,15 +290,15 @@ def refuse_callbacks(callbacks, *, are_sharded: bool) -> None:
     """
     if are_sharded and any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks):
         raise ValueError(
-            "BackupAndRestore reads the weights on the chief alone, and under shard='parameters' "
-            "all workers must be given them. `tfparallel.callbacks.Checkpoint` is required. "
-            "Received: BackupAndRestore. Take Checkpoint, which also goes on within an epoch."
+            "BackupAndRestore restores the weights on the chief only, but under shard='parameters' "
+            "every worker must restore them. `tfparallel.callbacks.Checkpoint` is required. "
+            "Received: BackupAndRestore. Use Checkpoint, which can also resume within an epoch."
         )
     if any(isinstance(callback, keras.callbacks.SwapEMAWeights) for callback in callbacks):
         raise ValueError(
-            "SwapEMAWeights swaps the weights with averages that, under `shard`, "
-            "each replica has a share of. An optimizer with whole averages is required. "
-            "Received: SwapEMAWeights with `shard`. Leave one of them out."
+            "SwapEMAWeights swaps the weights with their averages, but `shard` divides the "
+            "averages between the replicas. An optimizer with whole averages is required. "
+            "Received: SwapEMAWeights with `shard`. Remove one of them."
         )
 
 
@@ -305,10 +306,10 @@ def refuse_state(layer: keras.Layer, written: Sequence) -> Sequence:
     """Raises if one of several calls per update wrote variables; else returns an empty sequence."""
     if written:
         raise ValueError(
-            "Where the gradients of several steps are added up, a layer that changes its state "
-            "in each call does so in each step, and of a larger batch it would once an update. "
-            f"Layers without such a state are required. Received: layer '{layer.name}', "
-            f"which writes {len(written)} variables when it is called. Take "
-            "sync='every_step', with `gradient_accumulation_steps` of the optimizer."
+            "When the gradients of several steps are accumulated, a layer that changes its state "
+            "in each call does so once per step; with one larger batch it would do so once per "
+            f"update. Layers without such a state are required. Received: layer '{layer.name}', "
+            f"which writes {len(written)} variables when it is called. Use sync='every_step', with "
+            "the optimizer's `gradient_accumulation_steps`."
         )
     return written

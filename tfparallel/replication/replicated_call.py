@@ -221,11 +221,11 @@ class ReplicatedCall:
         for tensor in tensors:
             if needs_gradient([tensor]):
                 raise ValueError(
-                    "A number that is trained, or made of what is, cannot be read by a call that "
-                    "is divided among replicas: its gradient would be lost. A tensor of shape "
-                    f"(batch, …), as an argument, is required. Received: shape {tensor.shape}, in "
-                    f"a call of '{self._layer.name}'. Let the layer hold the weight, or apply the "
-                    "number to what the call returns."
+                    "A scalar that depends on trained weights cannot be passed to a call that is "
+                    "split across replicas: its gradient would be lost. A tensor of shape (batch, "
+                    f"…) is required. Received: shape {tensor.shape}, in a call of "
+                    f"'{self._layer.name}'. Let the layer own the weight, or apply the scalar to "
+                    "the result of the call."
                 )
 
     def _may_wait(self, replica: _Replica) -> bool:
@@ -331,15 +331,16 @@ def checked_output(layer: keras.Layer, output: tf.Tensor) -> tf.Tensor:
     """Returns an output with one row per example; raises for any other."""
     if output is None:
         raise ValueError(
-            f"Layer '{layer.name}' puts out None, of which no rows can be joined. Tensors are "
-            "required. Received: an output None. Return the tensors alone, or train on one device."
+            f"Layer '{layer.name}' returns None, which cannot be joined across replicas. Tensors "
+            "are required. Received: an output of None. Return only tensors, or train on one "
+            "device."
         )
     if output.shape.rank == 0:
         raise ValueError(
-            f"Cannot join the replicas' outputs of layer '{layer.name}': one of them is "
-            "a scalar, and a mean, a sum or a maximum over the examples would each be joined "
-            "in another way. Outputs of shape (batch, …) are required. Received: an output of "
-            "shape (). Return a value for each example, or add a scalar with `self.add_loss`."
+            f"Cannot join the replicas' outputs of layer '{layer.name}': one of them is a scalar, "
+            "and how to join it depends on whether it is a mean, a sum or a maximum over the "
+            "examples. Outputs of shape (batch, …) are required. Received: an output of shape (). "
+            "Return one value per example, or add a scalar with `self.add_loss`."
         )
     return output
 

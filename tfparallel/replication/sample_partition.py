@@ -52,15 +52,15 @@ def by_sample(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """
     if not isinstance(dataset, tf.data.Dataset):
         raise ValueError(
-            "`by_sample` takes a tf.data.Dataset of batches, this worker's own. Received: "
-            f"{short(dataset)}. Make one: `tf.data.Dataset.from_tensor_slices((x, y)).batch(32)`."
+            "`by_sample` takes a tf.data.Dataset of this worker's own batches. Received: "
+            f"{short(dataset)}. Create one: `tf.data.Dataset.from_tensor_slices((x, y)).batch(32)`."
         )
     num_batches = int(dataset.cardinality())
     if num_batches == tf.data.UNKNOWN_CARDINALITY:
         raise ValueError(
             "Each worker must know how many batches it has, so that all take the same number of "
             "steps. A data set of known cardinality is required. Received: cardinality "
-            f"{num_batches} (unknown). Count the batches once and say so: "
+            f"{num_batches} (unknown). Count the batches once and declare the number: "
             "`.apply(tf.data.experimental.assert_cardinality(n))`."
         )
     workers = ProcessGroup.of_process
@@ -73,9 +73,9 @@ def by_sample(dataset: tf.data.Dataset) -> tf.data.Dataset:
     ]
     if odd:
         raise ValueError(
-            "Workers can pad and join dense rows of their own alone. Dense tensors are required. "
-            f"Received: {odd[0]}. Pad them (`.map(lambda x, y: (x.to_tensor(), y))`), or give all "
-            "workers the whole batches, without `by_sample`."
+            "Only dense rows can be padded and joined across workers. Dense tensors are required. "
+            f"Received: {odd[0]}. Pad them (`.map(lambda x, y: (x.to_tensor(), y))`), or pass the "
+            "whole batches on all workers, without `by_sample`."
         )
     cardinalities = workers.exchange(num_batches, "`by_sample`")
     num_steps = max(cardinalities)
@@ -83,9 +83,9 @@ def by_sample(dataset: tf.data.Dataset) -> tf.data.Dataset:
     if tf.data.INFINITE_CARDINALITY in cardinalities:
         if num_steps != tf.data.INFINITE_CARDINALITY:
             raise ValueError(
-                "The data sets of all workers must end, or that of none. Received: batches of each "
-                f"worker: {cardinalities}, where {num_batches} is this worker's and -1 is without "
-                "end. Add `.repeat()` on all workers, or on none."
+                "The data sets of all workers must be finite, or all infinite. Received: batches "
+                f"of each worker: {cardinalities}, where {num_batches} is this worker's and -1 "
+                "means infinite. Add `.repeat()` on all workers, or on none."
             )
         dataset._tfparallel_by_sample = True
         return dataset

@@ -53,9 +53,9 @@ class ReplicaScope(keras.StatelessScope):
         variable, value = update
         if isinstance(variable, ShardedVariable):
             raise PlacementError(
-                "Under shard='parameters' a layer's call reads its weights, and a small weight is "
-                "required where it writes one: that is no share. Received: an assignment to "
-                f"'{variable.path}'. Take shard='optimizer'."
+                "Under shard='parameters', a layer's call can assign only to weights that are not "
+                f"sharded, such as small ones. Received: an assignment to '{variable.path}'. Use "
+                "shard='optimizer'."
             )
         copies = variables.copies(variable)
         self.written[id(variable)] = variable

@@ -43,13 +43,13 @@ class Synchronization(NamedTuple):
         if spec == "async":
             return cls(is_async=True)
         if kind == "async":
-            values, expected = _whole(numbers), "async takes the updates that a gradient may miss"
+            values, expected = _whole(numbers), "async takes how many updates a gradient may miss"
             if len(values) == 1 and values[0] >= 0:
                 return cls(is_async=True, staleness=values[0])
         elif kind == "accumulate":
             if numbers == "auto":
                 return cls(grows=True)
-            values, expected = _whole(numbers), "accumulate takes the steps of an update, or auto"
+            values, expected = _whole(numbers), "accumulate takes the steps per update, or auto"
             if len(values) == 1 and values[0] >= 1:
                 return cls(accumulated=values[0])
         elif kind == "local_sgd":
@@ -58,13 +58,13 @@ class Synchronization(NamedTuple):
                 return cls(values[0])
         elif kind == "post_local_sgd":
             values = _whole(numbers)
-            expected = "post_local_sgd takes the steps before it begins, and those between averages"
+            expected = "post_local_sgd takes the steps before it starts and between averages"
             if len(values) == 2 and values[0] >= 0 and values[1] >= 1:
                 return cls(values[1], values[0])
         else:
             raise ValueError(f"`sync` must be {FORMS}. Received: {spec!r}, which is unknown.")
         raise ValueError(
-            f"`sync` must be {FORMS}. Received: {spec!r}; {expected}, whole numbers of at least 1."
+            f"`sync` must be {FORMS}. Received: {spec!r}; {expected} (whole numbers of at least 1)."
         )
 
     @property

@@ -41,7 +41,7 @@ class EveryStep:
         sync: The parsed `sync=` option.
     """
 
-    reason_in_errors = "the workers say nothing in a step"
+    reason_in_errors = "the workers do not communicate during a step"
     accumulates = False  # Whether an update may cover several steps.
     num_steps = 1  # Per update.
     is_between_updates = True  # Whether a checkpoint would be complete.
@@ -182,8 +182,9 @@ class EveryStep:
         ]
         if stopping and self.workers_are_apart:
             self.refuse(
-                "What a step logs is a worker's own, and callbacks that let it go on are required",
-                f"{stopping[0]}, which would stop one worker, and not the others",
+                "A step's logs are local to a worker, so callbacks that do not stop training "
+                "within an epoch are required",
+                f"{stopping[0]}, which would stop some workers but not others",
             )
 
     def cut_here(self, data):
@@ -200,8 +201,8 @@ class EveryStep:
 
     def refuse(self, required: str, received: str):
         raise ValueError(
-            f"Under sync='{self.sync}' {self.reason_in_errors}. {required}. "
-            f"Received: {received}. Take sync='every_step'."
+            f"Under sync='{self.sync}', {self.reason_in_errors}. {required}. Received: {received}. "
+            "Use sync='every_step'."
         )
 
     def refuse_joined(self, way) -> None:

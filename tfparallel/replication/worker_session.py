@@ -246,9 +246,10 @@ class WorkerSession:
         if len(set(batches)) > 1:
             counts = ", ".join(str(0 if batch is None else batch + 1) for batch in batches)
             raise RuntimeError(
-                "All workers must make the same steps. Received: epochs of different lengths, by "
-                f"worker: {counts}. If a callback stops training within an epoch because of a "
-                "batch's logs, which may be of a worker's own rows, let it stop at the epoch's end."
+                "All workers must take the same number of steps. Received: epochs of different "
+                f"lengths, by worker: {counts}. If a callback stops training within an epoch based "
+                "on a batch's logs, which may be local to a worker, let it stop at the end of the "
+                "epoch."
             )
         self._model.stop_training = any(stops)
         if compares:
@@ -270,9 +271,9 @@ class WorkerSession:
         if self._each_reads_all:
             if getattr(data, "_tfparallel_by_sample", False):
                 raise PlacementError(
-                    "Each worker of `hybrid_parallel` is given the whole batch. Received: `"
-                    f"{name}` of `{kind}`, marked by `tfparallel.data.by_sample` as this worker's "
-                    "own rows. Give all workers the same data."
+                    "`hybrid_parallel` requires the whole batch on every worker. Received: "
+                    f"`{name}` of `{kind}`, marked by `tfparallel.data.by_sample` as this worker's "
+                    "own rows. Pass the same data on all workers."
                 )
             return
         readings = rows_of_worker.readings_of(data)

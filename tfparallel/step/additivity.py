@@ -53,7 +53,7 @@ def why_not_by_rows(model: keras.Model) -> str | None:
     """
     for method in _METHODS:
         if is_own(model, method):
-            return f"`{method}` is the user's own"
+            return f"`{method}` is overridden"
     loss, metrics = compiled_loss(model), compiled_metrics(model)
     if any(compiled is not None and not compiled.built for compiled in (loss, metrics)):
         return "the loss and the metrics are not built"
@@ -61,7 +61,7 @@ def why_not_by_rows(model: keras.Model) -> str | None:
         return "there is no loss"
     for term in loss_terms(loss):
         if type(term.loss).__call__ is not keras.losses.Loss.__call__:
-            return f"loss '{term.loss.name}' reduces in its own way"
+            return f"loss '{term.loss.name}' overrides `__call__`"
         if term.loss.reduction not in REDUCTIONS:
             return f"loss '{term.loss.name}' has reduction={term.loss.reduction!r}"
     return None
@@ -81,7 +81,7 @@ def adds_up(model: keras.Model, y, outputs, sample_weight, masks=()) -> AddsUp:
     try:
         why_not = next(_faults_of_loss(model, types), None)
     except Exception as error:  # If the program is wrong, Keras raises later.
-        why_not = f"rows apart from each other have no loss: {str(error)[:200]}"
+        why_not = f"the loss cannot be computed for a part of the batch: {str(error)[:200]}"
     return AddsUp(why_not, metrics_of_rows_together(model, *types))
 
 
@@ -97,10 +97,10 @@ def metrics_of_rows_together(
         try:
             why_not = _fault_of_metric(alone, (y, outputs, sample_weight, list(masks)))
         except Exception as error:
-            why_not = f"rows apart from each other have none: {str(error)[:200]}"
+            why_not = f"it cannot be computed for a part of the batch: {str(error)[:200]}"
         if why_not is not None:
             name = f"metric '{metric.name}'"
-            reasons[id(metric)] = f"{name} may not be a sum over the examples: {why_not}"
+            reasons[id(metric)] = f"{name} might not be a sum over the examples: {why_not}"
     return reasons
 
 
@@ -113,20 +113,20 @@ def _faults_of_loss(model, types) -> Iterator[str]:
         of_examples = example_losses(compiled, y, outputs, sample_weight)
         terms_by_loss = [terms_of(losses, num_rows) for losses in of_examples]
     if any(map(draws, with_inner(graph.get_operations()))):
-        yield "a loss draws random numbers, which one device draws for the whole batch"
+        yield "a loss draws random numbers, which one device would draw for the whole batch"
     if exchanges_of(graph):
-        yield "a loss calls a collective, which is for the whole batch"
+        yield "a loss calls a collective, which needs the whole batch"
     if _writes(graph):
-        yield "a loss writes a variable, which one device does once a step"
+        yield "a loss writes a variable, which one device would do once per step"
     judge = Judge(graph, placements)
     for loss, losses, of_loss in zip(loss_terms(compiled), of_examples, terms_by_loss, strict=True):
         for term in of_loss:
             why_not = _no_sum(judge.of(term))
             if why_not is not None:
-                yield f"loss '{loss.loss.name}' may look at several examples: {why_not}"
+                yield f"loss '{loss.loss.name}' might mix examples: {why_not}"
         values = judge.of(losses.values)
         if values.placement != Shard(0) or values.dims is None or values.dims[0] != ROWS:
-            yield f"loss '{loss.loss.name}' does not have a row of values for each example"
+            yield f"loss '{loss.loss.name}' does not have one row of values per example"
 
 
 def _fault_of_metric(alone, types) -> str | None:
@@ -140,9 +140,9 @@ def _fault_of_metric(alone, types) -> str | None:
     if exchanges_of(graph):
         return "it calls a collective"
     if _writes(graph):
-        return "it writes a variable that is none of its states"
+        return "it writes a variable that is not part of its state"
     if any(outer.dtype == tf.resource for outer, _ in graph.captures):
-        return "it reads a variable, which on one device has been updated by then"
+        return "it reads a variable, which one device would have updated by then"
     judge = Judge(graph, placements)
     for new, old in itertools.zip_longest(map(tf.convert_to_tensor, after), before):
         # A state that the first update creates, such as for a number of classes, starts at zero.
@@ -168,7 +168,7 @@ def _no_sum(judged: Judged) -> str | None:
 
 def _in_words(placement: Placement) -> str:
     if not isinstance(placement, Mixed):
-        return f"it is {placement}, and no sum over the rows"
+        return f"it is {placement}, not a sum over the rows"
     return f"operation {placement.operation.type}{line_of(placement.operation)} {placement.why}"
 
 

@@ -45,8 +45,8 @@ __all__ = [
     "why_unaligned",
 ]
 
-_AS_MANY = "A model must put out a row for each example."
-ALIGNED = "Inputs, targets and sample weights must have a row for each example."
+_AS_MANY = "A model must return one row per example."
+ALIGNED = "Inputs, targets and sample weights must have one row per example."
 
 
 class Way(NamedTuple):
@@ -140,9 +140,12 @@ class WhereRowsMeet:
 
     def _describe(self, way: Way, data, kind: str) -> str:
         if way.all_stay:
-            return "the outputs stay where the rows are"
+            return "the outputs stay on the devices that computed them"
         if not way.rows_stay:
-            return f"the outputs of all rows meet{self._how_large(data, kind)}: {way.why_joined}"
+            return (
+                "gathering the outputs of the whole batch on one "
+                f"device{self._how_large(data, kind)}, because {way.why_joined}"
+            )
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         outputs, _ = self._outputs_of(keras.tree.map_structure(type_of, x))
         places = way.metrics.places(outputs)
@@ -151,7 +154,10 @@ class WhereRowsMeet:
         if len(names) == len(keras.tree.flatten(outputs)) > len(places):
             which = " and ".join(f"output '{names[place]}'" for place in places)
         how_large = self._how_large(data, kind, places)
-        return f"all rows of {which} meet{how_large}, for a metric alone: {way.why_joined}"
+        return (
+            f"gathering {which} for the whole batch on one device{how_large}, only for metrics, "
+            f"because {way.why_joined}"
+        )
 
     def _how_large(self, data, kind: str, places: Collection[int] | None = None) -> str:
         """The memory of a batch's joined outputs, as text.
@@ -180,16 +186,16 @@ class WhereRowsMeet:
         if not isinstance(num_rows, int):
             num_rows = self._batch_sizes.get(kind)
         if num_rows is None:
-            return f" ({self._sizes_in_words(sizes, 'a row')})"
+            return f" ({self._sizes_in_words(sizes, 'per row')})"
         memory, whose = _memory_of(self._meeting_device)
         if num_rows * sum(sizes) > memory:
             raise ValueError(
-                f"Outputs of all rows must fit the memory of one device ({memory:,} bytes of "
-                f"{whose}) for the losses and metrics of model '{self.name}'. Received: a batch of "
-                f"{num_rows:,} rows of {sum(sizes):,} bytes. Take smaller batches, or losses and "
-                "metrics of Keras's, whose rows need not meet."
+                f"The outputs of the whole batch must fit the memory of one device ({memory:,} "
+                f"bytes of {whose}) for the losses and metrics of model '{self.name}'. Received: a "
+                f"batch of {num_rows:,} rows of {sum(sizes):,} bytes. Use smaller batches, or "
+                "Keras's own losses and metrics, which need no gathering."
             )
-        return f" ({self._sizes_in_words([num_rows * of_row for of_row in sizes], 'a batch')})"
+        return f" ({self._sizes_in_words([num_rows * of_row for of_row in sizes], 'per batch')})"
 
     def _sizes_in_words(self, sizes: Sequence[int], of_what: str) -> str:
         """The bytes of all outputs, and of each if the model names several."""
@@ -211,7 +217,7 @@ class WhereRowsMeet:
             try:
                 outputs, masks = self._outputs_of(types[0])
             except Exception as error:  # If the program is wrong, Keras raises later.
-                reason = f"the shapes of its outputs are not known: {str(error)[:200]}"
+                reason = f"the shapes of its outputs are unknown: {str(error)[:200]}"
                 results[str(types)] = AddsUp(reason, {})
             else:
                 results[str(types)] = adds_up(self, types[1], outputs, types[2], masks)
@@ -296,8 +302,8 @@ def aligned(x, y, sample_weight):
     expected, *others = _row_counts(x, y, sample_weight)
     checks = _equal(
         [(other, expected) for other in others],
-        f"{ALIGNED} Received tensors of other sizes of axis 0. Give batches of a fixed size "
-        "(`drop_remainder=True`), and the outputs of all rows are joined.",
+        f"{ALIGNED} Received tensors that differ in the size of axis 0. Use batches of a fixed "
+        "size (`drop_remainder=True`), so that the outputs of the whole batch are gathered.",
     )
 
     def behind_them(tensor):
@@ -321,9 +327,9 @@ def as_many_rows(model: keras.Model, outputs: list[tf.Tensor], num_rows) -> list
         return []
     return _equal(
         [(count_rows(output), num_rows) for output in outputs],
-        f"{_AS_MANY} Received of model '{model.name}', for a part of the batch, outputs with "
-        "another number of rows than its examples: a constant with rows of its own, perhaps. "
-        "Train on one device, or give the constant one row.",
+        f"{_AS_MANY} Received of model '{model.name}', for a part of the batch, outputs whose "
+        "number of rows differs from the number of examples, perhaps because of a constant with "
+        "several rows. Train on one device, or give the constant one row.",
     )
 
 
@@ -342,7 +348,7 @@ def why_unaligned(data) -> str | None:
     _, *others = keras.utils.unpack_x_y_sample_weight(data)
     leaves = [leaf for leaf in keras.tree.flatten(others) if leaf is not None]
     if any(_rank(leaf) == 0 for leaf in leaves):
-        return "a target, or a sample weight, of shape () is one for all rows"
+        return "a target or sample weight of shape () applies to all rows"
     static_rows = {n for n in _row_counts(data) if isinstance(n, int)}
     return f"inputs and targets have {sorted(static_rows)} rows" if len(static_rows) > 1 else None
 

@@ -130,9 +130,9 @@ def values_of(loss: keras.losses.Loss, y_true, y_pred, weight) -> ExampleLosses:
     if has_own_call or loss.reduction not in REDUCTIONS:
         received = f"reduction={getattr(loss, 'reduction', None)!r}"
         raise NotByPieces(
-            "A loss of Keras's, or a `keras.losses.Loss` whose `call` returns a value an example, "
+            "A Keras loss, or a `keras.losses.Loss` whose `call` returns one value per example, "
             f"with a reduction of 'sum' or a mean, is required. Received: {loss!r} with "
-            f"{'a `__call__` of its own' if has_own_call else received}."
+            f"{'a custom `__call__`' if has_own_call else received}."
         )
     masks = [mask_of(y_pred)]
     y_pred = keras.tree.map_structure(lambda t: tf.cast(t, loss.dtype), y_pred)
@@ -141,8 +141,8 @@ def values_of(loss: keras.losses.Loss, y_true, y_pred, weight) -> ExampleLosses:
     if values.shape.rank == 0:
         raise NotByPieces(
             f"Loss '{loss.name}' returns one value for the whole batch, so it cannot be computed "
-            "per micro-batch. A value for each example is required. Received: shape (). A loss "
-            "takes the last axis away: an output of shape (batch,) needs one more, (batch, 1)."
+            "per micro-batch. One value per example is required. Received: shape (). A loss "
+            "reduces the last axis: an output of shape (batch,) needs one more axis, (batch, 1)."
         )
     masks = [mask for mask in (*masks, mask_of(values)) if mask is not None]
     mask = None if not masks else tf.cast(masks[0], tf.bool)

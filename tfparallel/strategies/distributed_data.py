@@ -64,11 +64,11 @@ def whole_batches(data: Any, strategy: Any) -> tuple[Any, bool]:
     owner, source = getattr(data, "_strategy", None), getattr(data, _MADE_OF, None)
     if source is None or owner is not strategy:
         raise ValueError(
-            "The data set is distributed, and what it was made of is not known. The "
-            "`tf.data.Dataset` of global batches is required, or what the strategy that trains the "
-            "model has distributed, with an input pipeline for each worker. Received: a "
-            f"{type(data).__name__} of a {type(owner).__name__}. Give `fit` the data set itself, "
-            "or distribute it with `model.distribute_strategy`."
+            "The data set is already distributed, and its source is unknown. A `tf.data.Dataset` "
+            "of global batches is required, or a data set that the model's own strategy has "
+            f"distributed, with one input pipeline per worker. Received: a {type(data).__name__} "
+            f"of a {type(owner).__name__}. Pass the data set itself to `fit`, or distribute it "
+            "with `model.distribute_strategy`."
         )
     return source
 

@@ -36,5 +36,5 @@ def _line_of(path, name) -> str:
     for node in tree.body:
         names = (each for each in ast.walk(node) if isinstance(each, ast.Name))
         if any(each.id == name and isinstance(each.ctx, ast.Store) for each in names):
-            return f", made in {path}, line {node.lineno}"
+            return f", created in {path}, line {node.lineno}"
     return ""

@@ -31,11 +31,11 @@ _BEFORE_UPDATE = ("clipnorm", "global_clipnorm", "clipvalue", "gradient_accumula
 
 # For an optimizer in a custom loop.
 MADE_OUTSIDE = (
-    "The optimizer of a custom loop was made outside the scope of the strategy that runs the step. "
-    "One that belongs to the strategy is required."
+    "The optimizer was created outside the scope of the strategy that runs the custom loop. An "
+    "optimizer that belongs to this strategy is required."
 )
 MAKE_WITHIN = (
-    "Make it within `with strategy.scope():`, or write `optimizer = "
+    "Create it within `with strategy.scope():`, or write `optimizer = "
     "tfparallel.distribute_optimizer(optimizer)` there."
 )
 
@@ -85,10 +85,10 @@ def refuse_unprepared_optimizer(strategy) -> None:
     if received:
         raise ValueError(
             f"{type(optimizer).__name__} clips or accumulates gradients, and in a custom loop it "
-            "does so on each replica, before the replicas' gradients are summed: the weights would "
-            "differ from one device's. The optimizer must be prepared first. Received: "
-            f"{received}. Write `optimizer = tfparallel.distribute_optimizer(optimizer)`, or train "
-            "with `model.fit`."
+            "does so on each replica, before the replicas' gradients are summed, so the weights "
+            "would differ from those of one device. The optimizer must be prepared first. "
+            f"Received: {received}. Write `optimizer = "
+            "tfparallel.distribute_optimizer(optimizer)`, or train with `model.fit`."
         )
 
 
@@ -107,11 +107,11 @@ def refuse_own_moments() -> None:
         return
     raise ValueError(
         f"Layer '{layer.name}' normalizes each replica's rows by their own statistics in a custom "
-        "loop: the weights would differ from one device's. Statistics of the global batch are "
-        "required. Received: BatchNormalization(synchronized=False) under `strategy.run`. Pass "
-        "`synchronized=True`, and divide each replica's loss by the examples of the global batch "
-        "before the tape (`tf.nn.compute_average_loss`), then `reduce_gradients(gradients)` "
-        "without a weight; or train with `model.fit`."
+        "loop, so the weights would differ from those of one device. Statistics of the global "
+        "batch are required. Received: BatchNormalization(synchronized=False) under "
+        "`strategy.run`. Pass `synchronized=True`, divide each replica's loss by the number of "
+        "examples in the global batch before the tape ends (`tf.nn.compute_average_loss`), and "
+        "call `reduce_gradients(gradients)` without a weight; or train with `model.fit`."
     )
 
 
@@ -142,12 +142,12 @@ def refuse_divided_loss() -> None:
         return
     number = replica.num_replicas_in_sync
     raise ValueError(
-        "`reduce_gradients` with a weight takes gradients of the mean loss of this replica's own "
-        "examples. Received: a step in which a Keras loss object, such as "
+        "`reduce_gradients` with a weight requires gradients of the mean loss over this replica's "
+        "own examples. Received: a step in which a Keras loss object, such as "
         "`keras.losses.MeanSquaredError()`, or `compute_loss` has divided its mean by the "
-        f"{number} replicas: the update by such a loss would be 1/{number} of one device's. Take "
-        "the function (`tf.reduce_mean(keras.losses.mean_squared_error(y, outputs))`), or the "
-        'object with `reduction="none"` and a mean of your own. An object that only logs may be '
+        f"{number} replicas, so the update would be 1/{number} of that on one device. Use the "
+        "function (`tf.reduce_mean(keras.losses.mean_squared_error(y, outputs))`), or the object "
+        'with `reduction="none"` and your own mean. An object that is only used for logging may be '
         "called after `reduce_gradients`."
     )
 

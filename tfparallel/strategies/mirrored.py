@@ -52,8 +52,8 @@ class MirroredStrategy(ProgramStrategy, tf.distribute.MirroredStrategy):
         names = device_lib.choose_devices(devices=devices)
         if all_reduce is not None and cross_device_ops is not None:
             raise ValueError(
-                "`all_reduce` and `cross_device_ops` both say how replicas are summed; give one of "
-                f"the two. Received: all_reduce={all_reduce!r}, "
+                "`all_reduce` and `cross_device_ops` both define how replicas are summed; pass "
+                f"only one of them. Received: all_reduce={all_reduce!r}, "
                 f"cross_device_ops={cross_device_ops!r}."
             )
         self.all_reduce_is_default = all_reduce is None and cross_device_ops is None

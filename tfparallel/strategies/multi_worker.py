@@ -171,7 +171,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         num_devices = len(device_lib.choose_devices(devices=devices))
         same = {"all_reduce": all_reduce, "bucket_bytes": bucket_bytes, "calibrate": calibrate}
         same["compression"] = compression
-        facts = {"devices a worker": num_devices, **same, **(facts or {})}
+        facts = {"devices per worker": num_devices, **same, **(facts or {})}
         cluster_resolver, server = _meet(cluster_resolver, facts, start_timeout)
         options = transport.options(all_reduce, communication_options)
         with server:
@@ -227,10 +227,10 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
             value = kwargs.get(name)
             if value is not None and value != present:
                 raise ValueError(
-                    "The workers of a job have one strategy, which has its devices and its way to "
-                    f"sum. Received: {name}={value!r} in a process whose strategy has {present!r}. "
-                    "Name it where the strategy is made: in `tfparallel.init(...)`, or in the "
-                    "first call."
+                    "A job has one strategy, whose options are fixed when it is created. Received: "
+                    f"{name}={value!r} in a process whose strategy has {present!r}. Set the option "
+                    "where the strategy is created: in `tfparallel.init(...)`, or in the first "
+                    "call."
                 )
         return strategy
 
@@ -308,8 +308,9 @@ def _meet(resolver, facts, start_timeout):
 def _recommend_a_process_for_each_gpu(devices, worker_index) -> None:
     if worker_index == 0 and len(devices) > 1 and "GPU" in devices[0]:
         logging.warning(
-            "Each worker has %d GPUs, the first of which alone sums over the workers. A process "
-            "for each GPU uses all their wires: `tfparallel launch --nproc_per_node=%d`.",
+            "Each worker has %d GPUs, but only the first one sums gradients with the other "
+            "workers. One process per GPU uses all their links: `tfparallel launch "
+            "--nproc_per_node=%d`.",
             *(len(devices), len(devices)),
         )
 
@@ -317,11 +318,11 @@ def _recommend_a_process_for_each_gpu(devices, worker_index) -> None:
 def _choice_of(workers, argument, named, all_reduce) -> Choice:
     source, why = "argument", f"{ALL_REDUCE}={all_reduce}"
     if all_reduce == "auto":
-        source, why = "default", "no `fit` yet, before which it is chosen"
+        source, why = "default", "it is chosen before the first `fit`"
     elif argument == all_reduce:
-        why = "it was asked for"
+        why = "it was requested"
     elif named == all_reduce:
-        why = "`communication_options` name it"
+        why = "`communication_options` request it"
     return Choice(workers.transport, source, why, implementation=workers.implementation)
 
 
@@ -335,9 +336,9 @@ def _refuse_late_start() -> None:
     if runtime_has_started():
         first = early_start() or "an operation has run, a layer was built or devices were listed"
         raise RuntimeError(
-            "The workers of a job must meet before TensorFlow's runtime starts, and it has "
-            f"started. Received: {first}. Write `tfparallel.init()` above it, right behind the "
-            "imports (in a notebook, restart the kernel first)."
+            "The workers of a job must connect before TensorFlow's runtime starts, but it has "
+            f"already started. Received: {first}. Call `tfparallel.init()` above it, directly "
+            "below the imports (in a notebook, restart the kernel first)."
         )
 
 
@@ -345,8 +346,9 @@ def _refuse_anew(options) -> None:
     if options:
         received = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise ValueError(
-            "A process has one MultiWorkerMirroredStrategy, and this one has made it. Received: "
-            f"{received}. Name it where the strategy is made, or in `tfparallel.init(...)`."
+            "A process can have only one MultiWorkerMirroredStrategy, and it already exists. "
+            f"Received: {received}. Set these options where the strategy is created, or in "
+            "`tfparallel.init(...)`."
         )
 
 

@@ -170,9 +170,9 @@ class ProgramStrategy:
         if self.num_replicas == 1:
             return None
         if self.sums_in_programs:
-            return "all-reduce by XLA, in the program of each replica"
+            return "all-reduce by XLA, inside the program of each replica"
         if self.all_reduce_ops is None and self.workers is None:
-            return f"added on {canonical(self.devices[0])}"
+            return f"summed on {canonical(self.devices[0])}"
         choice = choice_of(self)
         if choice is None or self.all_reduce_is_open:
             return f"all-reduce, chosen {self._how_chosen()} when training begins"

@@ -115,8 +115,8 @@ class _FirstReplica(tf.distribute.ReplicaContext):
     def _merge_call(self, fn, args, kwargs):
         if tf.compat.v1.get_default_graph() is not self.graph:
             raise RuntimeError(
-                "Replicas meet in a function, a loop or a branch within what each of them does. "
-                "A collective outside of it is required. Received: `merge_call`, of "
+                "Replicas cannot synchronize inside a nested function, a loop or a branch. A "
+                "collective outside of it is required. Received: `merge_call`, of "
                 f"{getattr(fn, '__qualname__', fn)}."
             )
         self._trace.make_others()

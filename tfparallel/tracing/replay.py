@@ -179,10 +179,10 @@ class Again:
         self._used[id(tensor)] = op
         if id(tensor) in self._written:
             raise ValueError(
-                "A variable that was made outside of the builder's function has no copy on each "
-                "replica, so one would look up what another has written. A variable that the layer "
-                f"makes is required. Received: '{op.name}', of type {op.type}, of a variable that "
-                "the same call writes. Make it by `self.add_weight`."
+                "A variable that was created outside the builder's function has no copy on each "
+                "replica, so a replica could read what another one has written. A variable that "
+                f"the layer creates is required. Received: '{op.name}', of type {op.type}, of a "
+                "variable that the same call writes. Create it with `self.add_weight`."
             )
 
     def _definition(self, graph, operations):

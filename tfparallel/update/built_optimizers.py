@@ -91,11 +91,11 @@ def _load(optimizer, values) -> None:
     created = optimizer.variables
     if len(created) != len(values):
         raise ValueError(
-            f"Optimizer '{optimizer.name}' was built before its model was compiled, and must make "
-            "its state again on the model's devices. An optimizer whose `build` makes all "
-            f"variables but the learning rate is required. Received: {len(values)} variables, and "
-            f"{len(created)} when it was built again. Compile the model with an optimizer that is "
-            "not built."
+            f"Optimizer '{optimizer.name}' was built before its model was compiled, so its state "
+            "must be created again on the model's devices. An optimizer whose `build` creates all "
+            f"variables except the learning rate is required. Received: {len(values)} variables, "
+            f"and {len(created)} after it was built again. Compile the model with an optimizer "
+            "that is not built."
         )
     optimizer.load_own_variables(values)
 
@@ -129,8 +129,8 @@ def check_known(model: keras.Model) -> None:
     if unknown:
         weights = "1 weight" if len(unknown) == 1 else f"{len(unknown)} weights"
         raise ValueError(
-            f"Optimizer '{optimizer.name}' was built for other weights than model '{model.name}' "
-            "trains. An optimizer that is not built, or was built for all of them, is required. "
-            f"Received: {weights} that it does not know, such as {unknown[0]}. Compile the model "
-            "with a new optimizer, after `trainable` is set."
+            f"Optimizer '{optimizer.name}' was not built for all the weights that model "
+            f"'{model.name}' trains. An optimizer that is not built, or was built for all of them, "
+            f"is required. Received: {weights} unknown to the optimizer, such as {unknown[0]}. Set "
+            "`trainable`, then compile the model with a new optimizer."
         )

@@ -76,9 +76,9 @@ class SumOfCopies:
             return super()._serialize_to_tensors()
         if self._summed_at.workers is not None:
             raise ValueError(
-                "`tf.train.Checkpoint` would write what one worker has accumulated. The sum over "
-                f"all workers is required. Received: '{self.path}'. Take `tfparallel.callbacks."
-                "Checkpoint`, or `model.save`, which write it."
+                "`tf.train.Checkpoint` would save only what one worker has accumulated. The sum "
+                f"over all workers is required. Received: '{self.path}'. Use "
+                "`tfparallel.callbacks.Checkpoint` or `model.save`, which save the sum."
             )
         return {"VARIABLE_VALUE": _summed([self], self._summed_at)[0]}
 
@@ -170,8 +170,8 @@ def assign(group: Sequence[keras.Variable], value: np.ndarray, places: Places) -
     whole = first._shown
     if np.shape(value) != tuple(whole.shape):
         raise ValueError(
-            f"'{first.path}' is of a weight of shape {tuple(whole.shape)}. Received: a "
-            f"value of shape {np.shape(value)}. Is it the file of this model?"
+            f"'{first.path}' belongs to a weight of shape {tuple(whole.shape)}. Received: a value "
+            f"of shape {np.shape(value)}. Check that the file was saved from this model."
         )
     parts = [np.asarray(value)]
     if group[1:]:
@@ -203,8 +203,8 @@ def wait_to_save(workers: ProcessGroup, what: str) -> None:
         wait_for_all(workers, _SAVE_SECONDS)
     except RuntimeError as error:
         raise RuntimeError(
-            f"Each worker has a part of the {what}, as `shard` and `gradient_accumulation_steps` "
-            f"have it, and all workers must save it together. {error}"
+            f"Each worker has a part of the {what}, because of `shard` or "
+            f"`gradient_accumulation_steps`, so all workers must save together. {error}"
         ) from error
 
 

@@ -59,11 +59,11 @@ def check_elementwise(optimizer: keras.Optimizer, *, shares: bool) -> None:
         form, error = (
             ("`shard`", ValueError) if shares else ("tensor_parallel", PlacementError)
         )
-        other = "leave `shard` out" if shares else "`tfparallel.model_parallel`"
+        other = "remove `shard`" if shares else "`tfparallel.model_parallel`"
         raise error(
             f"{form} supports optimizers that update each element independently ({NAMES}). "
-            f"Received: {cls.__name__}, which looks at whole weights, or is not known. Take one of "
-            f"these, or {other}."
+            f"Received: {cls.__name__}, which uses whole weights or is unknown. Use one of these, "
+            f"or {other}."
         )
 
 

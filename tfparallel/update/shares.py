@@ -64,8 +64,8 @@ class Shares:
         written = [p.path for p in parts if getattr(p, "overwrite_with_gradient", False)]
         if written:
             raise ValueError(
-                "Under `shard` weights are updated by the optimizer. Received: "
-                f"{written}, which take their gradient for their value. Leave `shard` out."
+                f"Under `shard`, weights must be updated by the optimizer. Received: {written}, "
+                "whose gradients overwrite their values. Remove `shard`."
             )
         self._places, self.parts = places, list(parts)
         self.variables = [_share_of(part, places) for part in self.parts]
@@ -258,9 +258,9 @@ class Shared:
 
     def _serialize_to_tensors(self):
         raise ValueError(
-            "`tf.train.Checkpoint` would write one replica's share. The whole state is required. "
-            f"Received: '{self.path}', under `shard`. Take `tfparallel.callbacks."
-            "Checkpoint`, or `model.save`, which write all of it."
+            "`tf.train.Checkpoint` would save only one replica's shard. The whole state is "
+            f"required. Received: '{self.path}', under `shard`. Use "
+            "`tfparallel.callbacks.Checkpoint` or `model.save`, which save all of it."
         )
 
 

@@ -84,6 +84,6 @@ class ComposedVariable:
     def _export_to_saved_model_graph(self, *args, **kwargs):
         raise PlacementError(
             "A SavedModel must hold whole weights. Received: an export of the variable "
-            f"'{self.path}', which lies in pieces. Save the model by `model.save('model.keras')`, "
-            "and export what `keras.models.load_model` returns."
+            f"'{self.path}', which is split. Save the model with `model.save('model.keras')`, and "
+            "export the model that `keras.models.load_model` returns."
         )

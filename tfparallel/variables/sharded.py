@@ -98,9 +98,9 @@ class ShardedVariable(ComposedVariable):
             return gathers.read(self)
         if is_in_replica() and not in_stateless_scope():
             raise PlacementError(
-                "Under shard='parameters' Keras's `fit` joins the weights that a replica reads in "
-                f"its forward pass. Received: a read of '{self.path}' in `strategy.run`, or in a "
-                "backward pass (`keras.remat`). Train by `fit`, or take shard='optimizer'."
+                "Under shard='parameters', weights can be read only in the forward pass of Keras's "
+                f"`fit`. Received: a read of '{self.path}' in `strategy.run`, or in a backward "
+                "pass (`keras.remat`). Train with `fit`, or use shard='optimizer'."
             )
         with tf.device(self.pieces[0].device):
             if self.places.workers is not None and in_stateless_scope():
@@ -232,8 +232,8 @@ def rows_of_share(
     """The rows of a sparse gradient in a share; other rows become zeros at its first row."""
     if len(shape) < 2:  # Flat.
         raise ValueError(
-            "Under `shard` what a batch reads single rows of is shared out by rows. A matrix is "
-            f"required. Received: shape {gradient.shape}. Leave `shard` out."
+            "Under `shard`, a weight with sparse gradients is sharded by rows, so it must be a "
+            f"matrix. Received: shape {gradient.shape}. Remove `shard`."
         )
     indices = gradient.indices
     inside = (indices >= start) & (indices < end)

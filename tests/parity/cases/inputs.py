@@ -336,7 +336,7 @@ CASES += [
         (
             "input: one sample weight for all rows of a batch",
             "one weight for all rows",
-            {"data": with_one_weight, "refused": {"pipeline_parallel": "is one for all rows"}},
+            {"data": with_one_weight, "refused": {"pipeline_parallel": "applies to all rows"}},
         ),
     ]
 ]
