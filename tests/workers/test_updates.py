@@ -149,10 +149,19 @@ def test_shares_of_weights_are_told_from_one_workers_own(job):
 
 
 @pytest.mark.part("parameters")
+def test_a_file_that_all_want_is_written_by_the_chief(job):
+    """The canary of `seams/saving.py`: Keras's walk over a model is that of its file."""
+    for worker, seen in enumerate(job):
+        for has_written, difference in seen["parameters"]["writers"]:
+            assert has_written is (worker == 0)
+            assert difference < 1e-9
+
+
+@pytest.mark.part("parameters")
 def test_a_save_by_one_worker_does_not_wait_for_ever(job):
     said = [seen["parameters"]["saved by one"] for seen in job]
     assert all("all workers must save together" in each for each in said)
-    assert "worker 0 came, worker 1 did not" in said[0] and "arrived too late" in said[1]
+    assert "worker 0 arrived, worker 1 did not" in said[0] and "arrived too late" in said[1]
 
 
 @pytest.mark.part("clipped shares")

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import shutil
 
+import h5py
 import keras
 import numpy as np
 import tensorflow as tf
@@ -428,6 +429,7 @@ def parameters(workers, folder):
     with path_of_chief(folder + "/shared_out.keras", workers.worker_index == 0) as path:
         model.save(path)
         results["file"] = apart(keras.models.load_model(path), one)
+    results["writers"] = [saved_by_all(model, one, f"{folder}/by_all{end}") for end in FILES]
     for interrupts in ([Interrupts()], []):
         checkpoint = tfparallel.callbacks.Checkpoint(folder + "/shared_out", every_steps=2)
         resumed = parallel(build, "every_step", shard="parameters")
@@ -461,6 +463,22 @@ def parameters(workers, folder):
     return results
 
 
+def saved_by_all(model, one, path):
+    """Whether this worker wrote a file that all save in one place; the difference of the file."""
+    opened = []
+    file = h5py.File
+    h5py.File = lambda *args, **kwargs: opened.append(args) or file(*args, **kwargs)
+    try:
+        (model.save if path.endswith(".keras") else model.save_weights)(path)
+    finally:
+        h5py.File = file
+    if path.endswith(".keras"):
+        return bool(opened), apart(keras.models.load_model(path), one)
+    copy = alone(build)
+    copy.load_weights(path)
+    return bool(opened), apart(copy, one)
+
+
 def saved_by_one(workers, model, path):
     """The chief alone saves; when it has waited long enough, the others come too late."""
     waited, files._SAVE_SECONDS = files._SAVE_SECONDS, 5.0
@@ -476,6 +494,7 @@ def saved_by_one(workers, model, path):
     return messages
 
 
+FILES = (".keras", ".weights.h5")
 PARAMETERS = {
     "clipnorm": lambda: keras.optimizers.Adam(0.05, clipnorm=0.1),
     "loss scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.05)),

@@ -4,6 +4,9 @@ Every worker may call `model.save`. The workers may use one path in a shared fol
 as in TensorFlow's tutorial; a worker cannot know which without asking the others, and the guard
 `if worker_index() == 0:` is so common that a save must not wait for other workers. So each worker
 writes to a temporary path next to the target, and then moves the result into place.
+
+If each worker has a part of the weights, all must save together anyway. Then the chief alone writes
+a file that several of them want in one place.
 """
 
 import contextlib
@@ -15,9 +18,10 @@ from typing import Any
 
 import keras
 
+from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.extend import is_own
 
-__all__ = ["can_be_streamed", "moved_into_place", "save_streamed"]
+__all__ = ["can_be_streamed", "is_path_of_chief", "moved_into_place", "save_streamed"]
 
 
 @contextlib.contextmanager
@@ -40,6 +44,25 @@ def moved_into_place(path: str) -> Iterator[str]:
             os.makedirs(target, exist_ok=True)
             for name in names:
                 os.replace(os.path.join(written, name), os.path.join(target, name))
+
+
+def is_path_of_chief(workers: ProcessGroup, path: str) -> bool:
+    """Whether a worker other than the chief would write the file that the chief writes.
+
+    All workers call it. The chief puts a marker into its folder; a worker that sees the marker in
+    its own folder has the same folder, whatever each of their hosts calls it.
+    """
+    folder, name = os.path.split(os.path.abspath(path))
+    with contextlib.ExitStack() as stack:
+        marker = ""
+        if workers.worker_index == 0:
+            with contextlib.suppress(OSError):  # The writer reports it.
+                file = tempfile.NamedTemporaryFile(prefix=".tfparallel_", dir=folder)  # noqa: SIM115
+                marker = os.path.basename(stack.enter_context(file).name)
+        marker, name_of_chief = workers.exchange([marker, name], "where to save")[0]
+        is_there = bool(marker) and os.path.exists(os.path.join(folder, marker))
+        workers.exchange(None, "who saves")  # All have looked.
+    return is_there and name == name_of_chief and workers.worker_index > 0
 
 
 def can_be_streamed(

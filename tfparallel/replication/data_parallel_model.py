@@ -32,6 +32,7 @@ from tfparallel.replication.sync_option import EVERY_STEP, Synchronization
 from tfparallel.replication.sync_policy import EveryStep, HasPolicy
 from tfparallel.replication.worker_session import WorkerSession
 from tfparallel.seams.keras import batches_of, layers_in
+from tfparallel.seams.saving import read_as_saved
 from tfparallel.step.build import build_ahead, symbolic_build, types_of_batches
 from tfparallel.step.call import Call
 from tfparallel.step.jit_compile import compiled_by_device
@@ -190,17 +191,18 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
         With `gradient_accumulation_steps` or `shard`, all workers must call it.
         """
         by_all = self._shards_parameters
-        with self._session.path_to_write(filepath, overwrite, by_all=by_all) as path:
-            arguments = self, str(path), overwrite, zipped, kwargs
-            if self._shards_parameters and can_be_streamed(*arguments):
-                return save_streamed(self, str(path))
+        streams = by_all and can_be_streamed(self, str(filepath), overwrite, zipped, kwargs)
+        with self._session.path_to_write(filepath, overwrite, by_all=by_all, once=streams) as path:
+            if streams:
+                return read_as_saved(self) if path is None else save_streamed(self, str(path))
             return super().save(path, overwrite, zipped, **kwargs)
 
     def save_weights(self, filepath, overwrite=True, **kwargs):
         """Saves the weights, as `keras.Model.save_weights` does; workers call it as `save`."""
-        by_all = self._shards_parameters
-        with self._session.path_to_write(filepath, overwrite, by_all=by_all) as path:
-            return super().save_weights(path, overwrite, **kwargs)
+        by_all, once = self._shards_parameters, not (kwargs or is_own(self, "save_weights"))
+        with self._session.path_to_write(filepath, overwrite, by_all=by_all, once=once) as path:
+            write = super().save_weights
+            return read_as_saved(self) if path is None else write(path, overwrite, **kwargs)
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         self._build_before_steps(iterator, data_batch)

@@ -23,7 +23,7 @@ import keras
 from tfparallel.callbacks import chief_only
 from tfparallel.callbacks.flight import FlightRecorder
 from tfparallel.callbacks.stall import StallGuard
-from tfparallel.checkpoint.model_files import moved_into_place
+from tfparallel.checkpoint.model_files import is_path_of_chief, moved_into_place
 from tfparallel.collectives.lost_worker import naming_lost_worker
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.data import rows_of_worker
@@ -84,14 +84,16 @@ class WorkerSession:
 
     @contextlib.contextmanager
     def path_to_write(
-        self, path: str | os.PathLike, overwrite: bool, *, by_all: bool = False
-    ) -> Iterator[str | os.PathLike]:
+        self, path: str | os.PathLike, overwrite: bool, *, by_all: bool = False, once: bool = False
+    ) -> Iterator[str | os.PathLike | None]:
         """The path for a file that other workers may write at the same time.
 
         Args:
             path: The path that the user wants.
             overwrite: Whether to replace an existing file.
             by_all: Whether each worker has a part of it, so all must write it together.
+            once: Whether a file that several workers want in one place is written by the chief
+                alone. The others get None: they have only to read what it writes.
 
         Raises:
             RuntimeError: If `by_all`, and not all workers arrive within two minutes.
@@ -103,7 +105,15 @@ class WorkerSession:
             if by_all:
                 stack.enter_context(self.together())
                 wait_to_save(self.workers, "weights")
-            yield stack.enter_context(moved_into_place(os.fspath(path))) if overwrite else path
+            if by_all and once and overwrite:
+                if is_path_of_chief(self.workers, os.fspath(path)):
+                    yield None
+                else:
+                    with moved_into_place(os.fspath(path)) as own_path:
+                        yield own_path
+                self.workers.exchange(None, "the end of saving")  # Then the file is there for all.
+            else:
+                yield stack.enter_context(moved_into_place(os.fspath(path))) if overwrite else path
 
     def begin(self, call: Call) -> None:
         """Enters the contexts of a call, and restricts its data to this worker's rows."""
