@@ -108,7 +108,7 @@ TWO = {"worker": ["a:1", "b:1"]}
         (tf_config(TWO, {"type": "ps", "index": 0}), "not 'ps': parameter servers are only for"),
         (tf_config(TWO, {"type": "master", "index": 0}), "'master': TensorFlow now calls it"),
         (tf_config(TWO, {"type": ["worker"], "index": 0}), "task's type must be one of chief"),
-        (tf_config({**TWO, "ps": ["p:1"]}, TASK), "cluster has 'ps': parameter servers are only for"),
+        (tf_config({**TWO, "ps": ["p:1"]}, TASK), "cluster has 'ps': parameter servers are only"),
         (tf_config({**TWO, "tpu": ["p:1"]}, TASK), "cluster has 'tpu': an unknown job; known"),
         (tf_config(TWO, {"type": "worker", "index": 2}), "from 0 to 1 for a worker, not 2"),
         (tf_config(TWO, {"type": "worker", "index": -1}), "from 0 to 1 for a worker, not -1"),

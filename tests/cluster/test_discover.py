@@ -238,7 +238,7 @@ def test_a_batch_script_is_no_task():
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"SLURM_STEP_NODELIST": "node[01-"}, "SLURM_STEP_NODELIST is no list of nodes"),
+        ({"SLURM_STEP_NODELIST": "node[01-"}, "SLURM_STEP_NODELIST is not a node list"),
         ({"SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": ""}, "SLURM_STEP_NODELIST is missing"),
         ({"SLURM_STEP_TASKS_PER_NODE": "two"}, "SLURM_STEP_TASKS_PER_NODE cannot be read"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, "the step has 4 tasks and 2 nodes, but 6 tasks"),
@@ -284,8 +284,8 @@ def test_what_a_pod_must_be_told(changed, words):
 
 def test_addresses_without_a_rank():
     message = refusal({"TFPARALLEL_WORKERS": "a:1,b:1"})
-    assert "TFPARALLEL_WORKERS tell of other workers, but nothing says which" in message
-    assert "TFPARALLEL_NUM_WORKERS tell" in refusal({"TFPARALLEL_NUM_WORKERS": "2"})
+    assert "TFPARALLEL_WORKERS name several workers, but not which one" in message
+    assert "TFPARALLEL_NUM_WORKERS name" in refusal({"TFPARALLEL_NUM_WORKERS": "2"})
     assert Cluster.from_env({"TFPARALLEL_WORKERS": "a:1"}) == Cluster()
 
 
@@ -293,9 +293,9 @@ def test_addresses_without_a_rank():
     ("named", "words"),
     [
         ("a:1", "it names 1 workers, and torchrun says 2"),
-        ("a:1,b", "TFPARALLEL_WORKERS[1], 'b', is no address: it has no port"),
+        ("a:1,b", "TFPARALLEL_WORKERS[1], 'b', is not a valid address: it has no port"),
         ("a:1,a:1", "TFPARALLEL_WORKERS[1] and TFPARALLEL_WORKERS[0] have the same address"),
-        ("a:1,", "TFPARALLEL_WORKERS[1], '', is no address"),
+        ("a:1,", "TFPARALLEL_WORKERS[1], '', is not a valid address"),
     ],
 )
 def test_wrong_addresses(named, words):

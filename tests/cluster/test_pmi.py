@@ -73,7 +73,7 @@ def test_a_listener_that_is_no_server_is_told(line):
         joining = pool.submit(pmi.connect, other.getsockname(), TOKEN, 1, "pmi", 5)
         with other.accept()[0] as caller:
             caller.sendall(line + b"\n")
-            with pytest.raises(OSError, match="no worker 0 of this job"):
+            with pytest.raises(OSError, match="not worker 0 of this job"):
                 joining.result(10)
 
 

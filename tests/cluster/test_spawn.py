@@ -124,7 +124,7 @@ def test_a_failure_names_the_worker_and_stops_the_others(capfd):
 
 
 def test_death_by_signal():
-    with pytest.raises(RuntimeError, match="Worker 0 was killed by SIGKILL .*because memory ran out"):
+    with pytest.raises(RuntimeError, match="Worker 0 was killed by SIGKILL .*memory ran out"):
         spawned(lambda: os.kill(os.getpid(), signal.SIGKILL), 1)
 
 

@@ -63,7 +63,8 @@ def test_the_next_worker_is_the_process_that_waits():
         waits = started(standbys)
         # A variable that is gone is taken away; one that the program has set itself stays.
         assert ran(program(2), standbys) == (["2", "-", "kept"], waits.pid, True, "word")
-        assert waits.pid != first and messages == ["1 of 1 workers on this host start in a standby process"]
+        assert waits.pid != first
+        assert messages == ["1 of 1 workers on this host start in a standby process"]
 
 
 @pytest.mark.slow

@@ -488,7 +488,7 @@ def test_two_that_say_they_are_the_same_worker():
         second = talk(workers[0], hello(workers, 1, host="b", pid=12))
         with first, second:
             expected = (
-                f"two processes say that they are worker 1 ({workers[1]}): "
+                f"two processes claim to be worker 1 ({workers[1]}): "
                 "process 11 on host a and process 12 on host b"
             )
             assert expected in read_line(first)["error"]
@@ -513,7 +513,7 @@ def test_one_too_many(longer):
     if longer:
         assert f"workers[2]: nothing on workers 0 and 1; '{workers[2]}' on worker 2" in text
     else:
-        assert "two processes say that they are worker 1" in text
+        assert "two processes claim to be worker 1" in text
 
 
 @pytest.mark.slow
@@ -525,7 +525,8 @@ def test_another_job_on_the_same_port():
     assert f"the address of worker 0 ({workers[0]}) is used by another tfparallel job" in results[2]
     for text in results[:2]:
         assert named_as_missing(text) == {2}
-        assert f"process {os.getpid()} on host {socket.gethostname()} connected as worker 2 of" in text
+        intruder = f"process {os.getpid()} on host {socket.gethostname()}"
+        assert f"{intruder} connected as worker 2 of" in text
 
 
 # Somebody dies
@@ -727,9 +728,9 @@ def test_a_crowd_of_silent_strangers(monkeypatch):
     [
         ({"workers": []}, "the list of workers is empty"),
         ({"workers": ["a:1", "a:1"]}, "workers[1] and workers[0] have the same address, 'a:1'"),
-        ({"workers": ["a:1", "b"]}, "workers[1], 'b', is no address: it has no port"),
-        ({"workers": ["a:1", "::1:2"]}, "workers[1], '::1:2', is no address"),
-        ({"workers": ["a:1", "b:65536"]}, "workers[1], 'b:65536', is no address"),
+        ({"workers": ["a:1", "b"]}, "workers[1], 'b', is not a valid address: it has no port"),
+        ({"workers": ["a:1", "::1:2"]}, "workers[1], '::1:2', is not a valid address"),
+        ({"workers": ["a:1", "b:65536"]}, "workers[1], 'b:65536', is not a valid address"),
         ({"worker_index": 2}, "worker_index is not from 0 to 1"),
         ({"worker_index": "0"}, "worker_index is not an integer"),
         ({"timeout_seconds": 0}, "timeout_seconds is not positive"),
@@ -747,5 +748,5 @@ def test_bad_arguments(changes, expected):
 
 
 def test_bad_arguments_come_together():
-    with pytest.raises(ValueError, match="'b', is no address(.|\n)*worker_index(.|\n)*timeout"):
+    with pytest.raises(ValueError, match="is not a valid address(.|\n)*worker_index(.|\n)*timeout"):
         worker_rendezvous.meet(["a:1", "b"], 7, {}, timeout_seconds=-1)

@@ -46,7 +46,7 @@ def test_mistakes_of_a_plan(capsys):
         (["--ranks=8", "--bandwidth=0"], "--bandwidth=0.0"),
         (["--ranks=8", "--local_bandwidth=9"], "add --local_ranks"),
         (["--ranks=8", "--sweep=no.json"], "--sweep=no.json"),
-        (["--ranks=8", "more.py"], "plan all_reduce takes flags alone. Received: ['more.py']"),
+        (["--ranks=8", "more.py"], "plan all_reduce takes only flags. Received: ['more.py']"),
     ]
     for arguments, message in cases:
         assert main(["plan", "all_reduce", *arguments]) == 2, arguments

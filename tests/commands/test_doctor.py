@@ -115,7 +115,7 @@ def test_what_is_suggested_suits_the_machine(name):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["models/mlp.py"], "doctor takes flags alone. Received: ['models/mlp.py']"),
+        (["models/mlp.py"], "doctor takes only flags. Received: ['models/mlp.py']"),
         (["--peer_timeout=0"], "must be above 0. Received: --peer_timeout=0"),
         (["--min_free_mib=-1"], "Received: --min_free_mib=-1"),
         (["--report=a.txt"], "must end in .json"),

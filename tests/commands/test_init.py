@@ -150,7 +150,7 @@ BROKEN = {
     "semicolons": (
         "a.csv",
         b"a;b\n1,5;2\n",
-        "Columns must be separated by commas, but this file uses ';'. Received: --data=a.csv, whose first",
+        "Columns must be separated by commas, but this file uses ';'. Received: --data=a.csv,",
     ),
     "a missing number": (
         "a.csv",
@@ -194,7 +194,7 @@ def test_an_array_of_objects(tmp_path, capsys):
     np.savez(path, x=np.zeros((9, 2)), y=np.array([{}] * 9))
     assert main(["init", str(tmp_path / "t.py"), "--kind=table", f"--data={path}"]) == 2
     error = capsys.readouterr().err
-    assert "with objects in y. Convert it, such as y.astype('float32')" in error
+    assert "with objects in y. Convert it, for example with y.astype('float32')" in error
     assert "allow_pickle" not in error
 
 
@@ -238,7 +238,7 @@ def test_a_table_of_words_and_large_numbers_is_learnt(houses, capsys):
     path = houses.parent / "mine.py"
     assert main(["init", str(path), "--kind=table", f"--data={houses}"]) == 0
     said = capsys.readouterr().out
-    assert "500 rows, the number price from 2 columns; left out, since of more than 100" in said
+    assert "500 rows, the number price from 2 columns; left out, with more than 100" in said
     task = load_task(str(path))
     (x, y), validation = task.load_data()
     # Scaled by the rows for training alone; the words are three, and one for others.

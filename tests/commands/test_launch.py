@@ -301,7 +301,7 @@ def test_a_full_folder_of_logs_does_not_end_the_job(tmp_path):
     code, shown, errors = launch([f"--log_dir={tmp_path}"], "print('a'); print('b')")
     assert (code, shown) == (0, "[0] a\n[0] b\n")
     assert errors == (
-        f"tfparallel launch: the output is not kept whole in --log_dir={tmp_path} (No space left "
+        f"tfparallel launch: the logs in --log_dir={tmp_path} are incomplete (No space left "
         "on device)\n"
     )
 
@@ -426,7 +426,7 @@ def test_a_full_disk_is_an_error(unbuffered):
 
 def test_help_on_a_full_disk_is_an_error():
     message = told_of_a_full_disk([sys.executable, "-m", "tfparallel", "launch", "--help"], "")
-    assert message.startswith("tfparallel launch: the output is not whole: [Errno 28]")
+    assert message.startswith("tfparallel launch: the output is incomplete: [Errno 28]")
     assert message.count("\n") == 1
 
 
@@ -495,7 +495,8 @@ def test_several_hosts_need_a_secret_and_are_given_the_line(
 def test_jobs_of_other_names_do_not_meet(endpoint):
     first = start(nodes(endpoint, 0, "--start_timeout=3", "--job_name=one"), TELL)
     code, _, errors = launch(nodes(endpoint, 1, "--start_timeout=1", "--job_name=other"), TELL)
-    assert code == 1 and "the launcher there belongs to job 'one', and this one to job 'other'" in errors
+    assert code == 1
+    assert "the launcher there belongs to job 'one', and this one to job 'other'" in errors
     _, errors = first.communicate(timeout=DEADLINE_SECONDS)
     assert first.returncode == 1 and "belongs to job 'other'" in errors
 

@@ -116,7 +116,7 @@ def test_auto_shares_out_what_is_too_large_for_a_replica(tmp_path):
             *train, *form, f"--save={tmp_path / name}.keras", f"--report={tmp_path / name}.json"
         )
         assert code == 0, said
-    assert shown.startswith("--parallel=auto takes data=2, shard=parameters (--parallel=data): ")
+    assert shown.startswith("--parallel=auto chose data=2, shard=parameters (--parallel=data): ")
     layers = {"tests>Mix": type(load_task(str(task)).build_model().layers[-1])}
     one, auto = (
         keras.models.load_model(tmp_path / f"{name}.keras", custom_objects=layers)

@@ -202,7 +202,7 @@ def test_errors_of_the_task_file_are_usage_errors(tmp_path):
     ("flags", "said"),
     [
         (["--num_devices=2"], "Cannot split GPU:0: TensorFlow sees 0 GPUs"),
-        (["--device_type=cpu"], "--split_gpu makes the devices itself, of a GPU. Received"),
+        (["--device_type=cpu"], "--split_gpu creates its own devices from a GPU. Received"),
     ],
 )
 def test_a_gpu_that_cannot_be_split(flags, said):

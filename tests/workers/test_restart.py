@@ -162,7 +162,7 @@ def test_a_job_that_is_told_to_end_saves_and_says_to_start_it_again(tmp_path, un
     finally:
         launcher.kill()
     assert launcher.returncode == 75, seen
-    assert "stopped by SIGTERM; the workers have saved their state" in seen, seen
+    assert "stopped by SIGTERM; the workers saved their state" in seen, seen
     done = int(re.search(r"stopped by SIGTERM: (\d+) steps are in the checkpoint", seen)[1])
     code, shown = job(*flags)
     assert code == 0 and f"({done} steps are done)" in shown, shown

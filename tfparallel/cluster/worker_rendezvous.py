@@ -103,9 +103,7 @@ def _checked_facts(workers, worker_index, facts, timeout_seconds):
         facts = json.loads(line)["facts"]
         # The hello has a few more fields.
         if len(line) > wire.MAX_BYTES - 1024:
-            problems.append(
-                f"facts take {len(line)} bytes; a message has at most {wire.MAX_BYTES}"
-            )
+            problems.append(f"facts take {len(line)} bytes; a message has at most {wire.MAX_BYTES}")
     except (TypeError, ValueError, RecursionError) as error:
         problems.append(f"facts are not JSON-serializable ({error})")
     if problems:
