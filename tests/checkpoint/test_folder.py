@@ -164,7 +164,7 @@ def test_one_that_could_not_be_read_for_a_moment_is_never_deleted(tmp_path, unre
     folder = written(tmp_path, [1, 9], keep=1)
     folder.write(1, SPECS, ARRAYS, {"step": 1})
     mend = unreadable(tmp_path / "step_00000009")
-    with pytest.warns(UserWarning, match=r"step_00000009, which cannot be read.*Input/output error"):
+    with pytest.warns(UserWarning, match=r"00000009, which cannot be read.*Input/output error"):
         assert folder.newest().content == {"step": 1}
     mend()
     for step in (2, 9, 10):
@@ -330,7 +330,7 @@ def test_a_folder_that_cannot_be_listed_is_told_or_waited_for(
         folder.write(1, [], [], {})
         assert (tmp_path / "step_00000001").is_dir()
     else:
-        with pytest.raises(CheckpointError, match="Stale file handle. The folder is currently unreadable"):
+        with pytest.raises(CheckpointError, match="Stale file handle. The folder is currently"):
             folder.write(1, [], [], {})
     monkeypatch.undo()
     folder.release()

@@ -88,7 +88,7 @@ def test_auto_trains_to_the_weights_of_one_device(tmp_path):
             *train, *form, f"--save={tmp_path / name}.keras", f"--report={tmp_path / name}.json"
         )
         assert code == 0, said
-    assert re.search(r"^--parallel=auto takes (pipeline|tensor)=2 \(--parallel=\w+\): ", shown)
+    assert re.search(r"^--parallel=auto chose (pipeline|tensor)=2 \(--parallel=\w+\): ", shown)
     models = [keras.models.load_model(tmp_path / f"{name}.keras") for name in ("none", "auto")]
     for one, other in zip(*(model.get_weights() for model in models), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)  # Sums in another order.
@@ -141,7 +141,7 @@ def test_auto_trains_what_was_the_fastest_when_tried(tmp_path):
     fastest = min(tried, key=lambda each: each["measured_seconds"])
     assert fastest == tried[0] and written["configuration"]["parallel"] == fastest["form"]
     assert written["configuration"]["num_trials"] == 0
-    assert re.search(r"^--parallel=auto takes .* (tried|alike)", shown, re.MULTILINE)
+    assert re.search(r"^--parallel=auto chose .* (tried|equally fast)", shown, re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -161,8 +161,8 @@ def test_auto_on_one_device_measures_nothing():
         (["train", BLOBS, "--parallel=auto", "--all_reduce=ring"], "with --parallel=auto"),
         (["plan", BLOBS, "--parallel=model", "--schedule=gpipe"], "with --parallel=model"),
         (["plan", BLOBS, "--parallel=hybrid"], "auto, model, pipeline"),
-        (["plan", BLOBS, "--parallel=model", "--num_trials=2"], "Drop --num_trials, or take"),
-        (["train", BLOBS, "--num_trials=2"], "=data. Drop --num_trials, or take"),
+        (["plan", BLOBS, "--parallel=model", "--num_trials=2"], "Drop --num_trials, or use"),
+        (["train", BLOBS, "--num_trials=2"], "=data. Drop --num_trials, or use"),
         (["plan", BLOBS, "--num_trials=-1"], "must be at least 0. Received: --num_trials=-1"),
     ],
     ids=["mesh", "workers", "all_reduce", "schedule", "form", "trials", "of data", "negative"],
