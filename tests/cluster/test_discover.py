@@ -241,7 +241,7 @@ def test_a_batch_script_is_no_task():
         ({"SLURM_STEP_NODELIST": "node[01-"}, "SLURM_STEP_NODELIST is not a node list"),
         ({"SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": ""}, "SLURM_STEP_NODELIST is missing"),
         ({"SLURM_STEP_TASKS_PER_NODE": "two"}, "SLURM_STEP_TASKS_PER_NODE cannot be read"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, "the step has 4 tasks and 2 nodes, but 6 tasks"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, "the step has 4 tasks and 2 nodes, but its task"),
         ({"SLURM_PROCID": "4"}, "SLURM_PROCID must be a whole number from 0 to 3, not '4'"),
         ({"SLURM_JOB_ID": ""}, "SLURM_JOB_ID is missing"),
         ({"SLURM_LOCALID": "2"}, "SLURM_LOCALID must be less than the node's 2 tasks"),
@@ -292,7 +292,7 @@ def test_addresses_without_a_rank():
 @pytest.mark.parametrize(
     ("named", "words"),
     [
-        ("a:1", "it names 1 workers, and torchrun says 2"),
+        ("a:1", "it names 1 workers, but torchrun says 2"),
         ("a:1,b", "TFPARALLEL_WORKERS[1], 'b', is not a valid address: it has no port"),
         ("a:1,a:1", "TFPARALLEL_WORKERS[1] and TFPARALLEL_WORKERS[0] have the same address"),
         ("a:1,", "TFPARALLEL_WORKERS[1], '', is not a valid address"),

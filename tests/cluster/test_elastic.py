@@ -196,7 +196,7 @@ def test_a_failure_that_ends_the_job_ends_it_at_once(start, code, expected):
     assert [launcher.end() for launcher in launchers] == expected
     if code == 3:
         said = "".join(launcher.said for launcher in launchers)
-        assert "--nnodes=2:2, and 1 host would be left" in said
+        assert "--nnodes=2:2, but only 1 host would be left" in said
 
 
 @pytest.mark.slow

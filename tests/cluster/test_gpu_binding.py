@@ -50,7 +50,7 @@ def test_a_single_visible_gpu_is_this_workers_own_or_shared():
     one = {"CUDA_VISIBLE_DEVICES": "0"}
     assert cluster.device_environment(one) == {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}
     assert cluster.device_environment({**one, "TF_FORCE_GPU_ALLOW_GROWTH": "false"}) == {}
-    with pytest.raises(ValueError, match=r"cannot share 1 GPU equally.*Start 1 worker a host"):
+    with pytest.raises(ValueError, match=r"cannot share 1 GPU equally.*Start 1 worker per host"):
         cluster.device_environment({"SLURM_GPUS_ON_NODE": "1"})
 
 

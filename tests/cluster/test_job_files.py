@@ -221,7 +221,7 @@ def test_every_word_comes_out_of_kubernetes_as_it_was(word):
         (["--emit=slurm", "--image=a"], ["--image is for --emit=kubernetes"]),
         (["--emit=kubernetes", "--image=a", "--volume=a"], ["--volume must be CLAIM:/PATH"]),
         (["--emit=slurm", "--sbatch_args=long"], ["must begin with '-'"]),
-        (["--emit=slurm", "--job_name=My Job", "--nnodes=0"], ["--job_name must be", "--nnodes"]),
+        (["--emit=slurm", "--job_name=My Job", "--nnodes=0"], ["--job_name must have", "--nnodes"]),
         (["--emit=slurm", "--node_rank=1"], ["--node_rank cannot be in a job file"]),
         (["--emit=slurm", "--job_name=3d"], ["start with a letter"]),
         (

@@ -58,7 +58,7 @@ def test_a_plan_of_a_cluster(capsys, tmp_path):
     arguments = ["--ranks=64", "--local_ranks=8", f"--report={report}"]
     assert main(["plan", "all_reduce", *arguments]) == 0
     shown = capsys.readouterr().out
-    assert "64 ranks, 8 a host" in shown and "between hosts: 10 us a message, 25 GB/s" in shown
+    assert "64 ranks, 8 per host" in shown and "between hosts: 10 us a message, 25 GB/s" in shown
     assert "agree: hierarchical, hierarchical_ring, ring" in shown
     assert "fastest by formula: recursive_doubling from 4 KiB, " in shown
     written = json.loads(report.read_text())

@@ -266,7 +266,7 @@ def test_mistakes_of_both_commands(capsys, command, arguments, message):
         (["--steps_per_epoch=0"], "Received: --steps_per_epoch=0"),
         (["--save=model.h5"], "must end in .keras. Received: --save=model.h5"),
         (["--save=no/a.keras"], "does not exist. Received: --save=no/a.keras"),
-        ([f"--checkpoint_dir={BLOBS}"], "is a file"),
+        ([f"--checkpoint_dir={BLOBS}"], "must not be a file"),
         (["--checkpoint_every_steps=5"], "or add --checkpoint_dir."),
         (
             ["--checkpoint_dir=a", "--checkpoint_every_steps=0"],
