@@ -46,7 +46,7 @@ CASES = {
     "an array": (lambda: batches(X), r"Received: ndarray of shape \(8, 4\). Put .* \(x, y\)"),
     "lengths": (lambda: batches((X, Y[1:])), r"of shapes \(8, 4\), \(7, 2\)"),
     "numbers": (lambda: batches((1, 2)), r"Received: arrays of shapes \(\), \(\)"),
-    "no example": (lambda: batches((X[:0], Y[:0])), "and at least one"),
+    "no example": (lambda: batches((X[:0], Y[:0])), ", at least one"),
     "a data set, batch of 0": (
         lambda: batches(tf.data.Dataset.from_tensor_slices((X, Y)), global_batch_size=0),
         "Received: global_batch_size=0",
@@ -84,7 +84,7 @@ CASES = {
     "Checkpoint": (lambda: callbacks.Checkpoint(None), "Received: directory=None. Write"),
     "start_timeout": (lambda: tfparallel.init(start_timeout=-1), "Received: start_timeout=-1"),
     "stall_timeout": (lambda: tfparallel.init(stall_timeout="1"), "Received: stall_timeout='1'"),
-    "all_reduce": (lambda: tfparallel.init(all_reduce="foo"), "Received: all_reduce='foo'. Leave"),
+    "all_reduce": (lambda: tfparallel.init(all_reduce="foo"), "Received: all_reduce='foo'. Omit"),
     "compression": (lambda: tfparallel.init(compression="foo"), "foo"),
     "list_devices": (
         lambda: tfparallel.devices.list_devices("TPU"), "CPU or GPU, .* Received: device_type='TPU'"

@@ -50,7 +50,7 @@ def test_troubles_are_told_one_a_line_and_the_exit_code_is_1(tmp_path):
         "own port", "worker 1", "disk", "TensorFlow",
     ]  # fmt: skip
     assert all(" -> " in line for line in broken)
-    assert f"held by process {os.getpid()} (" in shown
+    assert f"used by process {os.getpid()} (" in shown
     report = json.loads((tmp_path / "doctor.json").read_text())
     assert report["verdict"] == "broken" and report["command"] == "doctor"
     verdicts = {finding["check"]: finding["verdict"] for finding in report["findings"]}

@@ -214,7 +214,7 @@ def test_the_verdict_on_a_fault(ours, theirs, verdict, meaning):
 
 def test_a_fault_that_crashed_is_told_and_so_are_two_workers():
     finding = doctor._fault_finding("clipping", None, "killed by SIGSEGV", ["probe"])
-    assert finding.verdict == "broken" and "tried: killed by SIGSEGV" in finding.meaning
+    assert finding.verdict == "broken" and "did not complete: killed by SIGSEGV" in finding.meaning
     finding = doctor._workers_finding({"ours": {"difference": 0.0}}, "", ["probe"])
     assert finding.verdict == "ok" and "they connect" in finding.meaning and not finding.is_upstream
     finding = doctor._workers_finding({"ours": {"error": "RuntimeError: x"}}, "", ["probe"])

@@ -102,7 +102,7 @@ def test_the_fastest_comes_first_and_says_why():
     assert second.mesh == Mesh(data=2, pipeline=2)
     said = why_first(ranking)
     assert said.startswith("data=4 takes 8")  # 144 s and sums, of 180 s and sums.
-    assert "the next, data=2, pipeline=2, whose passes take 36 s more" in said
+    assert "the next, data=2, pipeline=2, whose passes take 36 s longer" in said
     assert "(its stages idle 20% of the time)" in said
 
 
