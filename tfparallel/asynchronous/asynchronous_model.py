@@ -331,9 +331,9 @@ def _refuse_hidden_names(model: keras.Model) -> None:
     ]
     if hidden:
         raise ValueError(
-            f"Under sync='async' tfparallel adds {', '.join(map(repr, hidden))} to the model. A "
-            f"class without such names is required. Received: {original_class(model).__name__}, "
-            "which defines one itself. Rename it."
+            f"Under sync='async' tfparallel adds {', '.join(map(repr, hidden))} to the model, whose "
+            "class must not define the same names. Received: class "
+            f"{original_class(model).__name__}. Rename them."
         )
 
 
