@@ -331,8 +331,8 @@ def _refuse_hidden_names(model: keras.Model) -> None:
     ]
     if hidden:
         raise ValueError(
-            f"Under sync='async' tfparallel adds {', '.join(map(repr, hidden))} to the model, whose "
-            "class must not define the same names. Received: class "
+            f"Under sync='async' tfparallel adds {', '.join(map(repr, hidden))} to the model; "
+            "its class must not define the same names. Received: class "
             f"{original_class(model).__name__}. Rename them."
         )
 
