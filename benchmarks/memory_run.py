@@ -33,7 +33,6 @@ def main(limit, num_layers, num_steps, output, mode):
     devices = {"placed": tfparallel.connect_to_cluster, "single": lambda: ["CPU:0"]}.get(mode)
     devices = devices and devices()
     import keras
-    from sklearn.datasets import load_digits
 
     from tfparallel.placement.report import held_by_device
 
@@ -44,15 +43,7 @@ def main(limit, num_layers, num_steps, output, mode):
         model = tfparallel.model_parallel(
             lambda: build(num_layers), devices=devices, batch_size=BATCH
         )
-    model.compile(
-        # A gradient near zero, whose sign is rounding, must not move its weight by a full step.
-        keras.optimizers.Adam(1e-4, epsilon=1e-2),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    )
-    digits = load_digits()
-    number = num_steps * BATCH
-    x, y = digits.data[:number].astype("float32") / 16, digits.target[:number]
-    history = model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=2).history
+    history = trained(model, num_steps)
     report = {"loss": history["loss"][-1], "num_parameters": model.count_params()}
     if mode == "start":
         report["data_bytes"] = data_bytes()
@@ -62,6 +53,22 @@ def main(limit, num_layers, num_steps, output, mode):
     else:
         model.save_weights(output)
     pathlib.Path(f"{output}.json").write_text(json.dumps(report))
+
+
+def trained(model, num_steps):
+    """Trains a model for some steps; returns Keras's history."""
+    import keras
+    from sklearn.datasets import load_digits
+
+    model.compile(
+        # A gradient near zero, whose sign is rounding, must not move its weight by a full step.
+        keras.optimizers.Adam(1e-4, epsilon=1e-2),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    digits = load_digits()
+    number = num_steps * BATCH
+    x, y = digits.data[:number].astype("float32") / 16, digits.target[:number]
+    return model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=2).history
 
 
 def build(num_layers):

@@ -15,21 +15,18 @@ weights, their gradients and Adam's two slots, is five times that (`--times`). I
 import json
 import math
 import pathlib
-import subprocess
 import sys
 import tempfile
 
 import contest
 import environment
 import memory
-import sharded_memory_run
+import memory_run
 
 from tfparallel.texts import parse_bytes
 
 RUN = pathlib.Path(__file__).with_name("sharded_memory_run.py")
-LAYER_BYTES = 4 * sharded_memory_run.WIDTH**2
-NUM_STEPS = 3
-DEADLINE_SECONDS = 1800.0
+LAYER_BYTES = 4 * memory_run.WIDTH**2
 # Weights, gradients and two slots.
 COPIES = 4
 
@@ -67,17 +64,7 @@ def main(arguments):
 
 def run(limit, num_layers, output, mode, launched=()):
     """Trains once; returns the report, or the error and exit code."""
-    program = [sys.executable, RUN, limit, num_layers, NUM_STEPS, output, mode]
-    done = subprocess.run(
-        [*launched, *map(str, program)],
-        cwd=contest.TOP,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        timeout=DEADLINE_SECONDS,
-        check=False,
-    )
+    done = memory.run(limit, num_layers, output, mode, launched, check=False, program=RUN)
     if done.returncode:
         return {"error": memory.last_words(done.stdout), "exit_code": done.returncode}
     return json.loads(pathlib.Path(f"{output}.json").read_text())
@@ -101,9 +88,9 @@ def page(results, described, options):
     lines = [
         "## Memory: a model in shares",
         "",
-        f"{results['num_layers']} dense layers of {sharded_memory_run.WIDTH} units, "
-        f"{shares['num_parameters']:,} weights in float32, Adam, {NUM_STEPS} steps of "
-        f"{sharded_memory_run.BATCH} of scikit-learn's digits, {options.num_processes} workers. "
+        f"{results['num_layers']} dense layers of {memory_run.WIDTH} units, "
+        f"{shares['num_parameters']:,} weights in float32, Adam, {memory.NUM_STEPS} steps of "
+        f"{memory_run.BATCH} of scikit-learn's digits, {options.num_processes} workers. "
         f"RLIMIT_DATA is {options.limit} a process; a worker that trains almost nothing takes some "
         "of it.",
         "",

@@ -16,8 +16,6 @@ import threading
 import memory_run
 import numpy as np
 
-WIDTH, BATCH, SEED = 4096, 16, 7
-
 
 def main(limit, num_layers, num_steps, output, mode):
     memory_run.reserve_little()
@@ -25,24 +23,15 @@ def main(limit, num_layers, num_steps, output, mode):
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))  # Before TensorFlow takes any.
     peak = PeakData()
     import keras
-    from sklearn.datasets import load_digits
 
     import tfparallel
 
-    keras.utils.set_random_seed(SEED)
+    keras.utils.set_random_seed(memory_run.SEED)
     if mode == "shares":
         model = tfparallel.data_parallel(lambda: build(num_layers), shard="parameters")
     else:
         model = build(num_layers)
-    model.compile(
-        # A gradient near zero, whose sign is rounding, must not move its weight by a full step.
-        keras.optimizers.Adam(1e-4, epsilon=1e-2),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    )
-    digits = load_digits()
-    number = num_steps * BATCH
-    x, y = digits.data[:number].astype("float32") / 16, digits.target[:number]
-    history = model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=2).history
+    history = memory_run.trained(model, num_steps)
     report = {"loss": history["loss"][-1], "num_parameters": model.count_params()}
     report["peak_data_bytes"] = peak.stop()
     largest, is_chief = 0.0, mode == "plain" or tfparallel.worker_index() == 0
@@ -71,11 +60,14 @@ def build(num_layers):
     from keras import layers
 
     inputs = keras.Input((64,), name="pixels")
-    x = layers.Dense(WIDTH, name="first")(inputs)
+    x = layers.Dense(memory_run.WIDTH, name="first")(inputs)
     for index in range(num_layers):
-        initializer = keras.initializers.VarianceScaling(0.02)
         y = layers.Dense(
-            WIDTH, "gelu", use_bias=False, kernel_initializer=initializer, name=f"dense{index}"
+            memory_run.WIDTH,
+            activation="gelu",
+            use_bias=False,
+            kernel_initializer=keras.initializers.VarianceScaling(0.02),
+            name=f"dense{index}",
         )(x)
         x = layers.Add(name=f"add{index}")([x, y])
     return keras.Model(inputs, layers.Dense(10, name="logits")(x), name="wide")

@@ -5,8 +5,8 @@ as in TensorFlow's tutorial; a worker cannot know which without asking the other
 `if worker_index() == 0:` is so common that a save must not wait for other workers. So each worker
 writes to a temporary path next to the target, and then moves the result into place.
 
-If each worker has a part of the weights, all must save together anyway. Then the chief alone writes
-a file that several of them want in one place.
+If each worker has a part of the weights, all of them must save together anyway. The chief then
+writes a file that several workers save to the same place.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import keras
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.extend import is_own
 
-__all__ = ["can_be_streamed", "is_path_of_chief", "moved_into_place", "save_streamed"]
+__all__ = ["can_be_streamed", "is_written_by_chief", "moved_into_place", "save_streamed"]
 
 
 @contextlib.contextmanager
@@ -46,23 +46,28 @@ def moved_into_place(path: str) -> Iterator[str]:
                 os.replace(os.path.join(written, name), os.path.join(target, name))
 
 
-def is_path_of_chief(workers: ProcessGroup, path: str) -> bool:
-    """Whether a worker other than the chief would write the file that the chief writes.
+def is_written_by_chief(workers: ProcessGroup, path: str, may_share: bool) -> bool:
+    """Whether this worker can leave its file to the chief, which writes the same one.
 
-    All workers call it. The chief puts a marker into its folder; a worker that sees the marker in
-    its own folder has the same folder, whatever each of their hosts calls it.
+    All workers must call it. The chief creates a marker in its folder; a worker that sees the
+    marker in its own folder saves to the same place, even if its host mounts it elsewhere.
+
+    Args:
+        workers: The process group of all workers.
+        path: The path at which this worker saves.
+        may_share: Whether this worker may leave its file to the chief, or write it for others.
     """
     folder, name = os.path.split(os.path.abspath(path))
     with contextlib.ExitStack() as stack:
         marker = ""
-        if workers.worker_index == 0:
-            with contextlib.suppress(OSError):  # The writer reports it.
+        if workers.worker_index == 0 and may_share:
+            with contextlib.suppress(OSError):  # Saving reports the error.
                 file = tempfile.NamedTemporaryFile(prefix=".tfparallel_", dir=folder)  # noqa: SIM115
                 marker = os.path.basename(stack.enter_context(file).name)
         marker, name_of_chief = workers.exchange([marker, name], "where to save")[0]
-        is_there = bool(marker) and os.path.exists(os.path.join(folder, marker))
-        workers.exchange(None, "who saves")  # All have looked.
-    return is_there and name == name_of_chief and workers.worker_index > 0
+        is_same = name == name_of_chief and os.path.exists(os.path.join(folder, marker))
+        workers.exchange(None, "who saves")  # The marker stays until all workers have looked.
+    return bool(marker) and is_same and may_share and workers.worker_index > 0
 
 
 def can_be_streamed(

@@ -15,7 +15,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import keras
@@ -23,7 +23,7 @@ import keras
 from tfparallel.callbacks import chief_only
 from tfparallel.callbacks.flight import FlightRecorder
 from tfparallel.callbacks.stall import StallGuard
-from tfparallel.checkpoint.model_files import is_path_of_chief, moved_into_place
+from tfparallel.checkpoint.model_files import is_written_by_chief, moved_into_place
 from tfparallel.collectives.lost_worker import naming_lost_worker
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.data import rows_of_worker
@@ -92,8 +92,8 @@ class WorkerSession:
             path: The path that the user wants.
             overwrite: Whether to replace an existing file.
             by_all: Whether each worker has a part of it, so all must write it together.
-            once: Whether a file that several workers want in one place is written by the chief
-                alone. The others get None: they have only to read what it writes.
+            once: Whether the chief may write the file for other workers that save it to the same
+                place. They get None, and only take part in reading the values.
 
         Raises:
             RuntimeError: If `by_all`, and not all workers arrive within two minutes.
@@ -105,15 +105,17 @@ class WorkerSession:
             if by_all:
                 stack.enter_context(self.together())
                 wait_to_save(self.workers, "weights")
-            if by_all and once and overwrite:
-                if is_path_of_chief(self.workers, os.fspath(path)):
+                if is_written_by_chief(self.workers, os.fspath(path), once and overwrite):
                     yield None
-                else:
-                    with moved_into_place(os.fspath(path)) as own_path:
-                        yield own_path
-                self.workers.exchange(None, "the end of saving")  # Then the file is there for all.
-            else:
-                yield stack.enter_context(moved_into_place(os.fspath(path))) if overwrite else path
+                    self._wait_until_saved()
+                    return
+            with moved_into_place(os.fspath(path)) if overwrite else nullcontext(path) as written:
+                yield written
+            if by_all:
+                self._wait_until_saved()
+
+    def _wait_until_saved(self) -> None:
+        self.workers.exchange(None, "the end of saving")
 
     def begin(self, call: Call) -> None:
         """Enters the contexts of a call, and restricts its data to this worker's rows."""
