@@ -117,11 +117,12 @@ def test_each_replica_may_keep_its_share_of_the_optimizer(job):
 
 
 @pytest.mark.part("shares")
-@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
-def test_a_step_in_shares_computes_no_shape_that_is_static(job, shard):
+@pytest.mark.parametrize(("shard", "num_cuts"), [("optimizer", 4), ("parameters", 2)])
+def test_shares_are_cut_only_for_the_devices_of_a_worker(job, shard, num_cuts):
+    """Two devices: whole weights are cut for each, gradients of a kernel and a bias split once."""
+    expected = {"Pack": 0, "Pad": 0, "Split": 2, "SplitV": 0, "StridedSlice": num_cuts}
     for seen in job:
-        of_two_layers, of_four_layers = seen["shares"]["computed shapes"][shard]
-        assert of_two_layers == of_four_layers
+        assert seen["shares"]["added"][shard] == expected
 
 
 @pytest.mark.part("parameters")

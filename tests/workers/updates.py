@@ -1,5 +1,6 @@
 """What each worker of `test_updates.py` runs."""
 
+import collections
 import contextlib
 import functools
 import shutil
@@ -278,20 +279,20 @@ def shares(workers, folder):
     slots = [v for v in model.optimizer.variables if hasattr(v, "_sharded")]
     num_held = sum(copies(slot)[0].shape.num_elements() for slot in slots)
     elements = sum(int(np.prod(w.shape)) for w in model.trainable_variables)
-    computed = {shard: num_computed_shapes(shard) for shard in ("optimizer", "parameters")}
+    added = {shard: num_shape_operations(shard) for shard in ("optimizer", "parameters")}
     return {
         "weights": apart(model, one),
         "held": num_held,
         "sent": sent,
         "elements": elements,
-        "computed shapes": computed,
+        "added": added,
     }
 
 
-def num_computed_shapes(shard):
-    """How many shapes a step of 2 and of 4 layers packs from sizes that it computes."""
+def num_shape_operations(shard):
+    """By type, how many operations that only cut or pad a further layer adds to a step."""
     numbers, fewest, sharding._FEWEST = [], sharding._FEWEST, 20
-    for num_layers in (2, 4):
+    for num_layers in (2, 3):
         graphs = []
 
         def loss(targets, outputs, graphs=graphs):
@@ -299,16 +300,17 @@ def num_computed_shapes(shard):
             return tf.reduce_mean(tf.square(targets - outputs), axis=-1)
 
         def build_deep(num_layers=num_layers):
-            hidden = [layers.Dense(5) for _ in range(num_layers)]
+            hidden = [layers.Dense(8) for _ in range(num_layers)]  # The replicas divide its rows.
             return keras.Sequential([keras.Input((5,)), *hidden, layers.Dense(2)])
 
         model = parallel(build_deep, "every_step", shard=shard)
         model.compile("adam", loss)
         model.fit(*data(ROWS), batch_size=ROWS, verbose=0)
         step = max((graph.get_operations() for graph in graphs), key=len)
-        numbers.append(sum(op.type == "Pack" for op in step))
+        numbers.append(collections.Counter(op.type for op in step))
     sharding._FEWEST = fewest
-    return numbers
+    added = numbers[1] - numbers[0]
+    return {kind: added[kind] for kind in ("Pack", "Pad", "Split", "SplitV", "StridedSlice")}
 
 
 def clipped_shares(workers, folder):
