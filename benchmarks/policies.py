@@ -14,6 +14,7 @@ POLICIES = {
     "accumulate:4": {"sync": "accumulate:4"},
     "accumulate:4, powersgd:2": {"sync": "accumulate:4", "compression": "powersgd:2"},
     "local_sgd:8": {"sync": "local_sgd:8"},
+    "diloco:8": {"sync": "diloco:8"},
     POST_LOCAL: {"sync": POST_LOCAL},
 }
 

@@ -50,8 +50,8 @@ def trained(
     return model, history.history
 
 
-def by_hand(every, num_batches, last, epochs=2, rate=0.1):
-    """Plain Keras on the rows of each worker, averaged by hand."""
+def by_hand(every, num_batches, last, is_outer=False, epochs=2, rate=0.1):
+    """Plain Keras on the rows of each worker, averaged by hand; with outer steps, as in DiLoCo."""
     x, y = data(num_batches, last)
     keras.utils.set_random_seed(5)
     models = [build() for _ in range(2)]
@@ -60,14 +60,24 @@ def by_hand(every, num_batches, last, epochs=2, rate=0.1):
         model.compile(keras.optimizers.SGD(rate), loss)
         model.set_weights(models[0].get_weights())
     rows, steps = np.zeros(len(models)), 0
+    before = models[0].get_weights()
+    momentum = [np.zeros_like(weight) for weight in before]
 
     def average():
-        nonlocal rows, steps
+        nonlocal rows, steps, before, momentum
         if not rows.sum():
             return
         shares = rows / rows.sum()
         by_weight = zip(*(model.get_weights() for model in models), strict=True)
         mean = [sum(s * w for s, w in zip(shares, each, strict=True)) for each in by_weight]
+        if is_outer:
+            moved = [weight - m for weight, m in zip(before, mean, strict=True)]
+            momentum = [0.9 * b + delta for b, delta in zip(momentum, moved, strict=True)]
+            mean = [
+                weight - 0.7 * (delta + 0.9 * b)
+                for weight, delta, b in zip(before, moved, momentum, strict=True)
+            ]
+            before = mean
         for model in models:
             model.set_weights(mean)
         rows, steps = np.zeros(len(models)), 0
@@ -172,10 +182,11 @@ def every_step(workers, folder):
     }
 
 
-def averaged(workers, every, last):
-    model, history = trained(f"local_sgd:{every}", last=last)
+def averaged(workers, every, last, policy="local_sgd"):
+    model, history = trained(f"{policy}:{every}", last=last)
+    expected = by_hand(every, 5, last, is_outer=policy == "diloco")
     return {
-        "by hand": apart(model.get_weights(), by_hand(every, 5, last)),
+        "by hand": apart(model.get_weights(), expected),
         "between workers": between_workers(workers, model.get_weights()),
         "history": history,
         "examples": 4 * ROWS + last,
@@ -213,13 +224,13 @@ def in_the_middle(workers, folder):
     return {"evaluated": reads.seen, "history": history}
 
 
-def resumed(workers, folder, every):
+def resumed(workers, folder, every, policy="local_sgd"):
     def with_adam(epochs, *callbacks):
         optimizer = keras.optimizers.Adam(0.05)
-        sync = f"local_sgd:{every}"
+        sync = f"{policy}:{every}"
         return trained(sync, epochs=epochs, optimizer=optimizer, callbacks=callbacks)[0]
 
-    checkpoints = f"{folder}/{every}"
+    checkpoints = f"{folder}/{policy}-{every}"
     whole = with_adam(2)
     with_adam(1, tfparallel.callbacks.Checkpoint(checkpoints))
     model = with_adam(2, tfparallel.callbacks.Checkpoint(checkpoints))
@@ -230,9 +241,9 @@ def resumed(workers, folder, every):
 
 
 def options_of_keras(workers, folder):
-    plain, differences = trained("local_sgd:2")[0].get_weights(), {}
+    plain, differences = trained("diloco:2")[0].get_weights(), {}
     for option, value in (("jit_compile", True), ("steps_per_execution", 2)):
-        model, _ = trained("local_sgd:2", **{option: value})
+        model, _ = trained("diloco:2", **{option: value})
         differences[option] = apart(model.get_weights(), plain)
     return differences
 
@@ -261,12 +272,15 @@ PARTS = {
     "2, 5": lambda workers, folder: averaged(workers, 2, 5),
     "3, 1": lambda workers, folder: averaged(workers, 3, 1),
     "100, 8": lambda workers, folder: averaged(workers, 100, ROWS),
+    "diloco: 2, 5": lambda workers, folder: averaged(workers, 2, 5, "diloco"),
+    "diloco: 3, 1": lambda workers, folder: averaged(workers, 3, 1, "diloco"),
     "post_local_sgd": post_local_sgd,
     "bytes": sent_bytes,
     "in the middle": in_the_middle,
     # The epoch's last step, the fifth, is none that averages, or one.
     "every 3": lambda workers, folder: resumed(workers, folder, 3),
     "every 5": lambda workers, folder: resumed(workers, folder, 5),
+    "diloco: every 3": lambda workers, folder: resumed(workers, folder, 3, "diloco"),
     "options": options_of_keras,
     "masks": lambda workers, folder: masks(),
     "refused": refusals,

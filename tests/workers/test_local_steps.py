@@ -11,7 +11,7 @@ from tfparallel.replication.sync_option import Synchronization
 from .jobs import ROOT, run_workers
 
 PROGRAM = ROOT / "tests/workers/local_steps.py"
-AVERAGED = ["2, 5", "3, 1", "100, 8"]
+AVERAGED = ["2, 5", "3, 1", "100, 8", "diloco: 2, 5", "diloco: 3, 1"]
 
 
 @pytest.fixture(name="job", scope="module")
@@ -75,13 +75,13 @@ def test_what_was_averaged_is_not_sent_again(job):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", each_a_part(["every 3", "every 5"]))
+@pytest.mark.parametrize("every", each_a_part(["every 3", "every 5", "diloco: every 3"]))
 def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(job, every):
     assert [seen[every]["weights"] for seen in job] == [0, 0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", each_a_part(["every 3", "every 5"]))
+@pytest.mark.parametrize("every", each_a_part(["every 3", "every 5", "diloco: every 3"]))
 def test_an_epoch_ends_with_one_state_of_the_optimizer(job, every):
     """Also where its last step has averaged the weights, and no rows came after it."""
     assert [seen[every]["state"] for seen in job] == [0, 0]
@@ -135,7 +135,8 @@ def test_a_task_is_trained_and_reported(tmp_path, flags):
 
 @pytest.mark.parametrize(
     "spec",
-    ["every_step", "accumulate:4", "accumulate:auto", "local_sgd:8", "post_local_sgd:100,8"],
+    ["every_step", "accumulate:4", "accumulate:auto"]
+    + ["local_sgd:8", "post_local_sgd:100,8", "diloco:8"],
 )
 def test_it_prints_as_it_was_asked_for(spec):
     assert str(Synchronization.parse(spec)) == spec
@@ -144,7 +145,7 @@ def test_it_prints_as_it_was_asked_for(spec):
 @pytest.mark.parametrize(
     "spec",
     ["never", "accumulate", "accumulate:0", "local_sgd", "local_sgd:0", "local_sgd:x"]
-    + ["post_local_sgd:8", "local_sgd:2,3"],
+    + ["post_local_sgd:8", "local_sgd:2,3", "diloco", "diloco:0"],
 )
 def test_invalid_policies_raise(spec):
     with pytest.raises(ValueError, match="`sync` must be every_step, .* Received: "):

@@ -6,7 +6,8 @@ Four groups, which are read and written at different times:
 * `metrics`: the running sums of the epoch, which Keras resets at its start;
 * `seeds`: the counter of Keras's global seed generator, for layers without their own;
 * `unsent`: the errors of the workers' compressed gradients (`collectives/compression.py`), and the
-  variables that determine the number of steps per update (`replication/noise_scale.py`).
+  variables of the synchronization policy: those that determine the number of steps per update
+  (`replication/noise_scale.py`), or the momentum of the outer step (`replication/outer_step.py`).
 
 Keras's weights files hold only the first group, without the counters, so a run resumed from one
 would repeat its dropout masks.
@@ -83,7 +84,7 @@ def describe(model: keras.Model) -> dict[str, list[list[Any]]]:
     }
     workers, compression = _compression(model)
     unsent = compression.describe(workers, model.trainable_variables) if compression else []
-    policy = [[name, [], variable.dtype.name] for name, variable in _policy_state(model).items()]
+    policy = [[k, v.shape.as_list(), v.dtype.name] for k, v in _policy_state(model).items()]
     return specs | {"unsent": [*unsent, *policy]}
 
 
@@ -159,7 +160,7 @@ def restore_unsent(model: keras.Model, names: Sequence[str], arrays: Iterable[np
 
 
 def _policy_state(model) -> dict[str, tf.Variable]:
-    """Returns the variables that determine the number of steps per update."""
+    """Returns the variables of the synchronization policy."""
     return model.kept_between_updates() if hasattr(model, "kept_between_updates") else {}
 
 

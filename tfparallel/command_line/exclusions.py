@@ -54,10 +54,10 @@ EXCLUDES = (
         )
     ),
     Excludes(
-        ("sync=local_sgd|post_local_sgd", "compression"),
+        ("sync=local_sgd|post_local_sgd|diloco", "compression"),
         "--compression applies to gradients, but workers that take local steps send weights.",
     ),
-    Excludes(("sync=local_sgd|post_local_sgd", "shard"), _ALONE),
+    Excludes(("sync=local_sgd|post_local_sgd|diloco", "shard"), _ALONE),
     Excludes(
         ("shard=parameters", "compression"),
         "With --shard=parameters, gradients are sent uncompressed to the owners of the shards.",

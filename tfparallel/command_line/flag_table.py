@@ -210,10 +210,10 @@ TABLE = {
         Flag("compression", _IN_PARALLEL, "Between workers: send gradients in fewer bytes, which "
             f"is not exact: {compression_name.FORMS}.", shown="HOW", read=CompressionName.parse),
         Flag("sync", _IN_PARALLEL, "When weights are updated, and workers synchronize: "
-            f"{sync_option.FORMS}. Default: every_step. local_sgd, post_local_sgd and async need "
-            "several workers, and are not exact; async needs `tfparallel launch --num_ps=1`. "
-            "pipeline and hybrid support only every_step and accumulate:N.", shown="WHEN",
-            read=Synchronization.parse),
+            f"{sync_option.FORMS}. Default: every_step. local_sgd, post_local_sgd, diloco and "
+            "async need several workers, and are not exact; async needs `tfparallel launch "
+            "--num_ps=1`. pipeline and hybrid support only every_step and accumulate:N.",
+            shown="WHEN", read=Synchronization.parse),
         Flag("shard", _IN_PARALLEL, "What to shard over the replicas. For data and hybrid: "
             "optimizer state. For data also: gradients accumulated by --sync=accumulate:N, or the "
             "weights and all gradients.", choices=list(SHARED_OUT),

@@ -73,10 +73,11 @@ def data_parallel(
             `"accumulate:auto"` updates every N steps, and doubles N at the end of an epoch if the
             gradient noise scale says that a larger batch pays. `"local_sgd:8"` averages weights
             every 8 steps, between which each worker trains alone; `"post_local_sgd:1000,8"` does
-            so from step 1,000 on. `"async"` never synchronizes: each worker updates weights on
-            servers, with gradients that miss at most a few updates of the others, or as many as
-            `"async:6"` says, in a job of `tfparallel launch --num_ps=1`. See
-            `docs/synchronization.md`. Replicas in one process always agree.
+            so from step 1,000 on; `"diloco:8"` adds an outer step to each average. `"async"` never
+            synchronizes: each worker updates weights on servers, with gradients that miss at most
+            a few updates of the others, or as many as `"async:6"` says, in a job of
+            `tfparallel launch --num_ps=1`. See `docs/synchronization.md`. Replicas in one process
+            always agree.
         shard: What each of the N replicas of all workers keeps 1/N of; the weights come out the
             same. `"optimizer"`: the optimizer state. `"gradients"`: also the gradients that
             `sync="accumulate:4"` accumulates, at the cost of a sum over the workers in each step.

@@ -6,7 +6,8 @@
 Each worker steps on its rows of the batch as if it were the only one: its replicas stay exact, with
 batch normalization over all rows of the worker. Nothing is sent between averages. At the end of an
 epoch, the weights and the optimizer state are averaged, so `evaluate`, files and checkpoints see
-the state of all workers; metrics are summed then, too.
+the state of all workers; metrics are summed then, too. `sync="diloco:8"` follows each average of
+the weights with an outer step (`outer_step.py`).
 
 References:
     H steps: Sebastian U. Stich, "Local SGD Converges Fast and Communicates Little",
@@ -23,6 +24,7 @@ from tfparallel.data import rows_of_worker
 from tfparallel.data.rows_of_replica import count_rows
 from tfparallel.extend import is_own
 from tfparallel.replication import sample_partition
+from tfparallel.replication.outer_step import OuterStep
 from tfparallel.replication.sync_policy import BeginsEpochs, EveryStep, first_of
 from tfparallel.seams.tensorflow import ResourceVariable
 
@@ -63,6 +65,7 @@ class LocalSgd(EveryStep):
         self._has_begun = False  # Whether the steps before `start` are over.
         # Since the last average of the weights, and of the optimizer state.
         self._since = (_Since.now(), _Since.now())
+        self._outer = OuterStep() if sync.is_outer else None
 
     @property
     def _is_ever_alone(self) -> bool:
@@ -90,6 +93,17 @@ class LocalSgd(EveryStep):
     @property
     def _num_updates(self) -> int:
         return int(self.model.optimizer.iterations)
+
+    def begin_epoch(self) -> None:
+        """Begins an epoch: the next outer step is taken from the current weights."""
+        super().begin_epoch()
+        if self._outer is not None and self.is_silent:
+            with self.model.strategy.program():
+                self._outer.begin(self.model.trainable_weights)
+
+    def resumable_state(self) -> dict[str, tf.Variable]:
+        """The variables by name that a resumed run needs, equal on all workers."""
+        return self._outer.momentums(self.model.trainable_weights) if self._outer else {}
 
     def before_step(self) -> None:
         """Switches to local steps after `start` updates; waits for their count until then."""
@@ -133,6 +147,8 @@ class LocalSgd(EveryStep):
         """Trains on this worker's rows, and averages the weights every H steps."""
         if not self.is_silent:
             return default(data)
+        if self._outer is not None:
+            self._outer.prepare(self.model.trainable_weights)
         if sample_partition.unmarked(data) is data:  # A global batch: each worker takes its rows.
             self.model._session.compare(data, "fit")
         local_rows, num_rows = self._local_rows(data)
@@ -191,9 +207,13 @@ class LocalSgd(EveryStep):
         ]
         summed = self.model._workers.all_reduce([*weighted, *shares])
         sums, totals = summed[: len(terms)], summed[len(terms) :]
+        in_outer_step = {id(v) for v in self.model.trainable_weights} if self._outer else ()
         for (variable, i), term, total in zip(variables, terms, sums, strict=True):
             mean = total / tf.cast(tf.maximum(totals[i], 1.0), term.dtype)
-            variable.assign(tf.where(totals[i] > 0, mean, term))
+            value = tf.where(totals[i] > 0, mean, term)
+            if id(variable) in in_outer_step:
+                value = self._outer.step(variable, value)
+            variable.assign(value)
         for _, since in groups:
             since.forget()
 

@@ -6,7 +6,7 @@ __all__ = ["EVERY_STEP", "FORMS", "Synchronization"]
 
 FORMS = (
     "every_step, accumulate:N such as accumulate:4, accumulate:auto, local_sgd:H such as "
-    "local_sgd:8, post_local_sgd:START,H, async, or async:STALENESS"
+    "local_sgd:8, post_local_sgd:START,H, diloco:H, async, or async:STALENESS"
 )
 
 
@@ -16,6 +16,7 @@ class Synchronization(NamedTuple):
     Attributes:
         every: H, the number of steps between averages of the weights; None to sum gradients.
         start: The number of steps that sum gradients before averaging begins.
+        is_outer: Whether an average is followed by an outer step, as in DiLoCo.
         accumulated: N, the initial number of steps per update.
         grows: Whether N is doubled if a larger batch pays.
         is_async: Whether each worker independently updates weights on servers.
@@ -25,6 +26,7 @@ class Synchronization(NamedTuple):
 
     every: int | None = None
     start: int = 0
+    is_outer: bool = False
     accumulated: int = 1
     grows: bool = False
     is_async: bool = False
@@ -56,6 +58,10 @@ class Synchronization(NamedTuple):
             values, expected = _whole(numbers), "local_sgd takes the steps between two averages"
             if len(values) == 1 and values[0] >= 1:
                 return cls(values[0])
+        elif kind == "diloco":
+            values, expected = _whole(numbers), "diloco takes the steps between two outer steps"
+            if len(values) == 1 and values[0] >= 1:
+                return cls(values[0], is_outer=True)
         elif kind == "post_local_sgd":
             values = _whole(numbers)
             expected = "post_local_sgd takes the steps before it starts and between averages"
@@ -86,7 +92,7 @@ class Synchronization(NamedTuple):
             return "every_step" if self.accumulated == 1 else f"accumulate:{self.accumulated}"
         if self.start:
             return f"post_local_sgd:{self.start},{self.every}"
-        return f"local_sgd:{self.every}"
+        return f"diloco:{self.every}" if self.is_outer else f"local_sgd:{self.every}"
 
 
 EVERY_STEP = Synchronization()
