@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfparallel.extend import attach
 from tfparallel.judge.arguments import placeholder_of, type_of_argument
 from tfparallel.judge.kept_attributes import attributes_kept, kept_tensors, plain_attributes
 from tfparallel.judge.metric_sums import SUMS, growth_of
@@ -25,7 +26,7 @@ from tfparallel.judge.propagation import (
     judged_graph,
     notes_of,
 )
-from tfparallel.judge.rules.draws import draws
+from tfparallel.judge.rules.draws import draws, is_drawn_by_row
 from tfparallel.judge.size import ROWS, depends_on_rows
 from tfparallel.judge.where import line_of, place_in
 from tfparallel.seams.keras import layers_in, mask_of, seed_generators_of
@@ -299,16 +300,22 @@ def _judged(layer, trace: _Trace) -> Proof:
         rows.append((part, placement.axis if isinstance(placement, Shard) else None))
     outputs = [each for each in judged if each is not None]
     fault, exchanges = faults[0] if faults else None, bool(exchanges_of(judge.graph))
-    number, drawing = len(judge.graph.get_operations()), _drawing(layer, judge.graph)
+    number, drawing = len(judge.graph.get_operations()), _drawing(layer, judge)
     return Proof(fault, outputs, rows, number, drawing, stored, counted, exchanges)
 
 
-def _drawing(layer, graph) -> list[keras.Layer]:
-    layers = {}
-    for op, _, innermost in _draws(layer, graph):
-        if not isinstance(innermost, keras.layers.Dropout):
-            part, _ = place_in(layer, op, of_models=True)
-            layers[id(part)] = part
+def _drawing(layer, judge) -> list[keras.Layer]:
+    """Returns the layers that draw other random values in pieces than on one device."""
+    layers, is_eager = {}, tf.executing_eagerly()
+    for op, drawn, innermost in _draws(layer, judge.graph):
+        is_by_row = op is drawn and is_drawn_by_row(op, judge.of(op.outputs[0]).placement)
+        if isinstance(innermost, keras.layers.Dropout) or (is_by_row and not is_eager):
+            continue
+        part, _ = place_in(layer, op, of_models=True)
+        layers[id(part)] = part
+        if not is_by_row:
+            for generator in seed_generators_of(innermost):
+                attach(generator, _draws_by_row=False)
     return list(layers.values())
 
 

@@ -9,6 +9,8 @@ On one device, a layer is called once per step; here M times, and again in a rec
 """
 
 import contextlib
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -17,8 +19,10 @@ import tensorflow as tf
 from tfparallel.compute_context import context, within
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.extend import extend
+from tfparallel.judge.propagation import is_judging
 from tfparallel.placement.layer_devices import PlacementError
-from tfparallel.replication.random import IndexedDropout
+from tfparallel.replication.random import IndexedDropout, drawing_by, global_seed_generator
+from tfparallel.replication.row_draws import Seed
 from tfparallel.seams.keras import layers_in, seed_generators_of
 
 __all__ = ["Pass", "StepMemory", "computing", "current_pass", "extend_random_layers"]
@@ -31,10 +35,12 @@ class StepMemory:
 
     Attributes:
         seeds: The seeds drawn with the first micro-batch.
+        global_seeds: Keras's global seed generator, for a pass.
     """
 
     def __init__(self):
         self.seeds: dict[Any, tf.Tensor] = {}
+        self.global_seeds = extend(copy.copy(global_seed_generator()), MicroBatchSeedGenerator)
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
     def outside(self) -> contextlib.AbstractContextManager:
@@ -81,22 +87,35 @@ def current_pass() -> Pass | None:
     return context().stage_pass
 
 
-def computing(stage_pass: Pass | None) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def computing(stage_pass: Pass | None) -> Iterator[None]:
     """Makes `stage_pass` the pass of this thread, and its rows the current shard; None for none."""
-    return within(stage_pass=stage_pass, shard=None if stage_pass is None else stage_pass.shard)
+    if stage_pass is None:
+        with within(stage_pass=None, shard=None):
+            yield
+        return
+    with (
+        within(stage_pass=stage_pass, shard=stage_pass.shard),
+        drawing_by(stage_pass.memory.global_seeds),
+    ):
+        yield
 
 
 class MicroBatchSeedGenerator:
     """Extends `keras.random.SeedGenerator`: one draw per step for all micro-batches."""
 
+    _draws_by_row = True  # As in `ReplicaSeedGenerator`.
+
     def next(self, ordered=True):
-        """Returns the step's seed, with the micro-batch's index folded into its first word."""
+        """Returns the step's seed; it draws this micro-batch's rows of the whole batch."""
         stage_pass = current_pass()
         if stage_pass is None:
-            return super().next(ordered)
+            seed = super().next(ordered)
+            return Seed.of(seed) if self._draws_by_row and is_judging() else seed
         seed = self._of_step(stage_pass, ordered)
         index = tf.cast(stage_pass.shard.replica, tf.int64)
-        return seed + tf.cast(tf.stack([index * _FOLD % 2**31, 0]), seed.dtype)
+        of_piece = seed + tf.cast(tf.stack([index * _FOLD % 2**31, 0]), seed.dtype)
+        return Seed.of(seed, of_piece) if self._draws_by_row else of_piece
 
     def next_global(self):
         """Returns the step's seed as one device draws it."""

@@ -1,14 +1,19 @@
-"""Random numbers in replicas: different on each replica, and reproducible.
+"""Random numbers in replicas: those that one device draws for the same rows.
 
 Keras counts its draws in a variable of which every replica holds a copy, so under `tf.distribute`
 all replicas draw the same mask. Here
 
 * a dropout mask is drawn by the global index of the examples: each replica draws only those
-  elements of the one-device mask that belong to its rows, so training with dropout is exact;
-* any other layer draws with the replica's index folded into its seed, which is reproducible.
+  elements of the one-device mask that belong to its rows;
+* any other draw is divided by its shape (`row_draws.py`).
 """
 
+import contextlib
+import copy
+import functools
 import math
+import random
+from collections.abc import Callable, Iterator
 
 import keras
 import tensorflow as tf
@@ -16,23 +21,35 @@ import tensorflow as tf
 from tfparallel.data import provenance
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.extend import extend
-from tfparallel.judge.propagation import note
-from tfparallel.seams.keras import noise_shape_of
+from tfparallel.judge.propagation import is_judging, note
+from tfparallel.replication.row_draws import Seed
+from tfparallel.seams.keras import (
+    GLOBAL_SEED_GENERATOR,
+    get_global,
+    make_global_seed_generator,
+    noise_shape_of,
+    set_global,
+)
 
 _PHILOX_WORDS = 4  # 32-bit numbers per step of the counter (Salmon et al., SC 2011).
 _FOLD = 0x9E3779B1  # Odd, so that r ↦ r·_FOLD is one-to-one modulo 2³².
 
 
 class ReplicaSeedGenerator:
-    """Extends `keras.random.SeedGenerator` to return a different seed on each replica."""
+    """Extends `keras.random.SeedGenerator`: a replica draws the values of its own rows."""
+
+    _draws_by_row = True  # False if the judge finds a draw that cannot be divided into rows.
 
     def next(self, ordered=True):
-        """Returns the next seed, with the replica's index folded into its first word."""
-        seed = super().next(ordered)
-        shard = shards.current()
-        if shard is None or (isinstance(shard.replica, int) and shard.replica == shard.stream == 0):
-            return seed
-        return seed + _folded(shard.replica, shard.stream, seed.dtype)
+        """Returns the next seed; in a replica, one that draws its rows of the whole batch."""
+        seed, shard = super().next(ordered), shards.current()
+        if shard is None:
+            return Seed.of(seed) if self._draws_by_row and is_judging() else seed
+        of_batch = seed if shard.stream == 0 else seed + _folded(0, shard.stream, seed.dtype)
+        is_first = isinstance(shard.replica, int) and shard.replica == 0
+        folded = 0 if is_first else _folded(shard.replica, 0, seed.dtype)
+        of_piece = of_batch + folded
+        return Seed.of(of_batch, of_piece) if self._draws_by_row else of_piece
 
     def next_global(self):
         """Returns the next seed as on one device, for the replica's batch."""
@@ -45,6 +62,38 @@ class ReplicaSeedGenerator:
 def by_replica(generator: keras.random.SeedGenerator) -> keras.random.SeedGenerator:
     """Extends a generator to draw different numbers on each replica."""
     return extend(generator, ReplicaSeedGenerator)
+
+
+def global_seed_generator() -> keras.random.SeedGenerator:
+    """Keras's global seed generator, created if there is none yet."""
+    if get_global(GLOBAL_SEED_GENERATOR) is None:
+        python_state = random.getstate()  # An unseeded generator takes its seed from Python's.
+        with tf.init_scope():  # Its variable must outlive the step that is being traced.
+            make_global_seed_generator()
+        random.setstate(python_state)
+    return get_global(GLOBAL_SEED_GENERATOR)
+
+
+@contextlib.contextmanager
+def drawing_by(generator: keras.random.SeedGenerator) -> Iterator[None]:
+    """Makes a generator Keras's global one in this thread, within the block."""
+    before = get_global(GLOBAL_SEED_GENERATOR)
+    set_global(GLOBAL_SEED_GENERATOR, generator)
+    try:
+        yield
+    finally:
+        set_global(GLOBAL_SEED_GENERATOR, before)
+
+
+def drawing_by_row(call: Callable) -> Callable:
+    """Wraps a call that the judge traces: Keras's global seed draws as in a piece of the batch."""
+
+    @functools.wraps(call)
+    def wrapped(*args, **kwargs):
+        with drawing_by(by_replica(copy.copy(global_seed_generator()))):
+            return call(*args, **kwargs)
+
+    return wrapped
 
 
 def hold_state(generator: keras.random.SeedGenerator, strategy) -> None:

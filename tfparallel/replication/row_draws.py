@@ -1,0 +1,159 @@
+"""Random numbers of a piece of the batch: those that one device draws for the same rows.
+
+A `Seed` tells TensorFlow's draws to come here (`tf.experimental.dispatch_for_api`). A draw whose
+shape holds the number of rows is made for the whole batch, and a piece keeps its own rows; any
+other draw is that of one device. So a layer that draws through a `keras.random.SeedGenerator`, such
+as `GaussianNoise`, `LSTM(dropout=…)`, `RandomFlip` or your own, trains as on one device.
+
+Some draws do not say which of their rows belong to which example: those of an eager step, whose
+shape is plain numbers, and distributions other than those below. There, each piece folds its index
+into the seed: reproducible, but not what one device draws.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.data import provenance
+from tfparallel.data import rows_of_replica as shards
+from tfparallel.judge.rules.draws import by_row
+
+__all__ = ["Seed"]
+
+
+class Seed(tf.experimental.ExtensionType):
+    """The seed of a draw, as `keras.random` narrows it; converts to the seed of this piece alone.
+
+    Attributes:
+        of_batch: The seed that one device draws with, of shape `(2,)` and int32.
+        of_piece: A seed with the piece's index folded in, for draws that cannot be divided.
+    """
+
+    of_batch: tf.Tensor
+    of_piece: tf.Tensor
+
+    @classmethod
+    def of(cls, of_batch: tf.Tensor, of_piece: tf.Tensor | None = None) -> "Seed":
+        """Returns the seed from those of a `keras.random.SeedGenerator`, in 64 bits."""
+        narrow = _narrowed(of_batch)
+        return cls(narrow, narrow if of_piece is None else _narrowed(of_piece))
+
+    @property
+    def dtype(self) -> tf.DType:
+        """The type of both, by which Keras sees that they are narrow."""
+        return self.of_batch.dtype
+
+
+def _narrowed(seed):
+    return tf.cast(tf.math.floormod(seed, tf.int32.max - 1), tf.int32)
+
+
+def _as_tensor(seed, dtype=None, name=None, as_ref=False):
+    del as_ref
+    return tf.cast(seed.of_piece, dtype or tf.int32, name)
+
+
+tf.register_tensor_conversion_function(Seed, _as_tensor)
+
+
+@tf.experimental.dispatch_for_api(tf.random.stateless_uniform, {"seed": Seed})
+def _uniform(
+    shape, seed, minval=0, maxval=None, dtype=tf.float32, name=None, alg="auto_select"
+):
+    return _drawn(
+        seed,
+        shape,
+        lambda sizes, numbers: tf.random.stateless_uniform(
+            sizes, numbers, minval, maxval, dtype, name, alg
+        ),
+    )
+
+
+@tf.experimental.dispatch_for_api(tf.random.stateless_normal, {"seed": Seed})
+def _normal(
+    shape, seed, mean=0.0, stddev=1.0, dtype=tf.float32, name=None, alg="auto_select"
+):
+    return _drawn(
+        seed,
+        shape,
+        lambda sizes, numbers: tf.random.stateless_normal(
+            sizes, numbers, mean, stddev, dtype, name, alg
+        ),
+    )
+
+
+@tf.experimental.dispatch_for_api(tf.random.stateless_truncated_normal, {"seed": Seed})
+def _truncated_normal(
+    shape, seed, mean=0.0, stddev=1.0, dtype=tf.float32, name=None, alg="auto_select"
+):
+    return _drawn(
+        seed,
+        shape,
+        lambda sizes, numbers: tf.random.stateless_truncated_normal(
+            sizes, numbers, mean, stddev, dtype, name, alg
+        ),
+    )
+
+
+@tf.experimental.dispatch_for_api(tf.nn.experimental.stateless_dropout, {"seed": Seed})
+def _dropout(x, rate, seed, rng_alg=None, noise_shape=None, name=None):
+    x = tf.convert_to_tensor(x)
+    sizes = keras.ops.shape(x) if noise_shape is None else noise_shape
+    ones = _drawn(
+        seed,
+        sizes,
+        lambda whole, numbers: tf.nn.experimental.stateless_dropout(
+            tf.ones(whole, x.dtype), rate, numbers, rng_alg or "auto_select", name=name
+        ),
+    )
+    # A product alone would turn dropped infinite values into NaN.
+    return tf.where(ones != 0, x * ones, tf.zeros([], x.dtype))
+
+
+def _drawn(
+    seed: Seed,
+    shape: Sequence | tf.Tensor,
+    draw: Callable[[Any, tf.Tensor], tf.Tensor],
+) -> tf.Tensor:
+    """Draws the values of this piece's rows.
+
+    Args:
+        seed: The seed.
+        shape: The shape of the piece's values.
+        draw: Draws values of a shape with a seed of TensorFlow's.
+    """
+    sizes = _sizes(shape)
+    if tf.executing_eagerly() or sizes is None:
+        return draw(shape, seed.of_piece)
+    with_rows = [
+        axis
+        for axis, size in enumerate(sizes)
+        if tf.is_symbolic_tensor(size) and provenance.counts_rows(size)
+    ]
+    if len(with_rows) > 1:
+        return draw(shape, seed.of_piece)
+    axis, shard = with_rows[0] if with_rows else None, shards.current()
+    if shard is None or axis is None:
+        with by_row(axis):
+            return draw(shape, seed.of_batch)
+    of_row = sizes[axis] // shard.num_rows_used  # An axis may hold several values of each row.
+    num_rows = shard.num_global_rows if shard.num_drawn_rows is None else shard.num_drawn_rows
+    whole = [*sizes[:axis], num_rows * of_row, *sizes[axis + 1 :]]
+    begin = [0] * len(sizes)
+    begin[axis] = shard.first_row_used * of_row
+    return tf.slice(draw(tf.stack(whole), seed.of_batch), tf.stack(begin), tf.stack(sizes))
+
+
+def _sizes(shape) -> list | None:
+    """The sizes of a shape, numbers where they are known; None if it is not known how many."""
+    if not tf.is_symbolic_tensor(shape):
+        return list(shape)
+    if shape.op.type == "Shape" and shape.op.inputs[0].shape.rank is not None:
+        known = list(shape.op.inputs[0].shape)
+    else:
+        known = tf.get_static_value(shape, partial=True)
+    if known is None:
+        return None
+    return [shape[axis] if size is None else int(size) for axis, size in enumerate(known)]
