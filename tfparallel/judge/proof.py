@@ -79,8 +79,7 @@ class Proof(NamedTuple):
         outputs: The judgements of the outputs, flat.
         rows: The axis that holds the rows in the input of each layer that asked; None for none.
         num_operations: The number of operations judged.
-        drawing: The layers that draw random numbers, except `Dropout`, which draws the same values
-            for a row as in the whole batch.
+        drawing: The layers that draw other random values in pieces than on one device.
         stored: The layer and attribute of each tensor that a layer keeps.
         counted: The layer and attribute of each value that every call changes: it counts calls,
             and pieces make more calls.
@@ -104,7 +103,7 @@ class Proof(NamedTuple):
             f"{self.num_operations} operations, for any number of rows: each output has a row for "
             "each example, computed from that example alone",
             *(["pieces exchange batch statistics"] if self.exchanges else []),
-            *([f"random values are drawn by {', '.join(names)}"] if names else []),
+            *([f"other random values are drawn by {', '.join(names)}"] if names else []),
         ])  # fmt: skip
 
     @property
@@ -305,17 +304,27 @@ def _judged(layer, trace: _Trace) -> Proof:
 
 
 def _drawing(layer, judge) -> list[keras.Layer]:
-    """Returns the layers that draw other random values in pieces than on one device."""
-    layers, is_eager = {}, tf.executing_eagerly()
+    """Returns the layers that draw other random values in pieces than on one device.
+
+    Tells their seed generators how to draw.
+    """
+    layers, axes, is_eager = {}, {}, tf.executing_eagerly()
     for op, drawn, innermost in _draws(layer, judge.graph):
-        is_by_row = op is drawn and is_drawn_by_row(op, judge.of(op.outputs[0]).placement)
-        if isinstance(innermost, keras.layers.Dropout) or (is_by_row and not is_eager):
+        if isinstance(innermost, keras.layers.Dropout):
             continue
-        part, _ = place_in(layer, op, of_models=True)
-        layers[id(part)] = part
-        if not is_by_row:
-            for generator in seed_generators_of(innermost):
+        placement = judge.of(op.outputs[0]).placement if op is drawn else None
+        is_by_row, row_axes = is_drawn_by_row(op, placement), {getattr(placement, "axis", None)}
+        generators = [g for part in layers_in(innermost) for g in seed_generators_of(part)]
+        for generator in generators:
+            row_axes |= axes.get(id(generator), set())
+            axes[id(generator)] = row_axes
+            attach(generator, _row_axes=frozenset(row_axes))
+            if not is_by_row:
                 attach(generator, _draws_by_row=False)
+        # The shape of an eager draw does not tell where its rows are.
+        if not is_by_row or (is_eager and not (generators and len(row_axes) == 1)):
+            part, _ = place_in(layer, op, of_models=True)
+            layers[id(part)] = part
     return list(layers.values())
 
 

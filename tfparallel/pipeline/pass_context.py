@@ -22,7 +22,7 @@ from tfparallel.extend import extend
 from tfparallel.judge.propagation import is_judging
 from tfparallel.placement.layer_devices import PlacementError
 from tfparallel.replication.random import IndexedDropout, drawing_by, global_seed_generator
-from tfparallel.replication.row_draws import Seed
+from tfparallel.replication.row_draws import DividedSeeds
 from tfparallel.seams.keras import layers_in, seed_generators_of
 
 __all__ = ["Pass", "StepMemory", "computing", "current_pass", "extend_random_layers"]
@@ -101,21 +101,19 @@ def computing(stage_pass: Pass | None) -> Iterator[None]:
         yield
 
 
-class MicroBatchSeedGenerator:
+class MicroBatchSeedGenerator(DividedSeeds):
     """Extends `keras.random.SeedGenerator`: one draw per step for all micro-batches."""
-
-    _draws_by_row = True  # As in `ReplicaSeedGenerator`.
 
     def next(self, ordered=True):
         """Returns the step's seed; it draws this micro-batch's rows of the whole batch."""
         stage_pass = current_pass()
         if stage_pass is None:
             seed = super().next(ordered)
-            return Seed.of(seed) if self._draws_by_row and is_judging() else seed
+            return self._divided(seed, seed) if is_judging() else seed
         seed = self._of_step(stage_pass, ordered)
         index = tf.cast(stage_pass.shard.replica, tf.int64)
         of_piece = seed + tf.cast(tf.stack([index * _FOLD % 2**31, 0]), seed.dtype)
-        return Seed.of(seed, of_piece) if self._draws_by_row else of_piece
+        return self._divided(seed, of_piece)
 
     def next_global(self):
         """Returns the step's seed as one device draws it."""

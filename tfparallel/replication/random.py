@@ -22,7 +22,7 @@ from tfparallel.data import provenance
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.extend import extend
 from tfparallel.judge.propagation import is_judging, note
-from tfparallel.replication.row_draws import Seed
+from tfparallel.replication.row_draws import DividedSeeds
 from tfparallel.seams.keras import (
     GLOBAL_SEED_GENERATOR,
     get_global,
@@ -35,21 +35,18 @@ _PHILOX_WORDS = 4  # 32-bit numbers per step of the counter (Salmon et al., SC 2
 _FOLD = 0x9E3779B1  # Odd, so that r ↦ r·_FOLD is one-to-one modulo 2³².
 
 
-class ReplicaSeedGenerator:
+class ReplicaSeedGenerator(DividedSeeds):
     """Extends `keras.random.SeedGenerator`: a replica draws the values of its own rows."""
-
-    _draws_by_row = True  # False if the judge finds a draw that cannot be divided into rows.
 
     def next(self, ordered=True):
         """Returns the next seed; in a replica, one that draws its rows of the whole batch."""
         seed, shard = super().next(ordered), shards.current()
         if shard is None:
-            return Seed.of(seed) if self._draws_by_row and is_judging() else seed
+            return self._divided(seed, seed) if is_judging() else seed
         of_batch = seed if shard.stream == 0 else seed + _folded(0, shard.stream, seed.dtype)
         is_first = isinstance(shard.replica, int) and shard.replica == 0
         folded = 0 if is_first else _folded(shard.replica, 0, seed.dtype)
-        of_piece = of_batch + folded
-        return Seed.of(of_batch, of_piece) if self._draws_by_row else of_piece
+        return self._divided(of_batch, of_batch + folded)
 
     def next_global(self):
         """Returns the next seed as on one device, for the replica's batch."""

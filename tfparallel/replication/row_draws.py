@@ -5,9 +5,9 @@ shape holds the number of rows is made for the whole batch, and a piece keeps it
 other draw is that of one device. So a layer that draws through a `keras.random.SeedGenerator`, such
 as `GaussianNoise`, `LSTM(dropout=…)`, `RandomFlip` or your own, trains as on one device.
 
-Some draws do not say which of their rows belong to which example: those of an eager step, whose
-shape is plain numbers, and distributions other than those below. There, each piece folds its index
-into the seed: reproducible, but not what one device draws.
+Some draws do not say which of their rows belong to which example: those in a loop, and
+distributions other than those below. There, each piece folds its index into the seed: reproducible,
+but not what one device draws.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,9 @@ from tfparallel.data import provenance
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.judge.rules.draws import by_row
 
-__all__ = ["Seed"]
+__all__ = ["DividedSeeds", "Seed"]
+
+_UNKNOWN, _NONE = -2, -1  # Axes of a `Seed`.
 
 
 class Seed(tf.experimental.ExtensionType):
@@ -29,21 +31,42 @@ class Seed(tf.experimental.ExtensionType):
     Attributes:
         of_batch: The seed that one device draws with, of shape `(2,)` and int32.
         of_piece: A seed with the piece's index folded in, for draws that cannot be divided.
+        axis: For an eager step, whose shapes are plain numbers: the axis of the draw that holds the
+            rows, or -1 for none.
     """
 
     of_batch: tf.Tensor
     of_piece: tf.Tensor
-
-    @classmethod
-    def of(cls, of_batch: tf.Tensor, of_piece: tf.Tensor | None = None) -> "Seed":
-        """Returns the seed from those of a `keras.random.SeedGenerator`, in 64 bits."""
-        narrow = _narrowed(of_batch)
-        return cls(narrow, narrow if of_piece is None else _narrowed(of_piece))
+    axis: int = _UNKNOWN
 
     @property
     def dtype(self) -> tf.DType:
         """The type of both, by which Keras sees that they are narrow."""
         return self.of_batch.dtype
+
+
+class DividedSeeds:
+    """Extends `keras.random.SeedGenerator` to draw values that belong to rows.
+
+    The judge sets the attributes when it has seen the draws of a call.
+
+    Attributes:
+        _draws_by_row: False if a draw cannot be divided into rows.
+        _row_axes: The axes that hold the rows in the draws; None for a draw without rows.
+    """
+
+    _draws_by_row = True
+    _row_axes: frozenset[int | None] = frozenset()
+
+    def _divided(self, of_batch: tf.Tensor, of_piece: tf.Tensor) -> Seed | tf.Tensor:
+        """Returns the seed with which a piece draws, from those of Keras's, in 64 bits."""
+        axis = _UNKNOWN
+        if tf.executing_eagerly() and len(self._row_axes) == 1:
+            (row_axis,) = self._row_axes
+            axis = _NONE if row_axis is None else row_axis
+        if not self._draws_by_row or (tf.executing_eagerly() and axis == _UNKNOWN):
+            return of_piece
+        return Seed(_narrowed(of_batch), _narrowed(of_piece), axis)
 
 
 def _narrowed(seed):
@@ -124,17 +147,10 @@ def _drawn(
         shape: The shape of the piece's values.
         draw: Draws values of a shape with a seed of TensorFlow's.
     """
-    sizes = _sizes(shape)
-    if tf.executing_eagerly() or sizes is None:
+    sizes, shard = _sizes(shape), shards.current()
+    if sizes is None or len(axes := _axes_with_rows(sizes, seed)) > 1:
         return draw(shape, seed.of_piece)
-    with_rows = [
-        axis
-        for axis, size in enumerate(sizes)
-        if tf.is_symbolic_tensor(size) and provenance.counts_rows(size)
-    ]
-    if len(with_rows) > 1:
-        return draw(shape, seed.of_piece)
-    axis, shard = with_rows[0] if with_rows else None, shards.current()
+    axis = axes[0] if axes else None
     if shard is None or axis is None:
         with by_row(axis):
             return draw(shape, seed.of_batch)
@@ -146,10 +162,20 @@ def _drawn(
     return tf.slice(draw(tf.stack(whole), seed.of_batch), tf.stack(begin), tf.stack(sizes))
 
 
+def _axes_with_rows(sizes, seed) -> list[int]:
+    if tf.executing_eagerly():
+        return [] if seed.axis == _NONE else [seed.axis]
+    return [
+        axis
+        for axis, size in enumerate(sizes)
+        if tf.is_symbolic_tensor(size) and provenance.counts_rows(size)
+    ]
+
+
 def _sizes(shape) -> list | None:
     """The sizes of a shape, numbers where they are known; None if it is not known how many."""
     if not tf.is_symbolic_tensor(shape):
-        return list(shape)
+        return list(shape.numpy() if tf.is_tensor(shape) else shape)
     if shape.op.type == "Shape" and shape.op.inputs[0].shape.rank is not None:
         known = list(shape.op.inputs[0].shape)
     else:
