@@ -109,8 +109,6 @@ def why_not_in_pieces(layer: keras.Layer, call: Callable, args: tuple, kwargs: d
             return _refusal(layer, layer, f"it fails for another number of rows: {error}")
         raise  # As the step would, which is traced in the same way.
     attach(layer, _proof=proof)
-    for part, axis in proof.rows:
-        attach(part, _row_axes={axis} | getattr(part, "_row_axes", set()))
     return None if proof.fault is None else refusal_of(layer, proof.fault)
 
 

@@ -24,7 +24,6 @@ from tfparallel.judge.propagation import (
     exchanged,
     exchanges_of,
     judged_graph,
-    notes_of,
 )
 from tfparallel.judge.rules.draws import draws, is_drawn_by_row
 from tfparallel.judge.size import ROWS, depends_on_rows
@@ -77,7 +76,6 @@ class Proof(NamedTuple):
     Attributes:
         fault: The first fault; None if there is none.
         outputs: The judgements of the outputs, flat.
-        rows: The axis that holds the rows in the input of each layer that asked; None for none.
         num_operations: The number of operations judged.
         drawing: The layers that draw other random values in pieces than on one device.
         stored: The layer and attribute of each tensor that a layer keeps.
@@ -88,7 +86,6 @@ class Proof(NamedTuple):
 
     fault: Fault | None
     outputs: list[Judged]
-    rows: list[tuple[keras.Layer, int | None]]
     num_operations: int
     drawing: list[keras.Layer]
     stored: list[tuple[keras.Layer, str]]
@@ -293,14 +290,10 @@ def _judged(layer, trace: _Trace) -> Proof:
         faults.append(
             _fault(layer, f"variable '{operation.inputs[0].name}'", placement, operation.inputs[1])
         )
-    rows = []
-    for part, tensor in notes_of(judge.graph):
-        placement = judge.of(tensor).placement
-        rows.append((part, placement.axis if isinstance(placement, Shard) else None))
     outputs = [each for each in judged if each is not None]
     fault, exchanges = faults[0] if faults else None, bool(exchanges_of(judge.graph))
     number, drawing = len(judge.graph.get_operations()), _drawing(layer, judge)
-    return Proof(fault, outputs, rows, number, drawing, stored, counted, exchanges)
+    return Proof(fault, outputs, number, drawing, stored, counted, exchanges)
 
 
 def _drawing(layer, judge) -> list[keras.Layer]:
@@ -310,11 +303,11 @@ def _drawing(layer, judge) -> list[keras.Layer]:
     """
     layers, axes, is_eager = {}, {}, tf.executing_eagerly()
     for op, drawn, innermost in _draws(layer, judge.graph):
-        if isinstance(innermost, keras.layers.Dropout):
-            continue
         placement = judge.of(op.outputs[0]).placement if op is drawn else None
         is_by_row, row_axes = is_drawn_by_row(op, placement), {getattr(placement, "axis", None)}
-        generators = [g for part in layers_in(innermost) for g in seed_generators_of(part)]
+        is_model = isinstance(innermost, keras.Model)  # Its layers draw for themselves.
+        parts = [innermost] if is_model else layers_in(innermost)  # A recurrent layer has a cell.
+        generators = [generator for part in parts for generator in seed_generators_of(part)]
         for generator in generators:
             row_axes |= axes.get(id(generator), set())
             axes[id(generator)] = row_axes

@@ -2,9 +2,8 @@
 
 On one device, a layer is called once per step; here M times, and again in a recompute. So
 
-* a seed is drawn with the first micro-batch, and the others reuse it. A dropout mask is drawn by
-  the examples' index in the whole batch, so it equals that of one device bit by bit; any other
-  layer folds the micro-batch's index into the seed: reproducible;
+* a seed is drawn with the first micro-batch, and the others reuse it: each draws the values of its
+  rows of the whole batch (`replication/row_draws.py`);
 * in a recompute, each draw repeats its first result.
 """
 
@@ -21,7 +20,7 @@ from tfparallel.data import rows_of_replica as shards
 from tfparallel.extend import extend
 from tfparallel.judge.propagation import is_judging
 from tfparallel.placement.layer_devices import PlacementError
-from tfparallel.replication.random import IndexedDropout, drawing_by, global_seed_generator
+from tfparallel.replication.random import drawing_by, global_seed_generator
 from tfparallel.replication.row_draws import DividedSeeds
 from tfparallel.seams.keras import layers_in, seed_generators_of
 
@@ -115,11 +114,6 @@ class MicroBatchSeedGenerator(DividedSeeds):
         of_piece = seed + tf.cast(tf.stack([index * _FOLD % 2**31, 0]), seed.dtype)
         return self._divided(seed, of_piece)
 
-    def next_global(self):
-        """Returns the step's seed as one device draws it."""
-        stage_pass = current_pass()
-        return super().next() if stage_pass is None else self._of_step(stage_pass, True)
-
     def _of_step(self, stage_pass: Pass, ordered):
         key = stage_pass.key(self)
         if stage_pass.memory.is_in_control_flow():
@@ -139,7 +133,5 @@ class MicroBatchSeedGenerator(DividedSeeds):
 def extend_random_layers(model: keras.Model) -> None:
     """Makes the random layers of a model draw as described above."""
     for layer in layers_in(model):
-        if isinstance(layer, keras.layers.Dropout):
-            extend(layer, IndexedDropout)
         for generator in seed_generators_of(layer):
             extend(generator, MicroBatchSeedGenerator)
