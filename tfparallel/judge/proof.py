@@ -25,7 +25,7 @@ from tfparallel.judge.propagation import (
     exchanges_of,
     judged_graph,
 )
-from tfparallel.judge.rules.draws import draws, is_drawn_by_row
+from tfparallel.judge.rules.draws import axis_of_rows, draws
 from tfparallel.judge.size import ROWS, depends_on_rows
 from tfparallel.judge.where import line_of, place_in
 from tfparallel.seams.keras import layers_in, mask_of, seed_generators_of
@@ -303,8 +303,12 @@ def _drawing(layer, judge) -> list[keras.Layer]:
     """
     layers, axes, is_eager = {}, {}, tf.executing_eagerly()
     for op, drawn, innermost in _draws(layer, judge.graph):
-        placement = judge.of(op.outputs[0]).placement if op is drawn else None
-        is_by_row, row_axes = is_drawn_by_row(op, placement), {getattr(placement, "axis", None)}
+        rows = axis_of_rows(drawn)
+        if op is drawn:
+            is_by_row = rows == judge.of(op.outputs[0]).placement
+        else:  # The trace of a function may be used again, for other rows.
+            is_by_row = rows is not None and not is_in_function(drawn.graph, judge.graph)
+        row_axes = {getattr(rows, "axis", None)}
         is_model = isinstance(innermost, keras.Model)  # Its layers draw for themselves.
         parts = [innermost] if is_model else layers_in(innermost)  # A recurrent layer has a cell.
         generators = [generator for part in parts for generator in seed_generators_of(part)]

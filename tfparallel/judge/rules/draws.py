@@ -9,7 +9,7 @@ from tfparallel.judge.placements import OF_REPLICA, Mixed, Replicate, Shard
 from tfparallel.judge.rules.call import Call, first_mixed, spread
 from tfparallel.judge.size import depends_on_rows
 
-__all__ = ["by_row", "drawn", "draws", "is_drawn_by_row", "shape_argument"]
+__all__ = ["axis_of_rows", "by_row", "drawn", "draws", "shape_argument"]
 
 _OF_BATCH = "draw_of_batch"
 
@@ -43,12 +43,12 @@ def by_row(axis: int | None) -> contextlib.AbstractContextManager:
     return tf.name_scope(f"{_OF_BATCH}_{'all' if axis is None else axis}_")
 
 
-def is_drawn_by_row(op, placement) -> bool:
-    """Returns whether the pieces draw what one device draws: the judge sees the same rows."""
+def axis_of_rows(op) -> Replicate | Shard | None:
+    """Returns where a draw that is marked `by_row` has its rows; None if it is not marked."""
     marked = re.search(rf"(?:^|/){_OF_BATCH}_(all|\d+)_(?:_\d+)?/", op.name)
     if marked is None:
-        return False
-    return placement == (Replicate() if marked[1] == "all" else Shard(int(marked[1])))
+        return None
+    return Replicate() if marked[1] == "all" else Shard(int(marked[1]))
 
 
 def shape_argument(op) -> int | None:
