@@ -1,8 +1,6 @@
 """Trains a program on one device and under a form, and says what became of it.
 
     exact         as one device: no further from it than rounding carries the program
-    reproducible  other random numbers than one device draws, where docs/parity.md says so, and
-                  the same ones in a second run
     refused       an error of ours, which says what it received
     silent        other results, and no word
     crash         any other error
@@ -50,7 +48,7 @@ from tfparallel.seams.keras import NAME_NUMBERS, set_global
 
 from .program import Program, load, source
 
-EXACT, REPRODUCIBLE, REFUSED, SILENT, CRASH = "exact", "reproducible", "refused", "silent", "crash"
+EXACT, REFUSED, SILENT, CRASH = "exact", "refused", "silent", "crash"
 SHARED_OPTIMIZER, SHARED_PARAMETERS = "shard=optimizer", "shard=parameters"
 SEQUENCE = "sequence"
 FORMS = (
@@ -69,12 +67,6 @@ FOUR = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
 SLACK, SMALLEST, NUM_MOVED = 100.0, 1e-9, 5
 # Keras's LoRA has weights of float32 whatever the policy is; the tolerance is that of parity.
 IN_FLOAT32, SMALLEST_IN_FLOAT32 = re.compile(r"enable_lora"), 1e-4
-
-# What draws by replica or by micro-batch, by docs/parity.md: reproducible, not exact.
-DRAWS_OTHERWISE = re.compile(
-    r"\bNoise\(|Gaussian(Noise|Dropout)|AlphaDropout|(LSTM|GRU|SimpleRNN)\([^)]*dropout="
-)
-DRAWS_AS_ONE_DEVICE = ("model_parallel", "tensor_parallel")
 
 
 class Discarded(Exception):
@@ -320,14 +312,6 @@ def judge(form: str | Plain, one_device: OneDevice) -> Outcome:
     try:
         seen = train(program, make())
         differences = one_device.beyond(seen)
-        text = source(program)
-        # Other draws make other losses, after which training may stop in another epoch.
-        is_as_long = expected.keys() == seen.keys() or "EarlyStopping" in text
-        if differences and name not in DRAWS_AS_ONE_DEVICE and is_as_long:
-            if DRAWS_OTHERWISE.search(text):
-                differences = beyond(seen, train(program, make()), {})
-                if not differences:
-                    return Outcome(name, REPRODUCIBLE)
     except Exception as error:  # noqa: BLE001  (which errors are good ones is what is judged)
         return of_error(name, error)
     if differences:

@@ -17,7 +17,7 @@ from tests.lint.edges import GPUS, HOST
 from tests.lint.sizes import Sizes
 from tfparallel.data import rows_of_replica as shard
 from tfparallel.layers import softmax_loss
-from tfparallel.replication import inputs, random
+from tfparallel.replication import inputs, row_draws
 from tfparallel.step import loss_placement
 
 pytestmark = pytest.mark.slow
@@ -341,6 +341,6 @@ def test_the_lint_sees_rows_on_a_wrong_gpu(monkeypatch):
 
 def test_the_lint_sees_sizes_on_a_gpu(monkeypatch):
     """How a dropout mask was drawn: with the sizes of all rows in 64 bits, on the device."""
-    monkeypatch.setattr(random.math, "prod", lambda sizes: None)
+    monkeypatch.setattr(row_draws.math, "prod", lambda sizes: None)
     wait_edges = waits(traced.__wrapped__("mlp", "data"))
     assert more_waits([edge for edge in wait_edges if edge.made_in == GPUS[1]], "mlp")

@@ -54,7 +54,7 @@ FLOOR = {"weight": 1e-2, "slot": 1e-6, "history": 1e-6, "output": 1e-6}
 # Where the processes of a session that trains all pairs keep what one device did.
 ONE_DEVICE_FOLDER = "TFPARALLEL_PARITY_ONE_DEVICE"
 
-EXACT, REPRODUCIBLE, REFUSED = "exact", "reproducible", "refused"
+EXACT, REFUSED = "exact", "refused"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,6 @@ class Case:
         train: Trains under a form and returns what it observed.
         baseline: What the result is compared with, where that is another
             program than `train` on one device (a run without interruption).
-        verdicts: The verdicts that keep the promise where the form trains the case.
         refused: The forms that refuse the case instead, each with what its error says, a
             regular expression. A form that is not named must train.
         dtype: The dtype policy under which all of it runs.
@@ -92,7 +91,6 @@ class Case:
     fit: dict[str, Any] = dataclasses.field(default_factory=dict)
     train: Callable[[Any, Case], Observed] | None = None
     baseline: Callable[[Any, Case], Observed] | None = None
-    verdicts: tuple[str, ...] = (EXACT,)
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
     dtype: str = "float64"
     tolerance: float | None = None

@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from . import upstream, workers
-from .case import EXACT, FORMS, HYBRID, ONE_DEVICE_FOLDER, REFUSED, REPRODUCIBLE, Case
+from .case import EXACT, FORMS, HYBRID, ONE_DEVICE_FOLDER, REFUSED, Case
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 RENEW = "Run `python -m tests.parity.table --write` (or `make parity`) and commit docs/parity.md."
@@ -58,7 +58,7 @@ _OR = "” or “"  # Between the refusals of a row's cases.
 # Before the features of a group that are exact in all columns, and between them.
 EVERYWHERE = "Exact under every parallelism: "
 _AND = " · "
-SEVERITY = (EXACT, REPRODUCIBLE, REFUSED)
+SEVERITY = (EXACT, REFUSED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Cell:
     def __str__(self) -> str:
         if self.verdict == REFUSED:
             return f"refused: “{self.message}”"
-        if self.verdict == REPRODUCIBLE or self.largest <= SMALLEST:
-            return self.verdict
+        if self.largest <= SMALLEST:
+            return EXACT
         return f"exact, ≤ {self.largest:.0e}"
 
     @classmethod
@@ -87,7 +87,7 @@ class Cell:
         if text.startswith(REFUSED):
             said = [notes[number] for number in re.findall(r"\[\^(\d+)\]", text)]
             return cls(REFUSED, message=_OR.join(said))
-        return cls(REPRODUCIBLE) if text == REPRODUCIBLE else None
+        return None
 
     def allows(self, seen: Cell) -> bool:
         """Whether seeing `seen` leaves this cell true."""
@@ -207,8 +207,6 @@ epoch, is compared. A cell is the worst of its runs.
   element of its variable. Runs are in float64 and must reach 1e-9; those of float32 1e-4 (Keras's
   image augmentation, top-k metrics, CTC, orthogonal regularizer and factors of LoRA are float32
   alone), of mixed precision 1e-2 with the same number of skipped updates.
-- **reproducible**: the layer draws other random numbers than on one device; two runs of
-  one seed are identical.
 - **refused**: an error before or at the first step, quoted in the footnote.
 - **not run**: the builder does not take the case's built model, or its option. Under
   `MirroredStrategy(...).scope()` your code builds the model, so it has fewer cases below.

@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from . import table
-from .case import EXACT, HYBRID, REFUSED, REPRODUCIBLE, Case, compare, form_on, on_one_device, run
+from .case import EXACT, HYBRID, REFUSED, Case, compare, form_on, on_one_device, run
 from .cases import ALL
 
 DEVICES = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
@@ -85,8 +85,7 @@ def judge(case: Case, form) -> tuple[str, float | str]:
     """Trains the case and says which verdict it earned, or fails.
 
     Returns:
-        `("exact", largest relative difference)`, `("reproducible", same of the
-        second run)`, or `("refused", message)`.
+        `("exact", largest relative difference)`, or `("refused", message)`.
     """
     expected = expected_of(case.name)
     try:
@@ -101,16 +100,12 @@ def judge(case: Case, form) -> tuple[str, float | str]:
             f"“{refusals[0]}”. Take {form.name} out of its `refused`."
         )
     differences = compare(expected, seen)
-    if EXACT in case.verdicts and differences[0].relative <= case.limit:
+    if differences[0].relative <= case.limit:
         return EXACT, differences[0].relative
-    if REPRODUCIBLE in case.verdicts:
-        differences = compare(seen, run(case, form))
-        if differences[0].relative <= case.limit:
-            return REPRODUCIBLE, differences[0].relative
     worst = "\n".join(f"  {d.name}: {d.relative:.1e}" for d in differences[:12])
     number = sum(difference.relative > case.limit for difference in differences)
     raise AssertionError(
-        f"{case.name} under {form.name} on {len(form.devices)} replicas is none of "
-        f"{', '.join(case.verdicts)}: {number} of {len(differences)} values differ from one "
-        f"device by more than {case.limit:.0e}, relative. The largest:\n{worst}"
+        f"{case.name} under {form.name} on {len(form.devices)} replicas is not exact: {number} of "
+        f"{len(differences)} values differ from one device by more than {case.limit:.0e}, "
+        f"relative. The largest:\n{worst}"
     )

@@ -94,34 +94,25 @@ def main(num_devices: int, names: Sequence[str]) -> None:
 
 def _judge(case, form, workers, compare):
     """As `test_parity.judge`, by worker 0; the others train with it."""
-    from .case import EXACT, REFUSED, REPRODUCIBLE, on_one_device, run
+    from .case import EXACT, REFUSED, on_one_device, run
 
-    def attempt():
-        try:
-            return run(case, form), None
-        except (ValueError, RuntimeError, NotImplementedError) as error:
-            return None, error
-
-    seen, error = attempt()
-    verdict, detail, failure, again = "", "", "", False
+    seen, error, verdict, detail, failure = None, None, "", "", ""
+    try:
+        seen = run(case, form)
+    except (ValueError, RuntimeError, NotImplementedError) as refusal:
+        error = refusal
     if error is None and form.name in case.refused:
         failure = f"Trained, though the case says that it is refused: {case.refused[form.name]}"
     elif workers.worker_index == 0 and error is None:
         differences = compare(on_one_device(case), seen)
-        if EXACT in case.verdicts and differences[0].relative <= case.limit:
+        if differences[0].relative <= case.limit:
             verdict, detail = EXACT, differences[0].relative
         else:
             failure = ", ".join(f"{d.name}: {d.relative:.1e}" for d in differences[:6])
-            again = REPRODUCIBLE in case.verdicts
     elif error is not None and case.expects(form.name, error):
         verdict, detail = REFUSED, str(error)
     elif error is not None:
         failure = "".join(traceback.format_exception(error))
-    if workers.exchange(again, "a case")[0]:
-        second, _ = attempt()
-        differences = compare(seen, second)
-        if differences[0].relative <= case.limit:
-            verdict, detail, failure = REPRODUCIBLE, differences[0].relative, ""
     return verdict, detail, failure
 
 

@@ -115,11 +115,10 @@ def test_layers_that_draw_otherwise_are_named_once(form, capsys):
         model.fit(x, np.ones((4, 1)), verbose=0)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "random values" in line]
     assert line == (
-        "These layers produce different random values than on one device: noise (GaussianNoise), "
-        "inner (LSTM), raw (Lambda). The same seed gives the same run. `Dropout` layers produce "
-        "the same values as on one device."
+        "These layers produce different random values than on one device: raw (Lambda). The same "
+        "seed gives the same run. All other layers produce the same values as on one device."
     )
-    assert model.layout.proof.endswith("random values are drawn by noise, inner, raw")
+    assert model.layout.proof.endswith("other random values are drawn by raw")
 
 
 def test_dropout_layers_are_not_named(capsys):

@@ -11,7 +11,9 @@ import tfparallel
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.data.partition import row_ranges
 from tfparallel.extend import extend
-from tfparallel.replication.random import IndexedDropout, ReplicaSeedGenerator, uniform_of_rows
+from tfparallel.replication.random import ReplicaSeedGenerator
+from tfparallel.replication.row_draws import narrowed, uniform_of_rows
+from tfparallel.seams.keras import seed_generators_of
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 
@@ -35,7 +37,7 @@ def test_rows_equal_the_slice_of_the_whole(dtype, data):
     seed = data.draw(st.tuples(st.integers(0, 2**31 - 3), st.integers(0, 2**31 - 3)))
     expected = whole([num_rows, *row_shape], seed, dtype)[start : start + size]
     drawn = uniform_of_rows(
-        [size, *row_shape], tf.as_dtype(dtype), tf.constant(seed, tf.int64),
+        [size, *row_shape], tf.as_dtype(dtype), tf.constant(seed, tf.int32),
         shard_of_rows(start, size, num_rows),
     )
     np.testing.assert_array_equal(drawn.numpy(), expected)
@@ -48,7 +50,7 @@ def test_a_long_row_far_into_the_counter(dtype):
     for start, size in row_ranges(7, 4):
         if size:
             drawn = uniform_of_rows(
-                [size, 4099], tf.as_dtype(dtype), tf.constant([3, 5], tf.int64),
+                [size, 4099], tf.as_dtype(dtype), tf.constant([3, 5], tf.int32),
                 shard_of_rows(start, size, 7),
             )
             np.testing.assert_array_equal(drawn.numpy(), expected[start : start + size])
@@ -58,36 +60,116 @@ def test_a_seed_beyond_32_bits_is_narrowed_as_keras_does():
     seed = keras.random.SeedGenerator(2**31 + 11)
     expected = keras.random.uniform((6, 3), dtype="float32", seed=seed)
     drawn = uniform_of_rows(
-        [2, 3], tf.float32, tf.constant([2**31 + 11, 0], tf.int64), shard_of_rows(4, 2, 6)
+        [2, 3],
+        tf.float32,
+        narrowed(tf.constant([2**31 + 11, 0], tf.int64)),
+        shard_of_rows(4, 2, 6),
     )
     np.testing.assert_array_equal(drawn, expected[4:])
 
 
+class Draws(keras.layers.Layer):
+    """Draws by a function of a shape and a seed."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw, self.seed = draw, keras.random.SeedGenerator(11)
+
+    def call(self, x, training=False):
+        return x + self.draw(keras.ops.shape(x), self.seed)
+
+
+def of_each_row(shape, seed):
+    return keras.random.normal((shape[0], 1, 1), seed=seed)
+
+
+def of_all_rows(shape, seed):
+    return keras.ops.cast(keras.random.randint((1, *shape[1:]), 0, 99, seed=seed), "float32")
+
+
+class TimeFirst(keras.layers.GaussianNoise):
+    def call(self, x, training=False):
+        swapped = super().call(keras.ops.transpose(x, (1, 0, 2)), training=training)
+        return keras.ops.transpose(swapped, (1, 0, 2))
+
+
+class Folded(keras.layers.GaussianNoise):
+    def call(self, x, training=False):
+        flat = super().call(keras.ops.reshape(x, (-1, x.shape[-1])), training=training)
+        return keras.ops.reshape(flat, keras.ops.shape(x))
+
+
 @pytest.mark.parametrize(
-    "layer, shape",
+    "layer",
     [
-        (lambda: keras.layers.Dropout(0.4, seed=3), (7, 5, 3)),
-        (lambda: keras.layers.Dropout(0.4, noise_shape=(None, 1, 3), seed=3), (7, 5, 3)),
-        (lambda: keras.layers.Dropout(0.4, noise_shape=(1, 5, 3), seed=3), (7, 5, 3)),
-        (lambda: keras.layers.SpatialDropout1D(0.4, seed=3), (7, 5, 3)),
-        (lambda: keras.layers.SpatialDropout2D(0.4, seed=3), (7, 3, 2, 5)),
+        lambda: keras.layers.GaussianNoise(1.0, seed=5),
+        lambda: keras.layers.GaussianDropout(0.4, seed=5),
+        lambda: Draws(lambda shape, seed: keras.random.uniform(shape, -2.0, 3.0, seed=seed)),
+        lambda: Draws(lambda shape, seed: keras.random.truncated_normal(shape, 1.0, seed=seed)),
+        lambda: Draws(of_each_row),
+        lambda: Draws(of_all_rows),
+        lambda: TimeFirst(1.0, seed=5),
+        lambda: Folded(1.0, seed=5),
+        lambda: keras.layers.Dropout(0.4, seed=3),
+        lambda: keras.layers.Dropout(0.4, noise_shape=(None, 1, 3), seed=3),
+        lambda: keras.layers.Dropout(0.4, noise_shape=(1, 5, 3), seed=3),
+        lambda: keras.layers.SpatialDropout1D(0.4, seed=3),
     ],
-    ids=["all", "per step", "one mask", "spatial 1D", "spatial 2D"],
+    ids=[
+        *("noise", "noisy units", "uniform", "truncated", "row", "all", "time first", "folded"),
+        *("dropout", "dropped steps", "one mask", "spatial"),
+    ],
 )
-def test_dropout_of_the_shards_joins_to_dropout_of_the_batch(layer, shape):
-    inputs = tf.ones(shape)
-    expected = layer()(inputs, training=True).numpy()
-    assert 0 < np.mean(expected == 0) < 1
+def test_draws_of_the_shards_join_to_those_of_the_batch(layer):
+    inputs = tf.reshape(tf.range(7.0 * 5 * 3), (7, 5, 3))
+    expected = tf.function(layer())(inputs, training=True).numpy()
     rows = []
     for start, size in row_ranges(7, 3):
-        dropout = extend(layer(), IndexedDropout)
-        extend(dropout.seed_generator, ReplicaSeedGenerator)
-        with shards.working_on(shard_of_rows(start, size, 7)):
-            rows.append(dropout(inputs[start : start + size], training=True).numpy())
-    np.testing.assert_array_equal(np.concatenate(rows), expected)
+        part, shard = layer(), shard_of_rows(start, size, 7, start)
+        extend(next(iter(seed_generators_of(part))), ReplicaSeedGenerator)
+
+        @tf.function(input_signature=[tf.TensorSpec((None, 5, 3))])
+        def call(x, part=part, shard=shard):
+            with shards.working_on(shard):
+                return part(x, training=True)
+
+        rows.append(call(inputs[start : start + size]).numpy())
+    np.testing.assert_allclose(np.concatenate(rows), expected, rtol=1e-6)
 
 
-def test_other_layers_draw_other_numbers_on_each_replica_and_the_same_in_each_run():
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (lambda: Draws(lambda shape, seed: keras.random.gamma(shape, 2.0, seed=seed)), (5, 3)),
+        # The rows are on axis 1; axis 0, which is of unknown size too, looks like theirs.
+        (lambda: TimeFirst(1.0, seed=5), (None, 3)),
+    ],
+    ids=["gamma", "time of any length first"],
+)
+def test_a_layer_whose_draws_cannot_be_divided_is_named(layer, shape):
+    def drawn():
+        model = tfparallel.data_parallel(
+            lambda: keras.Sequential([keras.Input(shape), layer(), keras.layers.Dense(3)]),
+            devices=["CPU:0", "CPU:1"],
+        )
+        model.compile("sgd", "mse")
+        ones = tf.data.Dataset.from_tensors((tf.ones((4, 5, 3)), tf.zeros((4, 5, 3))))
+        spec = tf.TensorSpec((None, *shape))
+        ones = ones.map(lambda *xy: [tf.ensure_shape(tf.identity(part), spec.shape) for part in xy])
+        of_any_size = tf.data.Dataset.from_generator(
+            lambda: iter(ones), output_signature=(spec, spec)
+        )
+        model.fit(of_any_size, steps_per_epoch=1, shuffle=False, verbose=0)
+        assert "other random values are drawn by" in model.layout.proof
+        return model.history.history["loss"][0]
+
+    keras.utils.set_random_seed(3)
+    first = drawn()
+    keras.utils.set_random_seed(3)
+    assert drawn() == first
+
+
+def test_an_eager_step_draws_other_numbers_on_each_replica_and_the_same_in_each_run():
     def draws():
         drawn = []
         for replica in range(3):

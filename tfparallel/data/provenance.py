@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfparallel.seams.tensorflow import graph_of
 
-__all__ = ["NUMBER", "ROWS", "inputs_made_of", "made_of", "maker_of", "stand_for"]
+__all__ = ["NUMBER", "ROWS", "counts_rows", "inputs_made_of", "made_of", "maker_of", "stand_for"]
 
 ROWS, NUMBER = "rows", "number of rows"
 
@@ -54,6 +54,21 @@ def made_of(tensor: tf.Tensor) -> frozenset[str]:
     if ROWS in dependencies:
         _MADE_OF_ROWS.setdefault(tensor.graph, set()).add(tensor.name)
     return dependencies
+
+
+def counts_rows(size: tf.Tensor) -> bool:
+    """Returns whether a graph tensor, one size of a shape, is the number of rows, or a multiple.
+
+    Of a tensor whose shape is read, the rows are on axis 0, or on the only axis of unknown size.
+    """
+    axis = _axis_read(size)
+    if axis is None:
+        return bool(made_of(size))
+    of = size.op.inputs[0].op.inputs[0]
+    if of.shape.rank is None or not made_of(of):
+        return False
+    unknown = [place for place, known in enumerate(of.shape) if known is None]
+    return axis == 0 if 0 in unknown else unknown == [axis]
 
 
 def stand_for(placeholder: tf.Tensor, tensor: tf.Tensor) -> None:

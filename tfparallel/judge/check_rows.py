@@ -56,8 +56,8 @@ def check_rows(
 ) -> None:
     """Raises an error if a layer's call gives other results in pieces.
 
-    Prints the layers that draw other random values than on one device: each piece of a batch draws
-    its own, except for `Dropout` layers (`replication/random.py`).
+    Prints the layers that draw other random values than on one device, since their draws do not say
+    which values belong to which row (`replication/row_draws.py`).
 
     Args:
         layer: The built layer, its inner layers extended.
@@ -84,7 +84,7 @@ def check_rows(
         more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
         notice(
             "These layers produce different random values than on one device: "
-            f"{', '.join(named[:_SHOWN])}{more}. The same seed gives the same run. `Dropout` "
+            f"{', '.join(named[:_SHOWN])}{more}. The same seed gives the same run. All other "
             "layers produce the same values as on one device.",
             once=True,
         )
@@ -109,8 +109,6 @@ def why_not_in_pieces(layer: keras.Layer, call: Callable, args: tuple, kwargs: d
             return _refusal(layer, layer, f"it fails for another number of rows: {error}")
         raise  # As the step would, which is traced in the same way.
     attach(layer, _proof=proof)
-    for part, axis in proof.rows:
-        attach(part, _row_axes={axis} | getattr(part, "_row_axes", set()))
     return None if proof.fault is None else refusal_of(layer, proof.fault)
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfparallel.extend import attach
 from tfparallel.judge.arguments import placeholder_of, type_of_argument
 from tfparallel.judge.kept_attributes import attributes_kept, kept_tensors, plain_attributes
 from tfparallel.judge.metric_sums import SUMS, growth_of
@@ -23,9 +24,8 @@ from tfparallel.judge.propagation import (
     exchanged,
     exchanges_of,
     judged_graph,
-    notes_of,
 )
-from tfparallel.judge.rules.draws import draws
+from tfparallel.judge.rules.draws import axis_of_rows, draws
 from tfparallel.judge.size import ROWS, depends_on_rows
 from tfparallel.judge.where import line_of, place_in
 from tfparallel.seams.keras import layers_in, mask_of, seed_generators_of
@@ -76,10 +76,8 @@ class Proof(NamedTuple):
     Attributes:
         fault: The first fault; None if there is none.
         outputs: The judgements of the outputs, flat.
-        rows: The axis that holds the rows in the input of each layer that asked; None for none.
         num_operations: The number of operations judged.
-        drawing: The layers that draw random numbers, except `Dropout`, which draws the same values
-            for a row as in the whole batch.
+        drawing: The layers that draw other random values in pieces than on one device.
         stored: The layer and attribute of each tensor that a layer keeps.
         counted: The layer and attribute of each value that every call changes: it counts calls,
             and pieces make more calls.
@@ -88,7 +86,6 @@ class Proof(NamedTuple):
 
     fault: Fault | None
     outputs: list[Judged]
-    rows: list[tuple[keras.Layer, int | None]]
     num_operations: int
     drawing: list[keras.Layer]
     stored: list[tuple[keras.Layer, str]]
@@ -103,7 +100,7 @@ class Proof(NamedTuple):
             f"{self.num_operations} operations, for any number of rows: each output has a row for "
             "each example, computed from that example alone",
             *(["pieces exchange batch statistics"] if self.exchanges else []),
-            *([f"random values are drawn by {', '.join(names)}"] if names else []),
+            *([f"other random values are drawn by {', '.join(names)}"] if names else []),
         ])  # fmt: skip
 
     @property
@@ -293,20 +290,36 @@ def _judged(layer, trace: _Trace) -> Proof:
         faults.append(
             _fault(layer, f"variable '{operation.inputs[0].name}'", placement, operation.inputs[1])
         )
-    rows = []
-    for part, tensor in notes_of(judge.graph):
-        placement = judge.of(tensor).placement
-        rows.append((part, placement.axis if isinstance(placement, Shard) else None))
     outputs = [each for each in judged if each is not None]
     fault, exchanges = faults[0] if faults else None, bool(exchanges_of(judge.graph))
-    number, drawing = len(judge.graph.get_operations()), _drawing(layer, judge.graph)
-    return Proof(fault, outputs, rows, number, drawing, stored, counted, exchanges)
+    number, drawing = len(judge.graph.get_operations()), _drawing(layer, judge)
+    return Proof(fault, outputs, number, drawing, stored, counted, exchanges)
 
 
-def _drawing(layer, graph) -> list[keras.Layer]:
-    layers = {}
-    for op, _, innermost in _draws(layer, graph):
-        if not isinstance(innermost, keras.layers.Dropout):
+def _drawing(layer, judge) -> list[keras.Layer]:
+    """Returns the layers that draw other random values in pieces than on one device.
+
+    Tells their seed generators how to draw.
+    """
+    layers, axes, is_eager = {}, {}, tf.executing_eagerly()
+    for op, drawn, innermost in _draws(layer, judge.graph):
+        rows = axis_of_rows(drawn)
+        if op is drawn:
+            is_by_row = rows == judge.of(op.outputs[0]).placement
+        else:  # The trace of a function may be used again, for other rows.
+            is_by_row = rows is not None and not is_in_function(drawn.graph, judge.graph)
+        row_axes = {getattr(rows, "axis", None)}
+        is_model = isinstance(innermost, keras.Model)  # Its layers draw for themselves.
+        parts = [innermost] if is_model else layers_in(innermost)  # A recurrent layer has a cell.
+        generators = [generator for part in parts for generator in seed_generators_of(part)]
+        for generator in generators:
+            row_axes |= axes.get(id(generator), set())
+            axes[id(generator)] = row_axes
+            attach(generator, _row_axes=frozenset(row_axes))
+            if not is_by_row:
+                attach(generator, _draws_by_row=False)
+        # The shape of an eager draw does not tell where its rows are.
+        if not is_by_row or (is_eager and not (generators and len(row_axes) == 1)):
             part, _ = place_in(layer, op, of_models=True)
             layers[id(part)] = part
     return list(layers.values())

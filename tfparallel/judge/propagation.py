@@ -9,7 +9,6 @@ data and runs no part of the model.
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -36,17 +35,13 @@ __all__ = [
     "is_judged",
     "is_judging",
     "judged_graph",
-    "note",
-    "notes_of",
 ]
 
 _MOST_SIZES, _MOST_KNOWN = 8, 64
 _REPLICA = "replica_id_in_sync_group"  # TensorFlow's name for the index in a replica context.
 # Attributes of a graph: exchanged tensors, by name, and how. Attributes of a judged graph: the
-# names of exchanges, also in inner functions; and the notes.
-_EXCHANGED, _EXCHANGES, _NOTES = (
-    f"_tfparallel_{what}" for what in ("exchanged", "exchanges", "notes")
-)
+# names of exchanges, also in inner functions.
+_EXCHANGED, _EXCHANGES = (f"_tfparallel_{what}" for what in ("exchanged", "exchanges"))
 
 # Placements for which an exchange gives the result of the whole batch, and why others do not.
 _RIGHT = {
@@ -90,7 +85,7 @@ class Judged(NamedTuple):
 def judged_graph(name: str) -> tf.Graph:
     """Returns a graph for the trace of a judged call."""
     graph = FuncGraph(name)
-    setattr(graph, _NOTES, [])
+    setattr(graph, _EXCHANGES, [])
     return graph
 
 
@@ -100,7 +95,7 @@ def is_judged(tensor: tf.Tensor) -> bool:
 
 
 def _judged_graph_of(graph) -> tf.Graph | None:
-    while graph is not None and not hasattr(graph, _NOTES):
+    while graph is not None and not hasattr(graph, _EXCHANGES):
         graph = getattr(graph, "outer_graph", None)
     return graph
 
@@ -130,24 +125,13 @@ def exchanged(value: Any, how: str = "", axis: int = 0) -> Any:
     elif how == "gather":
         how = Shard(axis % tensor.shape.rank if tensor.shape.rank else axis)
     setattr(tensor.graph, _EXCHANGED, getattr(tensor.graph, _EXCHANGED, {}) | {tensor.name: how})
-    setattr(judged, _EXCHANGES, [*getattr(judged, _EXCHANGES, ()), tensor.op.name])
+    setattr(judged, _EXCHANGES, [*getattr(judged, _EXCHANGES), tensor.op.name])
     return tensor
 
 
 def exchanges_of(graph: tf.Graph) -> list[str]:
     """Returns the names of the operations, also in inner functions, that exchange values."""
     return getattr(_judged_graph_of(graph), _EXCHANGES, [])
-
-
-def note(layer: keras.Layer, tensor: tf.Tensor) -> None:
-    """Asks the judge, if it traces this, which axis of a layer's tensor holds the rows."""
-    if tf.is_symbolic_tensor(tensor) and hasattr(tensor.graph, _NOTES):
-        getattr(tensor.graph, _NOTES).append((layer, tensor))
-
-
-def notes_of(graph: tf.Graph) -> list[tuple[keras.Layer, tf.Tensor]]:
-    """Returns the notes of a trace."""
-    return getattr(graph, _NOTES)
 
 
 class Judge:

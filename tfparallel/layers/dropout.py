@@ -9,11 +9,10 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from tfparallel.data import rows_of_replica as shards
 from tfparallel.extend import extend
-from tfparallel.judge.propagation import note
 from tfparallel.layers.layer import PartwiseLayer
 from tfparallel.layers.parts import Parts, on_devices, whole
+from tfparallel.replication.row_draws import narrowed
 
 __all__ = ["Draw", "PartwiseDropout", "dropped_in_parts", "share_draws"]
 
@@ -68,34 +67,19 @@ class Draw:
 
     def __init__(self, layer: keras.layers.Dropout, sizes: Sequence, axis: int):
         self._layer, self._sizes, self._axis = layer, sizes, axis
-        self._shard = shards.current()
-        seeds = layer.seed_generator
-        self._seed = seeds.next() if self._shard is None else seeds.next_global()
+        self._seed = narrowed(layer.seed_generator.next())
 
     def dropped(self, k: int, tensor: tf.Tensor) -> tf.Tensor:
         """Returns part k of the tensor with its share of the mask applied."""
-        note(self._layer, tensor)
         if self._layer.rate >= 1:
             return tf.zeros_like(tensor)
         axis = self._axis % len(tensor.shape)
         shape = [tf.shape(tensor)[place] for place in range(len(tensor.shape))]
         shape[axis] = tf.add_n([tf.convert_to_tensor(size) for size in self._sizes])
-        factors = tf.split(self.factors(tensor, shape), self._sizes, axis, num=len(self._sizes))[k]
+        ones = tf.ones(tf.stack(shape), tensor.dtype)
+        factors = tf.nn.experimental.stateless_dropout(
+            ones, rate=self._layer.rate, seed=self._seed, noise_shape=shape
+        )
+        factors = tf.split(factors, self._sizes, axis, num=len(self._sizes))[k]
         # A product alone would turn dropped infinite values into NaN.
         return tf.where(factors != 0, tensor * factors, tf.zeros_like(tensor))
-
-    def factors(self, tensor: tf.Tensor, shape) -> tf.Tensor:
-        """Returns the factor of each element of the whole tensor.
-
-        Args:
-            tensor: A part of it.
-            shape: The shape of the whole.
-        """
-        rate = self._layer.rate
-        if self._shard is not None:  # Some of the rows for which one device draws.
-            uniform = self._layer.uniform(tensor, shape, self._seed, self._shard)
-            return tf.where(uniform >= rate, tf.constant(1 / (1 - rate), tensor.dtype), 0)
-        # As `keras.random` narrows a seed.
-        seed = tf.cast(tf.math.floormod(self._seed, tf.int32.max - 1), tf.int32)
-        ones = tf.ones(tf.stack(shape), tensor.dtype)
-        return tf.nn.experimental.stateless_dropout(ones, rate=rate, seed=seed)

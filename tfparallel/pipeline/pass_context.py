@@ -2,13 +2,14 @@
 
 On one device, a layer is called once per step; here M times, and again in a recompute. So
 
-* a seed is drawn with the first micro-batch, and the others reuse it. A dropout mask is drawn by
-  the examples' index in the whole batch, so it equals that of one device bit by bit; any other
-  layer folds the micro-batch's index into the seed: reproducible;
+* a seed is drawn with the first micro-batch, and the others reuse it: each draws the values of its
+  rows of the whole batch (`replication/row_draws.py`);
 * in a recompute, each draw repeats its first result.
 """
 
 import contextlib
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -17,8 +18,10 @@ import tensorflow as tf
 from tfparallel.compute_context import context, within
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.extend import extend
+from tfparallel.judge.propagation import is_judging
 from tfparallel.placement.layer_devices import PlacementError
-from tfparallel.replication.random import IndexedDropout
+from tfparallel.replication.random import drawing_by, global_seed_generator
+from tfparallel.replication.row_draws import DividedSeeds
 from tfparallel.seams.keras import layers_in, seed_generators_of
 
 __all__ = ["Pass", "StepMemory", "computing", "current_pass", "extend_random_layers"]
@@ -31,10 +34,12 @@ class StepMemory:
 
     Attributes:
         seeds: The seeds drawn with the first micro-batch.
+        global_seeds: Keras's global seed generator, for a pass.
     """
 
     def __init__(self):
         self.seeds: dict[Any, tf.Tensor] = {}
+        self.global_seeds = extend(copy.copy(global_seed_generator()), MicroBatchSeedGenerator)
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
     def outside(self) -> contextlib.AbstractContextManager:
@@ -81,27 +86,33 @@ def current_pass() -> Pass | None:
     return context().stage_pass
 
 
-def computing(stage_pass: Pass | None) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def computing(stage_pass: Pass | None) -> Iterator[None]:
     """Makes `stage_pass` the pass of this thread, and its rows the current shard; None for none."""
-    return within(stage_pass=stage_pass, shard=None if stage_pass is None else stage_pass.shard)
+    if stage_pass is None:
+        with within(stage_pass=None, shard=None):
+            yield
+        return
+    with (
+        within(stage_pass=stage_pass, shard=stage_pass.shard),
+        drawing_by(stage_pass.memory.global_seeds),
+    ):
+        yield
 
 
-class MicroBatchSeedGenerator:
+class MicroBatchSeedGenerator(DividedSeeds):
     """Extends `keras.random.SeedGenerator`: one draw per step for all micro-batches."""
 
     def next(self, ordered=True):
-        """Returns the step's seed, with the micro-batch's index folded into its first word."""
+        """Returns the step's seed; it draws this micro-batch's rows of the whole batch."""
         stage_pass = current_pass()
         if stage_pass is None:
-            return super().next(ordered)
+            seed = super().next(ordered)
+            return self._divided(seed, seed) if is_judging() else seed
         seed = self._of_step(stage_pass, ordered)
         index = tf.cast(stage_pass.shard.replica, tf.int64)
-        return seed + tf.cast(tf.stack([index * _FOLD % 2**31, 0]), seed.dtype)
-
-    def next_global(self):
-        """Returns the step's seed as one device draws it."""
-        stage_pass = current_pass()
-        return super().next() if stage_pass is None else self._of_step(stage_pass, True)
+        of_piece = seed + tf.cast(tf.stack([index * _FOLD % 2**31, 0]), seed.dtype)
+        return self._divided(seed, of_piece)
 
     def _of_step(self, stage_pass: Pass, ordered):
         key = stage_pass.key(self)
@@ -122,7 +133,5 @@ class MicroBatchSeedGenerator:
 def extend_random_layers(model: keras.Model) -> None:
     """Makes the random layers of a model draw as described above."""
     for layer in layers_in(model):
-        if isinstance(layer, keras.layers.Dropout):
-            extend(layer, IndexedDropout)
         for generator in seed_generators_of(layer):
             extend(generator, MicroBatchSeedGenerator)

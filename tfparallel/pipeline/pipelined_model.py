@@ -20,7 +20,7 @@ from tfparallel.pipeline.stages import cut_stages
 from tfparallel.pipeline.traced_once import MustTraceEach
 from tfparallel.placement.layer_devices import PlacementError
 from tfparallel.placement.placed_model import PlacedModel
-from tfparallel.replication.state import global_seed_generator
+from tfparallel.replication.random import drawing_by_row, global_seed_generator
 from tfparallel.replication.sync_policy import EveryStep, HasPolicy
 from tfparallel.seams.compiled import compiled_loss
 from tfparallel.seams.functional import as_outputs
@@ -124,7 +124,8 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
 
     def _passes(self, x, y, sample_weight) -> PassResult:
         if self.check_rows and self._layout.mesh.data * self._layout.num_micro_batches > 1:
-            check_rows(self, self.__call__, (x,), {"training": True}, tells=self._is_chief)
+            call = drawing_by_row(self.__call__)
+            check_rows(self, call, (x,), {"training": True}, tells=self._is_chief)
         return self.passes(x, y, sample_weight).run(x, y, sample_weight)
 
     def passes(self, x, y, sample_weight, *, timed: bool = False) -> Step:

@@ -35,8 +35,6 @@ def extend_parts(model: keras.Model) -> None:
                 batch_norm.SynchronizedBatchNormalization,
                 synchronize=model._synchronize_batch_norm,
             )
-        elif isinstance(layer, keras.layers.Dropout):
-            extend(layer, random.IndexedDropout)
         for generator in seed_generators_of(layer):
             random.hold_state(generator, strategy)
             random.by_replica(generator)

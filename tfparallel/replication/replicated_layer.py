@@ -5,6 +5,7 @@ import tensorflow as tf
 
 from tfparallel.extend import attach
 from tfparallel.judge.check_rows import check_rows
+from tfparallel.replication.random import drawing_by_row
 from tfparallel.replication.replicated_call import ReplicatedCall
 from tfparallel.seams.keras import clear_losses, compute_output_spec, in_stateless_scope
 from tfparallel.tracing.trial_trace import traced_apart
@@ -45,7 +46,7 @@ class ReplicatedLayer:
         if not tf.executing_eagerly() or kind not in self._judged_eagerly:
             workers = self._strategy.workers
             tells = is_divided and (workers is None or workers.worker_index == 0)
-            check_rows(self, call, args, kwargs, shares=is_divided, tells=tells)
+            check_rows(self, drawing_by_row(call), args, kwargs, shares=is_divided, tells=tells)
         if tf.executing_eagerly():
             attach(self, _judged_eagerly=self._judged_eagerly | {kind})
 

@@ -11,7 +11,6 @@ A replica writes variables to its own copies (`ReplicaScope`). Afterwards
 
 import contextlib
 import copy
-import random
 from collections.abc import Callable, Iterator
 
 import keras
@@ -19,13 +18,12 @@ import tensorflow as tf
 
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.problems import PlacementError
-from tfparallel.replication.random import by_replica
+from tfparallel.replication.random import by_replica, global_seed_generator
 from tfparallel.seams.keras import (
     DTYPE_POLICY,
     GLOBAL_SEED_GENERATOR,
     get_global,
     layers_in,
-    make_global_seed_generator,
     seed_generators_of,
     set_global,
 )
@@ -175,16 +173,6 @@ def _share_of_average(new, own_shards):
             for shard, part in zip(own_shards, new, strict=True)
         ]
     )
-
-
-def global_seed_generator() -> keras.random.SeedGenerator:
-    """Keras's global seed generator, created if there is none yet."""
-    if get_global(GLOBAL_SEED_GENERATOR) is None:
-        python_state = random.getstate()  # An unseeded generator takes its seed from Python's.
-        with tf.init_scope():  # Its variable must outlive the step that is being traced.
-            make_global_seed_generator()
-        random.setstate(python_state)
-    return get_global(GLOBAL_SEED_GENERATOR)
 
 
 def _thread_state() -> dict:

@@ -52,7 +52,6 @@ __all__ = [
     "mask_of",
     "metrics_held_by",
     "model_supports_jit",
-    "noise_shape_of",
     "output_projection",
     "reduced_axes",
     "seed_generators_of",
@@ -233,13 +232,6 @@ def shapes_of_build(layer: keras.Layer) -> dict[str, Any]:
 def reduced_axes(layer: keras.layers.BatchNormalization) -> list[int]:
     """Returns the axes that batch normalization reduces."""
     return layer._reduction_axes
-
-
-def noise_shape_of(layer: keras.layers.Dropout, inputs: Any) -> Sequence[int | None]:
-    """Returns the shape of a dropout layer's mask; None for sizes of the inputs."""
-    if hasattr(layer, "_get_noise_shape"):
-        return layer._get_noise_shape(inputs)
-    return layer.noise_shape or (None,) * len(inputs.shape)
 
 
 def output_projection(layer: keras.Layer) -> keras.Layer:

@@ -13,7 +13,6 @@ from ..programs import case, compiled, digits
 from .layers import attention_net, dense, row_digits, stack, text_digits
 from .metrics import conv_norm_net
 from .optimizers import embedding_net, image_digits, overflowing, scaled_sgd, token_data
-from .randomness import EITHER
 from .structures import digit_and_even, fit_evaluate_predict, several, several_data
 from .training_steps import OnComputeLoss
 
@@ -73,7 +72,7 @@ CASES = [
         (
             "`GaussianNoise`",
             "noise",
-            {"build": stack((64,), dense, lambda: layers.GaussianNoise(0.2)), "verdicts": EITHER},
+            {"build": stack((64,), dense, lambda: layers.GaussianNoise(0.2))},
         ),
         (
             "convolutions and batch normalization",

@@ -1,12 +1,17 @@
 """Rules for operations that draw random numbers."""
 
+import contextlib
 import re
+
+import tensorflow as tf
 
 from tfparallel.judge.placements import OF_REPLICA, Mixed, Replicate, Shard
 from tfparallel.judge.rules.call import Call, first_mixed, spread
 from tfparallel.judge.size import depends_on_rows
 
-__all__ = ["drawn", "draws", "shape_argument"]
+__all__ = ["axis_of_rows", "by_row", "drawn", "draws", "shape_argument"]
+
+_OF_BATCH = "draw_of_batch"
 
 _DRAWS = re.compile("Random|Multinomial|TruncatedNormal|StandardNormal|StatefulUniform|Binomial")
 _COUNTS = re.compile("GetKeyCounter|GetAlg|GetKey")
@@ -28,6 +33,22 @@ _APPENDS = ("RandomGamma", "RandomPoissonV2")
 def draws(op) -> bool:
     """Returns whether an operation draws random numbers."""
     return bool(_DRAWS.search(op.type)) and not _COUNTS.search(op.type)
+
+
+def by_row(axis: int | None) -> contextlib.AbstractContextManager:
+    """Marks a draw, for the judge, of which each piece keeps its rows, on an axis of its shape.
+
+    None for a draw without rows, which is the same in all pieces.
+    """
+    return tf.name_scope(f"{_OF_BATCH}_{'all' if axis is None else axis}_")
+
+
+def axis_of_rows(op) -> Replicate | Shard | None:
+    """Returns where a draw that is marked `by_row` has its rows; None if it is not marked."""
+    marked = re.search(rf"(?:^|/){_OF_BATCH}_(all|\d+)_(?:_\d+)?/", op.name)
+    if marked is None:
+        return None
+    return Replicate() if marked[1] == "all" else Shard(int(marked[1]))
 
 
 def shape_argument(op) -> int | None:

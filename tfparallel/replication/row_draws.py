@@ -1,0 +1,248 @@
+"""Random numbers of a piece of the batch: those that one device draws for the same rows.
+
+A `Seed` tells TensorFlow's draws to come here (`tf.experimental.dispatch_for_api`). A draw whose
+shape holds the number of rows is made for the whole batch, and a piece keeps its own rows; any
+other draw is that of one device. So a layer that draws through a `keras.random.SeedGenerator`, such
+as `GaussianNoise`, `LSTM(dropout=…)`, `RandomFlip` or your own, trains as on one device.
+
+Some draws do not say which of their rows belong to which example: those in a loop, and
+distributions other than those below. There, each piece folds its index into the seed: reproducible,
+but not what one device draws.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.data import provenance
+from tfparallel.data import rows_of_replica as shards
+from tfparallel.judge.rules.draws import by_row
+
+__all__ = ["DividedSeeds", "Seed", "narrowed", "uniform_of_rows"]
+
+_PHILOX_WORDS = 4  # 32-bit numbers per step of the counter (Salmon et al., SC 2011).
+_UNKNOWN, _NONE = -2, -1  # Axes of a `Seed`.
+
+
+class Seed(tf.experimental.ExtensionType):
+    """The seed of a draw, as `keras.random` narrows it; converts to the seed of this piece alone.
+
+    Attributes:
+        of_batch: The seed that one device draws with, of shape `(2,)` and int32.
+        of_piece: A seed with the piece's index folded in, for draws that cannot be divided.
+        axis: For an eager step, whose shapes are plain numbers: the axis of the draw that holds the
+            rows, or -1 for none.
+    """
+
+    of_batch: tf.Tensor
+    of_piece: tf.Tensor
+    axis: int = _UNKNOWN
+
+    @property
+    def dtype(self) -> tf.DType:
+        """The type of both, by which Keras sees that they are narrow."""
+        return self.of_batch.dtype
+
+
+class DividedSeeds:
+    """Extends `keras.random.SeedGenerator` to draw values that belong to rows.
+
+    The judge sets the attributes when it has seen the draws of a call.
+
+    Attributes:
+        _draws_by_row: False if a draw cannot be divided into rows.
+        _row_axes: The axes that hold the rows in the draws; None for a draw without rows.
+    """
+
+    _draws_by_row = True
+    _row_axes: frozenset[int | None] = frozenset()
+
+    def _divided(self, of_batch: tf.Tensor, of_piece: tf.Tensor) -> Seed | tf.Tensor:
+        """Returns the seed with which a piece draws, from those of Keras's, in 64 bits."""
+        axis = _UNKNOWN
+        if tf.executing_eagerly() and len(self._row_axes) == 1:
+            (row_axis,) = self._row_axes
+            axis = _NONE if row_axis is None else row_axis
+        if not self._draws_by_row or (tf.executing_eagerly() and axis == _UNKNOWN):
+            return of_piece
+        return Seed(narrowed(of_batch), narrowed(of_piece), axis)
+
+
+def narrowed(seed: tf.Tensor | Seed) -> tf.Tensor | Seed:
+    """Returns a seed in 32 bits, as `keras.random` narrows it before a draw."""
+    if isinstance(seed, Seed):
+        return seed
+    return tf.cast(tf.math.floormod(seed, tf.int32.max - 1), tf.int32)
+
+
+def _as_tensor(seed, dtype=None, name=None, as_ref=False):
+    del as_ref
+    return tf.cast(seed.of_piece, dtype or tf.int32, name)
+
+
+tf.register_tensor_conversion_function(Seed, _as_tensor)
+
+
+@tf.experimental.dispatch_for_api(tf.random.stateless_uniform, {"seed": Seed})
+def _uniform(shape, seed, minval=0, maxval=None, dtype=tf.float32, name=None, alg="auto_select"):
+    dtype = tf.as_dtype(dtype)
+
+    def draw(sizes, numbers):
+        return tf.random.stateless_uniform(sizes, numbers, minval, maxval, dtype, name, alg)
+
+    def draw_rows(sizes, shard):
+        low = tf.convert_to_tensor(minval, dtype)
+        high = tf.convert_to_tensor(1 if maxval is None else maxval, dtype)
+        return uniform_of_rows(sizes, dtype, seed.of_batch, shard) * (high - low) + low
+
+    return _drawn(seed, shape, draw, draw_rows if dtype.is_floating else None)
+
+
+@tf.experimental.dispatch_for_api(tf.random.stateless_normal, {"seed": Seed})
+def _normal(
+    shape, seed, mean=0.0, stddev=1.0, dtype=tf.float32, name=None, alg="auto_select"
+):
+    return _drawn(
+        seed,
+        shape,
+        lambda sizes, numbers: tf.random.stateless_normal(
+            sizes, numbers, mean, stddev, dtype, name, alg
+        ),
+    )
+
+
+@tf.experimental.dispatch_for_api(tf.random.stateless_truncated_normal, {"seed": Seed})
+def _truncated_normal(
+    shape, seed, mean=0.0, stddev=1.0, dtype=tf.float32, name=None, alg="auto_select"
+):
+    return _drawn(
+        seed,
+        shape,
+        lambda sizes, numbers: tf.random.stateless_truncated_normal(
+            sizes, numbers, mean, stddev, dtype, name, alg
+        ),
+    )
+
+
+@tf.experimental.dispatch_for_api(tf.nn.experimental.stateless_dropout, {"seed": Seed})
+def _dropout(x, rate, seed, rng_alg=None, noise_shape=None, name=None):
+    x = tf.convert_to_tensor(x)
+    shape = keras.ops.shape(x) if noise_shape is None else noise_shape
+    uniform = _uniform(shape, seed, dtype=x.dtype, alg=rng_alg or "auto_select")
+    scaled = x * tf.convert_to_tensor(1 / (1 - rate), x.dtype)
+    is_kept = uniform >= tf.convert_to_tensor(rate, x.dtype)
+    return tf.where(is_kept, scaled, tf.zeros([], x.dtype), name=name)
+
+
+def _drawn(
+    seed: Seed,
+    shape: Sequence | tf.Tensor,
+    draw: Callable[[Any, tf.Tensor], tf.Tensor],
+    draw_rows: Callable[[list, shards.Shard], tf.Tensor] | None = None,
+) -> tf.Tensor:
+    """Draws the values of this piece's rows.
+
+    Args:
+        seed: The seed.
+        shape: The shape of the piece's values.
+        draw: Draws values of a shape with a seed of TensorFlow's.
+        draw_rows: Draws only those of a piece's rows, on axis 0, if they can be drawn alone.
+    """
+    sizes, shard = _sizes(shape), shards.current()
+    if sizes is None or len(axes := _axes_with_rows(sizes, seed)) > 1:
+        return draw(shape, seed.of_piece)
+    axis = axes[0] if axes else None
+    if shard is None or axis is None:
+        with by_row(axis):
+            return draw(shape, seed.of_batch)
+    if axis == 0 and draw_rows is not None:
+        return draw_rows(sizes, shard)
+    of_row = sizes[axis] // shard.num_rows_used  # An axis may hold several values of each row.
+    num_rows = shard.num_global_rows if shard.num_drawn_rows is None else shard.num_drawn_rows
+    whole = [*sizes[:axis], num_rows * of_row, *sizes[axis + 1 :]]
+    begin = [0] * len(sizes)
+    begin[axis] = shard.first_row_used * of_row
+    return tf.slice(draw(tf.stack(whole), seed.of_batch), tf.stack(begin), tf.stack(sizes))
+
+
+def _axes_with_rows(sizes, seed) -> list[int]:
+    if tf.executing_eagerly():
+        return [] if seed.axis == _NONE else [seed.axis]
+    return [
+        axis
+        for axis, size in enumerate(sizes)
+        if tf.is_symbolic_tensor(size) and provenance.counts_rows(size)
+    ]
+
+
+def _sizes(shape) -> list | None:
+    """The sizes of a shape, numbers where they are known; None if it is not known how many."""
+    if not tf.is_symbolic_tensor(shape):
+        return list(shape.numpy() if tf.is_tensor(shape) else shape)
+    if shape.op.type == "Shape" and shape.op.inputs[0].shape.rank is not None:
+        known = list(shape.op.inputs[0].shape)
+    else:
+        known = tf.get_static_value(shape, partial=True)
+    if known is None:
+        return None
+    return [shape[axis] if size is None else int(size) for axis, size in enumerate(known)]
+
+
+def uniform_of_rows(shape, dtype, seed, shard: shards.Shard) -> tf.Tensor:
+    """Draws this replica's rows of the uniform tensor that one device draws for the batch.
+
+    Philox numbers are a function of (key, counter), and element i of a tensor comes from counter
+    i // w, with w elements per step; so a slice of a tensor can be drawn alone.
+
+    Args:
+        shape: Sizes of this replica's part; axis 0 holds `shard.num_rows_used` rows, or a multiple.
+        dtype: Floating-point type.
+        seed: Seed of the whole tensor, shape `(2,)` and int32.
+        shard: The replica's part of the batch.
+
+    Returns:
+        Tensor of `shape` with values in [0, 1).
+    """
+    width = _PHILOX_WORDS // 2 if dtype == tf.float64 else _PHILOX_WORDS
+    # Row counts stay in 32 bits, which TensorFlow keeps on the host: a GPU would wait for 64 bits.
+    before = shard.start * (shape[0] // shard.num_rows_used)
+    row_size = math.prod(shape[1:]) if all(isinstance(size, int) for size in shape[1:]) else None
+    if not row_size:
+        return _uniform_of_any_size(shape, dtype, seed, before, width)
+    step = _long(before // width) * row_size + _long(before % width) * row_size // width
+    if row_size % width == 0:
+        return _from_step(shape, dtype, seed, step)
+    skipped = before % width * (row_size % width) % width
+    num_more = -(-width // row_size)  # Enough additional rows to skip part of a step.
+    flat = tf.reshape(_from_step([shape[0] + num_more, row_size], dtype, seed, step), [-1])
+    return tf.reshape(flat[skipped : skipped - num_more * row_size], shape)
+
+
+def _uniform_of_any_size(shape, dtype, seed, before, width):
+    """Draws the same rows if the size of a row is known only when the step runs."""
+    row_size = tf.reduce_prod(_long(tf.stack(shape[1:])))
+    first = _long(before) * row_size
+    skipped = first % width
+    num_elements = _long(shape[0]) * row_size
+    flat = _from_step([num_elements + skipped], dtype, seed, first // width)
+    return tf.reshape(flat[skipped:], shape)
+
+
+def _from_step(shape, dtype, seed, step):
+    """Draws a tensor from a given step of the counter on."""
+    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
+    counter = counter + tf.cast(tf.stack([step, tf.zeros_like(step)]), counter.dtype)
+    return tf.raw_ops.StatelessRandomUniformV2(
+        shape=tf.stack(shape),
+        key=key,
+        counter=counter,
+        alg=tf.random.Algorithm.PHILOX.value,
+        dtype=dtype,
+    )
+
+
+def _long(number):
+    return tf.cast(number, tf.int64)
