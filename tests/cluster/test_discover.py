@@ -267,6 +267,54 @@ def test_kubernetes():
     assert Cluster.from_env(pod(2, num_workers=1)) == Cluster()
 
 
+def train_job(index, num_pods=3):
+    """What Kubeflow Trainer tells a pod under a runtime with the policy `torch`."""
+    return {
+        "JOB_COMPLETION_INDEX": str(index),
+        "HOSTNAME": f"digits-node-0-{index}",
+        "PET_NNODES": str(num_pods),
+        "PET_NPROC_PER_NODE": "1",
+        "PET_NODE_RANK": str(index),
+        "PET_MASTER_ADDR": "digits-node-0-0.digits",
+        "PET_MASTER_PORT": "29500",
+    }
+
+
+def test_a_pod_of_a_train_job_is_a_worker():
+    clusters = [Cluster.from_env(train_job(index)) for index in range(3)]
+    assert [cluster.worker_index for cluster in clusters] == [0, 1, 2]
+    assert {cluster.workers for cluster in clusters} == {
+        tuple(f"digits-node-0-{index}.digits:13000" for index in range(3))
+    }
+    assert Cluster.from_env(train_job(0, num_pods=1)) == Cluster()
+
+
+def test_launchers_in_the_pods_of_a_train_job_count_their_own_workers():
+    launched = {**torchrun(3, 4, 1, 2), "GROUP_WORLD_SIZE": "2", **tf_config(4, 3)}
+    cluster = Cluster.from_env({**train_job(1, num_pods=2), **launched})
+    assert (cluster.worker_index, cluster.num_workers, cluster.source) == (3, 4, "TF_CONFIG")
+    stale = refusal({**train_job(1), **launched})
+    assert "Kubernetes says worker 1 of 3" in stale
+    assert "PET_NNODES" not in without_counts(train_job(1))
+
+
+@pytest.mark.parametrize("index", range(2))
+def test_a_worker_of_a_tf_job(index):
+    """TF_CONFIG as Kubeflow's training operator writes it; Kubernetes sets no index there."""
+    workers = [f"digits-worker-{k}.team.svc:2222" for k in range(2)]
+    config = {
+        "cluster": {"chief": ["digits-chief-0.team.svc:2222"], "worker": workers},
+        "task": {"type": "worker", "index": index},
+        "environment": "cloud",
+    }
+    cluster = Cluster.from_env({"TF_CONFIG": json.dumps(config)})
+    assert (cluster.num_workers, cluster.worker_index) == (3, index + 1)
+    assert cluster.address == workers[index]
+    # The operator does not list the evaluator.
+    config["task"] = {"type": "evaluator", "index": 0}
+    assert Cluster.from_env({"TF_CONFIG": json.dumps(config)}).is_evaluator
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

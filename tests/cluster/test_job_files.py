@@ -1,27 +1,14 @@
-"""What is submitted to Slurm and to Kubernetes is what these take, and starts the job it says."""
+"""What is submitted to Slurm is what it takes, and starts the job it says; mistakes of any file."""
 
-import json
 import os
 import re
 import subprocess
 import sys
 
 import pytest
-from kubernetes import client
 
-from tests.commands.command_line import ROOT
-from tfparallel.cluster.job_files import JobFile, job_name_of, kubernetes_objects, slurm_script
-
-LAUNCH = [sys.executable, "-m", "tfparallel", "launch"]
-AWKWARD = ["python", "my train.py", "--name=it's", "$HOME", "--epochs=3"]
-
-
-def emitted(*flags, command=("tfparallel", "train", "models/digits_cnn.py")):
-    done = subprocess.run(
-        [*LAUNCH, *flags, "--", *command], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    return done.returncode, done.stdout, done.stderr
-
+from tests.cluster.emitted_files import AWKWARD, WORKER, emitted
+from tfparallel.cluster.job_files import JobFile, job_name_of, slurm_script
 
 # --- Slurm ------------------------------------------------------------------------------------
 
@@ -56,13 +43,6 @@ case $1 in
   show) echo 127.0.0.1; echo 127.0.0.2 ;;
   requeue) echo "requeued $2" ;;
 esac
-"""
-WORKER = """
-import os, sys
-from tfparallel.cluster.cluster_spec import Cluster
-cluster = Cluster.from_env()
-print("worker", cluster.worker_index, "of", cluster.num_workers, sys.argv[1:], flush=True)
-sys.exit(int(os.environ.get("ENDS_WITH", 0)))
 """
 
 
@@ -145,72 +125,6 @@ def test_a_range_of_nodes_is_asked_for_and_handed_on():
     assert '"parallelism": 4' in text
 
 
-# --- Kubernetes -------------------------------------------------------------------------------
-
-
-def model_of(content, kind):
-    """An object as the client library knows it; every field must be one of its model's."""
-    model = client.ApiClient().deserialize(json.dumps(content), kind, "application/json")
-    assert client.ApiClient().sanitize_for_serialization(model) == content
-    return model
-
-
-@pytest.mark.slow
-def test_the_objects_are_those_of_kubernetes_schema():
-    job = JobFile(
-        "train",
-        AWKWARD,
-        ["--nproc_per_node=2"],
-        nnodes=3,
-        gpus_per_node=2,
-        image="example/train:1",
-        volume="data:/data",
-    )
-    service, secret, indexed = json.loads(kubernetes_objects(job))["items"]
-    service, indexed = model_of(service, "V1Service"), model_of(indexed, "V1Job")
-    secret = model_of(secret, "V1Secret")
-    assert service.spec.cluster_ip == "None" and service.spec.publish_not_ready_addresses
-    spec, pod = indexed.spec, indexed.spec.template.spec
-    assert spec.completion_mode == "Indexed" and spec.completions == spec.parallelism == 3
-    assert spec.template.metadata.labels == service.spec.selector
-    assert pod.subdomain == service.metadata.name
-    assert pod.termination_grace_period_seconds > job.grace_seconds
-    (container,) = pod.containers
-    assert expanded(container.command)[-len(AWKWARD) :] == AWKWARD
-    (variable,) = container.env
-    source = variable.value_from.secret_key_ref
-    assert (variable.name, source.name) == ("TFPARALLEL_JOB_TOKEN", secret.metadata.name)
-    assert secret.string_data == {source.key: job.token} and len(job.token) == 32
-    assert "--job_name=train" in container.command
-    assert "--rdzv_endpoint=train-0.train:29500" in container.command
-    assert container.resources.limits == {"nvidia.com/gpu": "2"}
-    assert spec.pod_failure_policy.rules[0].on_exit_codes.values == [75]
-    claim = pod.volumes[0].persistent_volume_claim.claim_name
-    assert (claim, container.volume_mounts[0].mount_path) == ("data", "/data")
-
-
-def expanded(command):
-    """What Kubernetes makes of a command: of `$$` one `$`, of `$(NAME)` a variable's value."""
-    return [
-        re.sub(r"\$(\$|\(\w+\))", lambda match: "$" if match[1] == "$" else "a value", part)
-        for part in command
-    ]
-
-
-@pytest.mark.parametrize(
-    "word",
-    ["yes", "NO", "null", "3", "1e3", "0o7", "a: b", "# c", "", "é", "plain/word.py", "&a", "*a"]
-    + ["\U0001f600.py", "two\nlines", "\x07\x85\u2028\ufeff", "a" * 300 + " b", "~", "=", "<<"]
-    + ["$(HOME)", "$$", "$$(HOME)", "$HOME", "$", "{a: b}", "- a", "!!int 3", "2026-01-02", " a "],
-)
-def test_every_word_comes_out_of_kubernetes_as_it_was(word):
-    text = kubernetes_objects(JobFile("on", ["a", word, "b"], image="i"))
-    service, indexed = json.loads(text)["items"]
-    (container,) = indexed["spec"]["template"]["spec"]["containers"]
-    assert expanded(container["command"])[-3:] == ["a", word, "b"]
-    assert indexed["metadata"]["name"] == service["metadata"]["name"] == "on"
-
-
 # --- Mistakes ---------------------------------------------------------------------------------
 
 
@@ -218,7 +132,12 @@ def test_every_word_comes_out_of_kubernetes_as_it_was(word):
     ("flags", "messages"),
     [
         (["--emit=kubernetes"], ["needs --image=NAME"]),
-        (["--emit=slurm", "--image=a"], ["--image is for --emit=kubernetes"]),
+        (["--emit=slurm", "--image=a"], ["--image is for --emit=kubernetes, jobset or trainjob"]),
+        (["--emit=slurm", "--queue=a"], ["--queue is for --emit=kubernetes, jobset or trainjob"]),
+        (["--emit=jobset", "--image=a", "--queue=A b"], ["--queue must be the name of a Local"]),
+        (["--emit=jobset", "--nnodes=2:4"], ["needs --image=NAME", "Use --nnodes=4"]),
+        (["--emit=trainjob", "--image=a", "--standby"], ["restarts the job in new pods"]),
+        (["--emit=jobset", "--image=a", f"--job_name={'a' * 47}"], ["must have at most 46"]),
         (["--emit=kubernetes", "--image=a", "--volume=a"], ["--volume must be CLAIM:/PATH"]),
         (["--emit=slurm", "--sbatch_args=long"], ["must begin with '-'"]),
         (["--emit=slurm", "--job_name=My Job", "--nnodes=0"], ["--job_name must have", "--nnodes"]),

@@ -587,6 +587,20 @@ def test_a_launcher_that_leaves_ends_the_job(endpoint, leaver, signum, code, how
     assert said[1 - leaver].endswith(f"stopped worker {1 - leaver}\n")
 
 
+def test_workers_that_saved_because_another_node_is_stopped_say_so(endpoint):
+    """Story: Kubernetes evicts one pod of a Job; code 143 of the others counted as a failure."""
+    code = (
+        "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+        "print('ready', flush=True); time.sleep(600)"
+    )
+    processes = [start(nodes(endpoint, rank), code) for rank in (0, 1)]
+    assert [process.stdout.readline() for process in processes] == ["[0] ready\n", "[1] ready\n"]
+    processes[1].send_signal(signal.SIGTERM)
+    codes, said = ends(processes)
+    assert codes == [75, 75]
+    assert said[0].startswith("tfparallel launch: the launcher of node 1 was stopped by SIGTERM")
+
+
 @pytest.mark.slow
 def test_a_missing_node_is_named(endpoint):
     code, _, errors = launch(nodes(endpoint, 0, "--start_timeout=0.5"), TELL)

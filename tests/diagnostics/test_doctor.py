@@ -8,8 +8,9 @@ import sys
 import psutil
 import pytest
 
+from tfparallel.cluster import cgroup
 from tfparallel.cluster.ports import free_ports
-from tfparallel.diagnostics import doctor, host
+from tfparallel.diagnostics import doctor
 from tfparallel.diagnostics.host import examine_cores, examine_disk, examine_memory
 from tfparallel.diagnostics.reach import examine_cluster
 from tfparallel.diagnostics.report import Finding, worst
@@ -127,22 +128,54 @@ def test_a_containers_limits(tmp_path, monkeypatch):
         "cpu.max": "50000 100000\n",
     }.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(host, "_CGROUP", tmp_path)
+    monkeypatch.setattr(cgroup, "_ROOT", tmp_path)
+    monkeypatch.delenv("TF_NUM_INTRAOP_THREADS", raising=False)
     (memory,) = examine_memory(1)
-    assert (memory.verdict, memory.meaning) == ("ok", "1.2 GiB free within this container's limit")
+    within = "1.2 GiB free within the limit of this container or job"
+    assert (memory.verdict, memory.meaning) == ("ok", within)
     (memory,) = examine_memory(2)
     assert memory.verdict == "warn" and "for 2 workers on this host" in memory.meaning
     (cores,) = examine_cores(1)
-    assert cores.verdict == "warn" and "CPU quota is 0.5" in cores.meaning
+    assert cores.verdict == "warn" and "CPU quota of this container or job is 0.5" in cores.meaning
     assert "TF_NUM_INTRAOP_THREADS=1" in cores.advice
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    # As advised, or as `launch` does.
+    monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "1")
+    assert next(examine_cores(1)).verdict == "ok"
     for name in ("memory.max", "cpu.max"):
         (tmp_path / name).write_text("max 100000\n" if name == "cpu.max" else "max\n")
-    assert "this container" not in next(examine_memory(1)).meaning
+    assert "on the host" in next(examine_memory(1)).meaning
     assert next(examine_cores(1)).verdict == "ok"
 
 
+def test_the_tightest_limit_of_nested_groups(tmp_path, monkeypatch):
+    """As Slurm nests them: the limit is that of the step, and the job's is wider."""
+    groups = tmp_path / "cgroup"
+    groups.write_text("5:cpuset:/\n0::/slurm/job_7/step_0\n")
+    monkeypatch.setattr(cgroup, "_ROOT", tmp_path)
+    monkeypatch.setattr(cgroup, "_MEMBERSHIP", groups)
+    limits = {"slurm": None, "slurm/job_7": (800, 2), "slurm/job_7/step_0": (400, 3)}
+    for folder, limit in limits.items():
+        (tmp_path / folder).mkdir()
+        if limit is not None:
+            memory, cores = limit
+            (tmp_path / folder / "memory.max").write_text(f"{memory * 2**20}\n")
+            (tmp_path / folder / "memory.current").write_text(f"{2**20}\n")
+            (tmp_path / folder / "cpu.max").write_text(f"{cores * 100_000} 100000\n")
+    assert cgroup.free_memory_bytes() == 399 * 2**20
+    assert cgroup.cpu_quota() == 2
+    groups.write_text("4:memory:/there\n3:cpu,cpuacct:/there\n")  # Version 1.
+    for folder in ("memory/there", "cpu/there"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "memory/there/memory.limit_in_bytes").write_text(f"{3 * 2**20}\n")
+    (tmp_path / "memory/there/memory.usage_in_bytes").write_text(f"{2**20}\n")
+    (tmp_path / "cpu/there/cpu.cfs_quota_us").write_text("150000\n")
+    (tmp_path / "cpu/there/cpu.cfs_period_us").write_text("100000\n")
+    assert (cgroup.free_memory_bytes(), cgroup.cpu_quota()) == (2 * 2**20, 1.5)
+
+
 def test_more_workers_than_cores(tmp_path, monkeypatch):
-    monkeypatch.setattr(host, "_CGROUP", tmp_path)
+    monkeypatch.setattr(cgroup, "_ROOT", tmp_path)
     (finding,) = examine_cores(1000)
     assert finding.verdict == "warn" and "for 1000 workers on this host" in finding.meaning
 

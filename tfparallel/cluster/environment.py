@@ -4,13 +4,16 @@ It has TF_CONFIG, torchrun's variables, and two of our own: TFPARALLEL_JOB_TOKEN
 by all workers of a job, and TFPARALLEL_RESTART_COUNT, 0 in the first attempt.
 """
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 
+from tfparallel.cluster.cgroup import cpu_quota
 from tfparallel.cluster.tf_config import write
 
 __all__ = [
     "ALL_REDUCE",
+    "NUM_THREADS",
     "available_cores",
     "core_shares",
     "job_environment",
@@ -30,7 +33,8 @@ _MALLOC = {
 }
 # Linux's limit on one environment variable, including its name.
 _MAX_VARIABLE_BYTES = 128 * 1024
-_THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+NUM_THREADS = "TF_NUM_INTRAOP_THREADS"
+_THREADS = ("OMP_NUM_THREADS", NUM_THREADS, "TF_NUM_INTEROP_THREADS")
 
 
 def too_many_workers(addresses: Sequence[str]) -> str | None:
@@ -51,9 +55,11 @@ def job_environment(
 ) -> dict[str, str]:
     """Returns the environment that all processes of a job share on a host.
 
-    Values for threads, malloc and buffering that the user has set take precedence.
+    Values for threads, malloc and buffering that the user has set take precedence. Threads beyond a
+    container's CPU quota would only be throttled.
     """
-    num_threads = max(1, len(available_cores()) // num_local_workers)
+    num_cores = min(len(available_cores()), cpu_quota() or math.inf)
+    num_threads = max(1, int(num_cores / num_local_workers))
     return {
         **_MALLOC,
         **dict.fromkeys(_THREADS, str(num_threads)),

@@ -1,4 +1,4 @@
-"""Writes job files for several hosts: a script for Slurm, a list of objects for Kubernetes.
+"""A job to submit to a scheduler, and the script that submits it to Slurm.
 
 Each host runs one launcher, `tfparallel launch --nnodes`, which starts that host's workers and
 meets the others. A preempted job saves its state, exits with code 75 (`cluster/preemption.py`), and
@@ -6,27 +6,28 @@ resumes when it is restarted:
 
     Slurm        the script requeues the job
     Kubernetes   the Job's failure policy ignores such a pod, and creates another
+                 (`cluster/kubernetes_files.py`)
 """
 
 import dataclasses
-import json
 import math
 import re
 import secrets
 import shlex
 from collections.abc import Sequence
-from typing import Any
 
 from tfparallel.cluster.preemption import TRY_AGAIN
 
-__all__ = ["JobFile", "job_name_of", "kubernetes_objects", "slurm_script"]
+__all__ = ["ENDS_SECONDS", "VOLUME", "JobFile", "job_name_of", "slurm_script"]
 
-_PORT = 29_500  # Of a pod, which has its own address.
 _FIRST_PORT, _NUM_PORTS = 13_000, 16_000  # Of a Slurm job, which may share its nodes.
-# A Service's name begins with a letter.
-_NAME = re.compile(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?")
-_VOLUME = re.compile(r"([a-z0-9][a-z0-9.-]*):(/[^:]+)")
-_ENDS_SECONDS = 15  # For the launcher to end, beyond the workers' grace period.
+# Kubernetes appends to it in the name of a pod, as in NAME-node-0-999-abcde, and allows 63
+# characters. A Service's name begins with a letter.
+_MOST_CHARACTERS = 46
+_NAME = re.compile(rf"[a-z]([a-z0-9-]{{0,{_MOST_CHARACTERS - 2}}}[a-z0-9])?")
+_QUEUE = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
+VOLUME = re.compile(r"([a-z0-9][a-z0-9.-]*):(/[^:]+)")
+ENDS_SECONDS = 15  # For the launcher to end, beyond the workers' grace period.
 _MOST_SECONDS = 65_535  # Between Slurm's signal and its time limit.
 # With MIN:MAX, the addresses of all pods are one argument, and Linux limits that to 128 KiB.
 _MOST_NODES = 1_000
@@ -82,6 +83,8 @@ class JobFile:
         sbatch_args: Further options of sbatch, such as "--partition=long".
         image: The container image, with the program and tfparallel installed; for Kubernetes.
         volume: `CLAIM:/PATH`, a volume claim and its mount path in the pods; for Kubernetes.
+        queue: Kueue's local queue; for Kubernetes.
+        max_restarts: How often a JobSet recreates all pods after a failure.
         token: The launchers' shared secret; for Kubernetes. The Slurm script creates its own.
 
     Raises:
@@ -98,6 +101,8 @@ class JobFile:
     sbatch_args: Sequence[str] = ()
     image: str | None = None
     volume: str | None = None
+    queue: str | None = None
+    max_restarts: int = 0
     token: str = dataclasses.field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
     @property
@@ -109,14 +114,15 @@ class JobFile:
         problems = []
         if not _NAME.fullmatch(self.name):
             problems.append(
-                "--job_name must have at most 52 characters, lowercase letters, digits and '-', "
-                f"start with a letter and not end with '-'. Received: --job_name={self.name}."
+                f"--job_name must have at most {_MOST_CHARACTERS} characters, lowercase letters, "
+                "digits and '-', start with a letter and not end with '-'. Received: "
+                f"--job_name={self.name}."
             )
         if self.nnodes > _MOST_NODES:
             problems.append(
                 f"--nnodes must be at most {_MOST_NODES} with --emit. Received: {self.nnodes}."
             )
-        longest = _MOST_SECONDS - _ENDS_SECONDS
+        longest = _MOST_SECONDS - ENDS_SECONDS
         if not 0 <= self.grace_seconds <= longest:
             problems.append(
                 f"--grace_seconds must be from 0 to {longest} with --emit. Received: "
@@ -137,8 +143,13 @@ class JobFile:
             for text in texts
             if not _is_utf_8(text)
         ]
-        if self.volume is not None and not _VOLUME.fullmatch(self.volume):
+        if self.volume is not None and not VOLUME.fullmatch(self.volume):
             problems.append(f"--volume must be CLAIM:/PATH. Received: --volume={self.volume}.")
+        if self.queue is not None and not _QUEUE.fullmatch(self.queue):
+            problems.append(
+                "--queue must be the name of a LocalQueue: at most 63 lowercase letters, digits, "
+                f"'-' and '.'. Received: --queue={self.queue}."
+            )
         if problems:
             raise ValueError("\n".join(problems))
 
@@ -150,12 +161,12 @@ def job_name_of(command: Sequence[str]) -> str:
     name = re.sub(r"[^a-z0-9]+", "-", stem).strip("-")
     if not name[:1].isalpha():
         name = f"train-{name}"
-    return name[:52].strip("-")
+    return name[:_MOST_CHARACTERS].strip("-")
 
 
 def slurm_script(job: JobFile) -> str:
     """Returns a script for `sbatch`."""
-    seconds = math.ceil(job.grace_seconds + _ENDS_SECONDS)
+    seconds = math.ceil(job.grace_seconds + ENDS_SECONDS)
     options = [
         f"--job-name={job.name}",
         f"--nodes={job.nnodes if job.min_nnodes is None else f'{job.min_nnodes}-{job.nnodes}'}",
@@ -191,82 +202,6 @@ def slurm_script(job: JobFile) -> str:
         flags=shlex.join([*job.launch_flags, f"--grace_seconds={job.grace_seconds:g}"]),
         command=shlex.join(job.command),
     )
-
-
-def kubernetes_objects(job: JobFile) -> str:
-    """Returns a headless Service, an indexed Job and, for several hosts, a Secret, as JSON.
-
-    Raises:
-        ValueError: If there is no image.
-    """
-    if not job.image:
-        raise ValueError(
-            "--emit=kubernetes needs --image=NAME, a container image that contains the program and "
-            "tfparallel. Received: none."
-        )
-    labels = {"app": job.name}
-    # Its DNS names let pods find each other before they are ready.
-    service = {"clusterIP": "None", "selector": labels, "publishNotReadyAddresses": True}
-    command = _launch_in_a_pod(job)
-    container: dict[str, Any] = {"name": "launch", "image": job.image, "command": command}
-    pod: dict[str, Any] = {
-        "restartPolicy": "Never",
-        "subdomain": job.name,
-        "terminationGracePeriodSeconds": math.ceil(job.grace_seconds + _ENDS_SECONDS),
-        "containers": [container],
-    }
-    if job.gpus_per_node:
-        container["resources"] = {"limits": {"nvidia.com/gpu": str(job.gpus_per_node)}}
-    if job.volume:
-        claim, path = _VOLUME.fullmatch(job.volume).groups()
-        container["volumeMounts"] = [{"name": "data", "mountPath": path}]
-        pod["volumes"] = [{"name": "data", "persistentVolumeClaim": {"claimName": claim}}]
-    objects = [_object("v1", "Service", job.name, labels, spec=service)]
-    if job.has_several_hosts:
-        name = f"{job.name}-token"
-        objects.append(_object("v1", "Secret", name, labels, stringData={"token": job.token}))
-        source = {"secretKeyRef": {"name": name, "key": "token"}}
-        container["env"] = [{"name": "TFPARALLEL_JOB_TOKEN", "valueFrom": source}]
-    rules = [
-        {
-            "action": "Ignore",
-            "onExitCodes": {"containerName": "launch", "operator": "In", "values": [TRY_AGAIN]},
-        },
-        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-    ]
-    spec = {
-        "completionMode": "Indexed",
-        "completions": job.nnodes,
-        "parallelism": job.nnodes,
-        # In an elastic job, a host that returns after a failure counts as a new one.
-        "backoffLimit": 0 if job.min_nnodes is None else 3 * job.nnodes,
-        "podFailurePolicy": {"rules": rules},
-        "template": {"metadata": {"labels": labels}, "spec": pod},
-    }
-    objects.append(_object("batch/v1", "Job", job.name, labels, spec=spec))
-    # JSON is valid YAML, and its strings cannot be misread as numbers.
-    manifest = {"apiVersion": "v1", "kind": "List", "items": objects}
-    return json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
-
-
-def _object(api, kind, name, labels, **content):
-    metadata = {"name": name, "labels": labels}
-    return {"apiVersion": api, "kind": kind, "metadata": metadata, **content}
-
-
-def _launch_in_a_pod(job):
-    hosts = []
-    if job.min_nnodes is not None:
-        pods = [f"{job.name}-{index}.{job.name}:{_PORT}" for index in range(job.nnodes)]
-        hosts = [f"--nnodes={job.min_nnodes}:{job.nnodes}", f"--rdzv_endpoint={','.join(pods)}"]
-    elif job.nnodes > 1:
-        hosts = [f"--nnodes={job.nnodes}", f"--rdzv_endpoint={job.name}-0.{job.name}:{_PORT}"]
-    if job.has_several_hosts:
-        hosts.append(f"--job_name={job.name}")
-    flags = [*job.launch_flags, f"--grace_seconds={job.grace_seconds:g}"]
-    command = ["tfparallel", "launch", *hosts, *flags, "--", *job.command]
-    # Kubernetes expands $(NAME), and reads $$ as a literal $.
-    return [part.replace("$", "$$") for part in command]
 
 
 def _is_utf_8(text: str) -> bool:

@@ -6,6 +6,7 @@
 | MPI | rank and size, in all and on this host | other hosts: TFPARALLEL_WORKERS |
 | Slurm's `srun` | task, nodes, tasks on each node, job id | |
 | Kubernetes' indexed Job | index, host name | TFPARALLEL_NUM_WORKERS, TFPARALLEL_SERVICE |
+| Kubeflow's TrainJob, under a runtime for torchrun | as its Job; number of pods, first pod | |
 
 TFPARALLEL_PORT overrides the port computed here; the workers of one host count up from it.
 Malformed or incomplete variables raise a ValueError.
@@ -17,6 +18,7 @@ References:
     Kubernetes: https://kubernetes.io/docs/concepts/workloads/controllers/job/,
         "Completion mode", and
         https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/
+    Kubeflow: https://trainer.kubeflow.org/en/latest/operator-guides/ml-policy.html, "Torch"
     MPICH and Intel MPI: the environment set by their `mpiexec` (Hydra); see `mpiexec env`
 """
 
@@ -33,6 +35,7 @@ from tfparallel.cluster.config_error import EnvReader, refusal, shown
 __all__ = [
     "LauncherEnv",
     "NodeRange",
+    "is_slurm_step",
     "node_rank_of",
     "of_kubernetes",
     "of_mpi",
@@ -45,6 +48,8 @@ _WORKERS = "TFPARALLEL_WORKERS"
 _PORT = "TFPARALLEL_PORT"
 _NUM_WORKERS = "TFPARALLEL_NUM_WORKERS"
 _SERVICE = "TFPARALLEL_SERVICE"
+# In a pod of a TrainJob: the number of pods, and the first one's address, POD.SERVICE.
+_NUM_PODS, _FIRST_POD = "PET_NNODES", "PET_MASTER_ADDR"
 
 _NAME_THEM = (
     f'Set {_WORKERS}="host1:port,host2:port", one address per worker in rank order, the same on '
@@ -158,16 +163,23 @@ def of_mpi(environ: Mapping[str, str]) -> LauncherEnv | None:
     )
 
 
+def is_slurm_step(environ: Mapping[str, str]) -> bool:
+    """Whether `srun` started this process, rather than a batch script or a shell of `salloc`."""
+    step = _slurm_step(environ)
+    return (
+        any(name in environ for name in _STEP_VARIABLES)
+        and _STEP.fullmatch(step) is not None
+        and int(step) < _FIRST_SPECIAL_STEP
+    )
+
+
 def of_slurm(environ: Mapping[str, str]) -> LauncherEnv | None:
     """Reads Slurm's variables for a task of a step; None outside a step, or in a single-task step.
 
     A batch script's shell has SLURM_PROCID=0 and the SLURM_NTASKS of the whole job, but is not a
     task: only processes started by `srun` belong to a step.
     """
-    if not any(name in environ for name in _STEP_VARIABLES):
-        return None
-    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", "0"))
-    if not _STEP.fullmatch(step) or int(step) >= _FIRST_SPECIAL_STEP:
+    if not is_slurm_step(environ):
         return None
     variables = EnvReader(environ, "Slurm")
     # Prefer the step's variables: an interactive step inherits those of its job.
@@ -202,7 +214,7 @@ def of_slurm(environ: Mapping[str, str]) -> LauncherEnv | None:
                 )
         variables.check(f"{_NAME_THEM}.")
         if base is None:
-            base = slurm.base_port(job, int(step), max(counts))
+            base = slurm.base_port(job, int(_slurm_step(environ)), max(counts))
         return tuple(join_address(nodes[at], base + local) for at, local in places)
 
     return LauncherEnv(
@@ -216,22 +228,22 @@ def without_counts(environ: Mapping[str, str]) -> dict[str, str]:
 
     For the workers of an elastic job: those counts still include launchers that have left.
     """
-    counts = {*_STEP_VARIABLES, *(names[0] for names in _MPI_VARIABLES), _NUM_WORKERS}
+    counts = {*_STEP_VARIABLES, *(names[0] for names in _MPI_VARIABLES), _NUM_WORKERS, _NUM_PODS}
     return {name: value for name, value in environ.items() if name not in counts}
 
 
 def of_kubernetes(environ: Mapping[str, str], counted: bool = False) -> LauncherEnv | None:
     """Reads the variables of a pod of an indexed Job; None elsewhere, or for a single worker.
 
-    Kubernetes does not set the number of pods. An index alone is ignored if another source
-    `counted` the workers, and an error otherwise: each pod would silently train a separate model.
+    Kubernetes does not set the number of pods, but Kubeflow does. An index alone is ignored if
+    another source `counted` the workers, and an error otherwise: each pod would silently train a
+    separate model.
     """
-    if "JOB_COMPLETION_INDEX" not in environ or environ.get(_NUM_WORKERS) == "1":
-        return None
-    if counted and _NUM_WORKERS not in environ:
+    num_pods = environ.get(_NUM_WORKERS, environ.get(_NUM_PODS))
+    if "JOB_COMPLETION_INDEX" not in environ or num_pods == "1" or (counted and num_pods is None):
         return None
     variables = EnvReader(environ, "the Kubernetes Job")
-    size = variables.number(_NUM_WORKERS, least=1, required=True)
+    size = variables.number(_NUM_WORKERS, _NUM_PODS, least=1, required=True)
     index = variables.number("JOB_COMPLETION_INDEX", below=size)
     fix = (
         f"Set {_NUM_WORKERS} to the Job's completions and {_SERVICE} to the name of its headless "
@@ -241,8 +253,9 @@ def of_kubernetes(environ: Mapping[str, str], counted: bool = False) -> Launcher
     variables.check(fix)
 
     def addresses():
-        service = variables.text(_SERVICE)
-        if service is None:
+        first_pod = variables.text(_FIRST_POD) or ""
+        service = variables.text(_SERVICE) or first_pod.partition(".")[2]
+        if not service:
             variables.problems.append(f"{_SERVICE} is missing")
         port = variables.number(_PORT, least=1, below=65536) or _POD_PORT
         host = variables.text("HOSTNAME") or ""
@@ -302,6 +315,10 @@ def node_rank_of(flag_value: int | None, nodes: NodeRange) -> int | None:
             f"--node_rank={flag_value}. Drop the flag."
         )
     return rank
+
+
+def _slurm_step(environ):
+    return environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", "0"))
 
 
 def _slurm_nodes(variables):

@@ -81,6 +81,7 @@ def worker_environment(
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(num_local_workers),
         "GROUP_RANK": str(meeting.node),
+        "GROUP_WORLD_SIZE": str(len(meeting.addresses)),
         "MASTER_ADDR": master_host.strip("[]"),
         "MASTER_PORT": master_port,
         "TORCHELASTIC_RESTART_COUNT": str(restart_count),

@@ -84,4 +84,9 @@ EXCLUDES = (
         )
         for flag in ("node_rank", "rdzv_endpoint", "local_addr", "num_ps", "bind_cores")
     ),
+    Excludes(
+        ("emit=jobset|trainjob", "standby"),
+        "A JobSet restarts the job in new pods, where no standby process is left.",
+        "Drop --standby.",
+    ),
 )  # fmt: skip

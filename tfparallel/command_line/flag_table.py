@@ -21,6 +21,7 @@ __all__ = ["TABLE", "flags_of"]
 
 _IN_PARALLEL = "train, check, bench pipeline_job"
 _STAGES = "parallel=pipeline|hybrid|auto"
+_ON_KUBERNETES = "emit=kubernetes|jobset|trainjob"
 _MATPLOTLIB = ("matplotlib", "'tfparallel[bench]'")
 _OF_RECOMPUTES = ("holds the activations", "holds only the inputs", "for all but the last "
     "micro-batch")
@@ -150,7 +151,8 @@ TABLE = {
     "Failures and logs": (
         Flag("max_restarts", "launch", "How often to restart all workers when one fails. With "
             "--nnodes=MIN:MAX, how many failures of this host's workers to accept before the job "
-            "continues without it.", 0, "whole", least=0),
+            "continues without it. With --emit=jobset or trainjob, how often to recreate all pods "
+            "(default 3).", 0, "whole", least=0),
         Flag("standby", "launch", "Keep a standby process with TensorFlow loaded for each worker, "
             "to restart in 2 s instead of 5, for 0.3 GB of memory each. Your own script must "
             "import tfparallel first, and must not set environment variables for TensorFlow "
@@ -364,6 +366,8 @@ TABLE = {
             choices={
                 "slurm": "a script for sbatch",
                 "kubernetes": "a Service and an indexed Job for kubectl",
+                "jobset": "a JobSet for kubectl",
+                "trainjob": "a TrainingRuntime and a TrainJob of Kubeflow Trainer, for kubectl",
             }),
         Flag("job_name", "launch", "The job's name, the same on all its hosts; hosts of another "
             "job are rejected. Default: the program's name.", shown="NAME"),
@@ -372,11 +376,13 @@ TABLE = {
         Flag("sbatch_args", "launch", "With --emit=slurm: an option for sbatch, such as "
             "--sbatch_args=--partition=long; repeatable.", [], "repeated", shown="OPTION",
             only_with="emit=slurm"),
-        Flag("image", "launch", "With --emit=kubernetes: the container image, which contains the "
-            "program and tfparallel.", shown="IMAGE", only_with="emit=kubernetes"),
-        Flag("volume", "launch", "With --emit=kubernetes: CLAIM:/PATH, a persistent volume claim "
-            "and its mount path in the pods, for example for checkpoints.", shown="CLAIM:/PATH",
-            only_with="emit=kubernetes"),
+        Flag("image", "launch", "On Kubernetes: the container image, which contains the program "
+            "and tfparallel.", shown="IMAGE", only_with=_ON_KUBERNETES),
+        Flag("volume", "launch", "On Kubernetes: CLAIM:/PATH, a persistent volume claim and its "
+            "mount path in the pods, for example for checkpoints.", shown="CLAIM:/PATH",
+            only_with=_ON_KUBERNETES),
+        Flag("queue", "launch", "On Kubernetes: Kueue's LocalQueue, which admits the job.",
+            shown="NAME", only_with=_ON_KUBERNETES),
     ),
     "Fault injection": (
         Flag("inject", "train", "Inject one fault into a worker: kill:worker=1,step=20, "

@@ -10,7 +10,8 @@ from absl import flags
 
 from tfparallel.cluster.address import join_address, split_address
 from tfparallel.cluster.environment import available_cores, core_shares
-from tfparallel.cluster.job_files import JobFile, job_name_of, kubernetes_objects, slurm_script
+from tfparallel.cluster.job_files import JobFile, job_name_of, slurm_script
+from tfparallel.cluster.kubernetes_files import RESTARTED_BY_JOBSET, kubernetes_objects
 from tfparallel.cluster.launcher_env import NodeRange, node_rank_of
 from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN
 from tfparallel.cluster.supervisor import StopRequest
@@ -25,6 +26,8 @@ _NO_COMMAND = (
     "--nproc_per_node=2 -- python my_script.py"
 )
 _GRACE_OF_A_SCHEDULER = 60.0  # Schedulers allow minutes, and a save may take one.
+_RESTARTS_OF_A_JOBSET = 3
+_START_OF_PODS = 600.0  # Seconds; some must still be scheduled, and pull their image.
 # Flags that are passed to the launcher of each host.
 _HANDED_ON = ("nproc_per_node", "max_restarts", "standby", "start_timeout", "log_dir", "transport")
 _MIN_TOKEN = 16  # Characters; must be hard to guess.
@@ -64,6 +67,11 @@ def _job_file(values: flags.FlagValues, command: Sequence[str], nodes: NodeRange
         for name in _HANDED_ON
         if values[name].present
     }
+    if values.emit != "slurm":
+        forwarded.setdefault("start_timeout", _START_OF_PODS)
+    max_restarts = _RESTARTS_OF_A_JOBSET
+    if values.emit in RESTARTED_BY_JOBSET:
+        max_restarts = forwarded.pop("max_restarts", max_restarts)
     grace = values.grace_seconds if values["grace_seconds"].present else _GRACE_OF_A_SCHEDULER
     job = JobFile(
         name=values.job_name or job_name_of(command),
@@ -76,8 +84,10 @@ def _job_file(values: flags.FlagValues, command: Sequence[str], nodes: NodeRange
         sbatch_args=values.sbatch_args,
         image=values.image,
         volume=values.volume,
+        queue=values.queue,
+        max_restarts=max_restarts,
     )
-    return slurm_script(job) if values.emit == "slurm" else kubernetes_objects(job)
+    return slurm_script(job) if values.emit == "slurm" else kubernetes_objects(job, values.emit)
 
 
 def problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:

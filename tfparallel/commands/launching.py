@@ -88,7 +88,8 @@ def _run_with_restarts(values, command, nodes, environment, standbys):
         if outcome.departure is not None:
             # The others cannot meet again without it.
             _report(outcome.departure.describe(), outcome)
-            return outcome.departure.exit_code
+            has_saved = all(exit_.returncode == TRY_AGAIN for exit_ in outcome.exits)
+            return TRY_AGAIN if has_saved else outcome.departure.exit_code
         if outcome.culprit is None:
             return 0
         _report(outcome.culprit.explain(), outcome)

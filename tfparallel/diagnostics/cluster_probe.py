@@ -12,10 +12,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from tfparallel.cluster.launcher_env import without_counts
 from tfparallel.cluster.spawn import spawn
 
 __all__ = ["main"]
 
+_OF_A_WORKER = ("TF_CONFIG", "TFPARALLEL_WORKERS", "RANK", "WORLD_SIZE", "JOB_COMPLETION_INDEX")
 _SPAWN_SECONDS = 90
 _ERROR_CHARACTERS = 2000
 
@@ -23,7 +25,8 @@ _ERROR_CHARACTERS = 2000
 def main(whose: Sequence[str]) -> None:
     """Trains with each of these strategies, and prints the deviation from one device."""
     # The doctor may run inside a job, whose cluster these workers must not join.
-    for name in ("TF_CONFIG", "RANK", "WORLD_SIZE"):
+    counts = os.environ.keys() - without_counts(os.environ).keys()
+    for name in {*_OF_A_WORKER, *counts}:
         os.environ.pop(name, None)
     result = {"probe": "two_workers", **{each: _result_of(each) for each in whose}}
     print(json.dumps(result), flush=True)

@@ -18,7 +18,9 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from tfparallel.diagnostics.engine import examine_engine
 from tfparallel.diagnostics.host import examine_cores, examine_disk, examine_memory
+from tfparallel.diagnostics.ray_cluster import examine_ray, names_ray
 from tfparallel.diagnostics.reach import examine_cluster
 from tfparallel.diagnostics.report import Finding
 from tfparallel.installed import version_of
@@ -35,6 +37,7 @@ KNOWN_FAULTS = {
 }
 TWO_WORKERS = "fit with 2 workers on this host"
 _CLUSTER_PROBE = "tfparallel.diagnostics.cluster_probe"
+_RAY_PROBE = [sys.executable, "-m", "tfparallel.diagnostics.ray_probe"]
 # Reordered float64 sums stay well below this.
 _TOLERANCE = 1e-9
 
@@ -56,7 +59,7 @@ def examine(
         min_free_mib: Free disk space that the job needs; by default little space is only a warning.
         peer_timeout_seconds: How long another worker may take to answer.
         probe_timeout_seconds: How long each TensorFlow subprocess may take.
-        quick: Whether to skip the slow probes: known faults, and two workers.
+        quick: Whether to skip the slow probes: known faults, two workers, and a Ray cluster.
         upstream: Whether to also try TensorFlow's own strategy on two workers.
         progress: Called with a description of each slow examination before it starts.
     """
@@ -64,9 +67,15 @@ def examine(
     yield from _examine_versions()
     cluster, findings = examine_cluster(peer_timeout_seconds)
     yield from findings
+    yield from examine_engine(cluster)
     yield from examine_disk(folder, min_free_mib)
     yield from examine_memory(cluster.num_local_workers)
     yield from examine_cores(cluster.num_local_workers)
+    if names_ray() and not quick:
+        progress("asking the Ray cluster")
+        yield from examine_ray(
+            lambda: run_probe(_RAY_PROBE, probe_timeout_seconds), peer_timeout_seconds
+        )
     backend = os.environ.get("KERAS_BACKEND") or "tensorflow"
     if backend != "tensorflow":
         text = f"KERAS_BACKEND={backend}, but tfparallel trains on TensorFlow"

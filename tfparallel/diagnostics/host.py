@@ -1,12 +1,13 @@
-"""Examines this host for the doctor: free disk and memory, cores, and container limits."""
+"""Examines this host for the doctor: free disk and memory, cores, and the limits of its job."""
 
+import contextlib
 import os
-import pathlib
 import shutil
 import tempfile
 from collections.abc import Iterator
 
-from tfparallel.cluster.environment import available_cores
+from tfparallel.cluster.cgroup import cpu_quota, free_memory_bytes
+from tfparallel.cluster.environment import NUM_THREADS, available_cores
 from tfparallel.diagnostics.report import Finding
 
 __all__ = ["WORKER_MIB", "examine_cores", "examine_disk", "examine_memory", "free_memory_mib"]
@@ -14,7 +15,6 @@ __all__ = ["WORKER_MIB", "examine_cores", "examine_disk", "examine_memory", "fre
 _MIB = 2**20
 _ENOUGH_DISK_MIB = 1024
 WORKER_MIB = 1024  # Free memory that a worker needs; it uses 500 before it loads data.
-_CGROUP = pathlib.Path("/sys/fs/cgroup")
 
 
 def examine_disk(folder: str | None, min_free_mib: float | None) -> Iterator[Finding]:
@@ -78,16 +78,19 @@ def free_memory_mib() -> float | None:
 
 def examine_cores(num_local_workers: int) -> Iterator[Finding]:
     """Examines the number of cores, and whether a CPU quota limits their use."""
-    num_cores, quota = len(available_cores()), _cpu_quota()
+    num_cores, quota = len(available_cores()), cpu_quota()
+    set_threads = os.environ.get(NUM_THREADS, "")
+    num_threads = (set_threads.isdecimal() and int(set_threads)) or num_cores
     text = f"{num_cores} core{'s' * (num_cores > 1)}"
-    if quota is not None and quota < num_cores:
-        num_threads = max(1, int(quota / num_local_workers))
+    if quota is not None and quota < min(num_cores, num_threads * num_local_workers):
+        num_fitting = max(1, int(quota / num_local_workers))
+        threads = f"{num_threads} thread{'s' * (num_threads > 1)}"
         yield Finding(
             "cores",
             "warn",
-            f"{text}, but this container's CPU quota is {quota:g}: TensorFlow starts one thread "
-            "per core, and is throttled",
-            f"set TF_NUM_INTRAOP_THREADS={num_threads} and OMP_NUM_THREADS={num_threads}",
+            f"{text}, but the CPU quota of this container or job is {quota:g}: TensorFlow starts "
+            f"{threads} in each worker, and is throttled",
+            f"set {NUM_THREADS}={num_fitting} and OMP_NUM_THREADS={num_fitting}",
         )
     elif num_local_workers > num_cores:
         yield Finding(
@@ -100,47 +103,20 @@ def examine_cores(num_local_workers: int) -> Iterator[Finding]:
         yield Finding("cores", "ok", text)
 
 
-def _free_memory():
+def _free_memory() -> dict[str, float]:
     free = {
         "on the host": _free_of_host(),
-        "within this container's limit": _free_of_cgroup(),
+        "within the limit of this container or job": free_memory_bytes(),
     }
-    return {name: value for name, value in free.items() if value is not None}
+    return {name: value / _MIB for name, value in free.items() if value is not None}
 
 
-def _free_of_host():
-    for line in _read("/proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) / 1024
+def _free_of_host() -> int | None:
+    with contextlib.suppress(OSError), open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
     return None
-
-
-def _free_of_cgroup():
-    limit = _read(_CGROUP / "memory.max", _CGROUP / "memory" / "memory.limit_in_bytes").strip()
-    used = _read(_CGROUP / "memory.current", _CGROUP / "memory" / "memory.usage_in_bytes").strip()
-    # "max", or in cgroup v1 a number near 2**63, means no limit.
-    if not limit.isdigit() or not used.isdigit() or int(limit) >= 2**60:
-        return None
-    return (int(limit) - int(used)) / _MIB
-
-
-def _cpu_quota():
-    quota, _, period = _read(_CGROUP / "cpu.max").strip().partition(" ")
-    if not period:
-        quota = _read(_CGROUP / "cpu" / "cpu.cfs_quota_us").strip()
-        period = _read(_CGROUP / "cpu" / "cpu.cfs_period_us").strip()
-    # "max", or in cgroup v1 "-1", means no quota.
-    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
-
-
-def _read(*paths):
-    """Returns the text of the first of these files that is readable, else ""."""
-    for path in paths:
-        try:
-            return pathlib.Path(path).read_text()
-        except OSError:
-            continue
-    return ""
 
 
 def _size(mib):

@@ -14,7 +14,7 @@ from tfparallel.cluster.address import split_address
 from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.diagnostics.report import Finding
 
-__all__ = ["examine_cluster"]
+__all__ = ["answer", "examine_cluster"]
 
 _MAX_CONNECTIONS = 64
 
@@ -96,7 +96,7 @@ def _examine_peers(cluster: Cluster, timeout_seconds: float) -> Iterator[Finding
     if not peers:
         return
     with concurrent.futures.ThreadPoolExecutor(_MAX_CONNECTIONS) as threads:
-        answers = threads.map(lambda address: _answer(address, timeout_seconds), peers.values())
+        answers = threads.map(lambda address: answer(address, timeout_seconds), peers.values())
         answers = dict(zip(peers, answers, strict=True))
     for index, problem in answers.items():
         if problem in ("listening", "refused"):
@@ -116,8 +116,8 @@ def _examine_peers(cluster: Cluster, timeout_seconds: float) -> Iterator[Finding
         yield Finding("peers", "ok", text)
 
 
-def _answer(address, timeout_seconds):
-    """Returns "listening", "refused", or why there was no answer."""
+def answer(address: str, timeout_seconds: float) -> str:
+    """Returns "listening", "refused", or why there was no answer; `ValueError` without a port."""
     try:
         socket.create_connection(split_address(address), timeout_seconds).close()
     except ConnectionRefusedError:
