@@ -26,7 +26,10 @@ _NO_COMMAND = (
 )
 _GRACE_OF_A_SCHEDULER = 60.0  # Schedulers allow minutes, and a save may take one.
 # Flags that are passed to the launcher of each host.
-_HANDED_ON = ("nproc_per_node", "max_restarts", "standby", "start_timeout", "log_dir", "transport")
+_HANDED_ON = (
+    *("nproc_per_node", "independent", "max_restarts", "standby", "start_timeout"),
+    *("log_dir", "transport"),
+)
 _MIN_TOKEN = 16  # Characters; must be hard to guess.
 
 
