@@ -1,11 +1,14 @@
 """`tfparallel launch` of a script that never joins the job: N models are not one."""
 
+import os
+import subprocess
 import sys
 
 import pytest
 
 from tests.commands.command_line import ROOT
 from tests.forked import run_python
+from tfparallel.cluster.ports import free_ports
 
 DEADLINE_SECONDS = 240
 
@@ -71,3 +74,31 @@ def test_a_plain_script_is_an_error_that_names_the_workers(tmp_path):
 def test_others_are_not_accused(tmp_path, text, flags):
     code, said = launch(tmp_path, text, *flags)
     assert code == 0 and "joined" not in said, said
+
+
+@pytest.mark.slow
+def test_on_several_hosts_each_launcher_names_its_own(tmp_path):
+    """With one worker each, the chief's launcher cannot know whether the others wait for it."""
+    (tmp_path / "script.py").write_text(PLAIN.format(train=FIT))
+    (port,) = free_ports(1)
+    launchers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tfparallel", "launch", "--nnodes=2", f"--node_rank={rank}"]
+            + [f"--rdzv_endpoint=127.0.0.1:{port}", "--", sys.executable, tmp_path / "script.py"],
+            cwd=ROOT,
+            env=os.environ | {"TFPARALLEL_JOB_TOKEN": "a-secret-of-the-tests"},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [launcher.communicate(timeout=DEADLINE_SECONDS)[1] for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+    assert [launcher.returncode for launcher in launchers] == [0, 1], errors
+    assert "joined" not in errors[0]
+    assert "tfparallel launch: worker 1 never joined the job." in errors[1]
+    assert "Received: 1 model, each" in errors[1]

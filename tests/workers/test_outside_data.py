@@ -1,4 +1,4 @@
-"""Data of Grain and Hugging Face: interrupted on two workers, and resumed by one process of two devices."""
+"""Data of Grain and Hugging Face: interrupted on two workers, resumed by one of two devices."""
 
 import importlib.util
 import pathlib

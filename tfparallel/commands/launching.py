@@ -3,6 +3,7 @@
 import contextlib
 import glob
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -72,28 +73,30 @@ def launched(values: flags.FlagValues, command: Sequence[str], nodes: NodeRange)
                 start = _run_elastic if nodes.is_elastic else _run_with_restarts
                 code = start(values, command, nodes, environment, standbys)
             if not code and os.path.isdir(watches):
-                code = _joined(trained_alone(watches))
+                code = _joined(trained_alone(watches), nodes)
             return code
         except StopRequest as request:
             code = 0 if request.has_saved else 1
             raise
         finally:
+            shutil.rmtree(watches, ignore_errors=True)
             if code and any(glob.iglob(os.path.join(folder, f"*{SUFFIX}"))):
                 say(f"what each worker did last: tfparallel trace {folder}")
                 if folder == temporary.path:
                     temporary.keep()
 
 
-def _joined(alone: Sequence[int]) -> int:
-    """Reports workers that trained alone, if there are several, and returns the exit code."""
-    if len(alone) < 2:  # The others may wait for the one that trains.
+def _joined(alone: Sequence[int], nodes: NodeRange) -> int:
+    """Reports workers that trained alone, and returns the exit code."""
+    # The others may wait for a single one. On several hosts, each launcher sees its own workers.
+    if len(alone) < 2 and (nodes.are_one or alone in ([], [0])):
         return 0
     say(
-        f"{name_workers(alone)} never joined the job. They must train one model together. "
-        f"Received: {len(alone)} models, each trained by one worker alone. A worker joins when "
-        "its program calls `tfparallel.data_parallel(model)` or another function of tfparallel "
-        "for parallel models, or creates a multi-worker strategy of `tf.distribute`: wrap the "
-        "model, `model = tfparallel.data_parallel(model)`. If you want separate trainings, add "
+        f"{name_workers(alone)} never joined the job. All workers must train one model together. "
+        f"Received: {counted(len(alone), 'model')}, each trained by one worker alone. Workers join "
+        "when their program calls `tfparallel.data_parallel(model)` or another function for "
+        "parallel models, or creates a multi-worker strategy of `tf.distribute`: wrap the model, "
+        "`model = tfparallel.data_parallel(model)`. If you want separate trainings, add "
         "--independent."
     )
     return 1
