@@ -77,6 +77,18 @@ def test_others_are_not_accused(tmp_path, text, flags):
 
 
 @pytest.mark.slow
+def test_a_command_that_checks_by_itself_is_not_accused(tmp_path):
+    done = run_python(
+        ["-m", "tfparallel", "launch", "--nproc_per_node=2", "--", sys.executable, "-m"]
+        + ["tfparallel", "train", "models/mlp.py", "--parallel=none", "--epochs=1"]
+        + ["--steps_per_epoch=2", "--allow_independent_workers"],
+        cwd=ROOT,
+        timeout=DEADLINE_SECONDS,
+    )
+    assert done.returncode == 0 and "joined" not in done.stderr, done.stdout + done.stderr
+
+
+@pytest.mark.slow
 def test_on_several_hosts_each_launcher_names_its_own(tmp_path):
     """With one worker each, the chief's launcher cannot know whether the others wait for it."""
     (tmp_path / "script.py").write_text(PLAIN.format(train=FIT))

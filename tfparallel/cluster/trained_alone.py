@@ -28,8 +28,9 @@ __all__ = ["trained_alone", "watched"]
 _PREFIX = "trained_alone_"
 _PACKAGE = "tfparallel"
 _KERAS = ("keras", "tf_keras")
-# What may sum gradients between workers without TensorFlow's knowledge.
-_CONNECTIONS = ("horovod", "byteps", "mpi4py.MPI")
+# What may sum gradients between workers without TensorFlow's knowledge; and the commands of this
+# package, which check who trains what.
+_OTHERS = ("horovod", "byteps", "mpi4py.MPI", "tfparallel.commands.main")
 
 
 def watched(folder: str, environment: Mapping[str, str]) -> dict[str, str]:
@@ -73,7 +74,7 @@ def _begin(folder):
 
 def _look(folder):
     tensorflow = sys.modules.get("tensorflow")
-    if tensorflow is None or any(name in sys.modules for name in _CONNECTIONS):
+    if tensorflow is None or any(name in sys.modules for name in _OTHERS):
         return
     classes = {getattr(sys.modules.get(name), "Model", None) for name in _KERAS} - {None}
     objects = gc.get_objects() if classes else []
