@@ -103,6 +103,23 @@ def test_a_map_dataset_of_grain_is_read_at_random(grain):
     )
 
 
+def test_what_a_loader_reads_in_its_order_can_be_read_at_random(grain):
+    """docs/data_sources.md: the source and the operations of a `grain.DataLoader`."""
+
+    class Numbers(grain.transforms.Map):
+        def map(self, index):
+            return np.full(2, index, "float32"), index
+
+    source, operations = range(NUM_EXAMPLES), [Numbers()]
+    sampler = grain.samplers.IndexSampler(NUM_EXAMPLES, num_epochs=1)
+    loader = grain.DataLoader(data_source=source, sampler=sampler, operations=operations)
+    examples = Examples(grain.MapDataset.source(source).apply(operations))
+    x, y = examples.read(tf.range(NUM_EXAMPLES, dtype=tf.int64))
+    expected = list(loader)
+    np.testing.assert_array_equal(x, [each for each, _ in expected])
+    np.testing.assert_array_equal(y, [each for _, each in expected])
+
+
 def drawn(data, epoch, start=0):
     """The batches of an epoch, in a run that resumes at `start`."""
     batches = EpochBatches(data, global_batch_size=4, seed=3)
