@@ -19,7 +19,6 @@ import atexit
 import contextlib
 import gc
 import os
-import shutil
 import sys
 from collections.abc import Mapping
 
@@ -41,7 +40,9 @@ def watched(folder: str, environment: Mapping[str, str]) -> dict[str, str]:
         environment: The environment of the workers.
     """
     os.makedirs(folder)
-    shutil.copyfile(__file__, os.path.join(folder, "sitecustomize.py"))
+    path = os.path.join(folder, "sitecustomize.py")
+    with open(__file__, "rb") as source, open(path, "wb") as copy:
+        copy.write(source.read())
     paths = [folder, *filter(None, [environment.get("PYTHONPATH")])]
     return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
 
