@@ -1,4 +1,4 @@
-"""What docs/ecosystem.md says of TensorFlow's own tools, held by the smallest case."""
+"""What the docs say of TensorFlow's own tools, held by the smallest case."""
 
 import re
 

@@ -8,8 +8,8 @@ def load_data():            # -> (train, validation)
 
 `train` and `validation` are each `(x, y)` or `(x, y, sample_weight)`, in
 arrays or nested structures of them; files, by `tfparallel.data.TFRecords` or
-`NPZShards`; a `keras.utils.PyDataset`, whose batches stay as they are; or a
-`tf.data.Dataset` of single examples. `validation` may be None.
+`NPZShards`; `tfparallel.data.Examples`; a `keras.utils.PyDataset`, whose batches stay as they are;
+or a `tf.data.Dataset` of single examples. `validation` may be None.
 
 Optionally, `EPOCHS = 12` sets how often `train` passes over the data, and a function `callbacks()`
 returns a list of Keras callbacks for `train`.
@@ -31,8 +31,9 @@ __all__ = ["Task", "TaskError", "load_task"]
 _SIGNATURES = ("build_model()", "compile_model(model)", "load_data()")
 _CALLBACKS = "callbacks"
 _DATA_FORM = (
-    "each of train and validation must be (x, y), (x, y, sample_weight), tfparallel.data.TFRecords "
-    "or NPZShards, a PyDataset, or a tf.data.Dataset of single examples; validation may be None"
+    "each of train and validation must be (x, y), (x, y, sample_weight), a source of "
+    "tfparallel.data (TFRecords, NPZShards, Examples), a PyDataset, or a tf.data.Dataset of single "
+    "examples; validation may be None"
 )
 
 _NO_VALIDATION = "Return `(x, y), None` if there is no validation data."

@@ -295,5 +295,41 @@ def test_a_command_tells_its_launcher_what_it_refuses():
     assert not worker_error.has_traceback and error().has_traceback
 
 
+READS = """
+import os, tfparallel
+try:
+    open({path!r})
+except FileNotFoundError as error:
+    if {late}: open({path!r}, "w").close()
+    raise {error}
+"""
+
+
+@pytest.mark.parametrize(
+    ("worker", "late", "error", "hint"),
+    [
+        ("0", False, "error", ""),
+        ("1", True, "error", "  The file exists now: another worker wrote it a moment later."),
+        ("1", False, "error", "  This is worker 1. Files of callbacks, and those under "),
+        ("1", True, "ValueError(f'File not found: filepath={error.filename}. Please')", "  The fi"),
+        ("1", False, "ValueError('unable to open file: name = \\'/no\\', errno = 2')", "  This "),
+        ("1", False, "ValueError('Something else.')", ""),
+    ],
+)
+def test_a_worker_that_misses_a_file_is_told_who_writes_it(tmp_path, worker, late, error, hint):
+    """Story: `load_model` failed on worker 1, in a folder where the chief's file was."""
+    (tmp_path / "mine.py").write_text(
+        READS.format(path=str(tmp_path / "weights"), late=late, error=error)
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), WORKER_ERROR: "1", "RANK": worker}
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "mine.py")], env=environment, stderr=subprocess.PIPE
+    )
+    worker_error = WorkerError.from_line(done.stderr)
+    assert len(worker_error.lines) == 2 + bool(hint)
+    assert not hint or worker_error.lines[-1].startswith(hint)
+    assert worker_error.whole.rstrip().endswith(worker_error.lines[-1]) is bool(hint)
+
+
 def test_no_other_process_tells(tmp_path):
     assert run(tmp_path)[1].startswith(b"Traceback (most recent call last):")

@@ -40,6 +40,10 @@ _KERAS = re.compile(
     r"(?:\n\nArguments received by .*)?",
     re.DOTALL,
 )
+# Keras's `ValueError` about a file that is missing, and what HDF5 says.
+_MISSING = re.compile(
+    r"File not found: filepath=(.+?)\. |unable to open file: name = '(.+?)', errno"
+)
 # AutoGraph writes the frames of an error in a `tf.function` as text above the message: the
 # traceback itself has the frames of the generated code.
 _USER_CODE = "in user code:\n\n"
@@ -105,6 +109,9 @@ class WorkerError:
             lines.append(f"  {place}{in_function}: {frame.line}")
         else:
             place = ""
+        if hint := _about_missing_file(error):
+            lines.append(hint)
+            whole += f"{hint}\n"
         return cls("\n".join(lines).splitlines(), f"{type(error).__name__} {place}", whole)
 
 
@@ -175,6 +182,26 @@ def _parts(error: BaseException) -> tuple[Sequence[traceback.FrameSummary], str]
         for each in _FRAME.finditer(frames)
     ]
     return [*traceback_frames, *named], textwrap.dedent(message)
+
+
+def _about_missing_file(error: BaseException) -> str:
+    """Returns what a worker other than the chief must know if it did not find a file; or ""."""
+    worker = os.environ.get("RANK", "0")
+    match = _MISSING.search(str(error))
+    if worker == "0" or not (isinstance(error, FileNotFoundError) or match):
+        return ""
+    path = getattr(error, "filename", None) or (match and (match[1] or match[2]))
+    if path and os.path.exists(path):
+        return (
+            "  The file exists now: another worker wrote it a moment later. Call "
+            "`tfparallel.barrier()` on every worker between writing and reading."
+        )
+    return (
+        f"  This is worker {worker}. Files of callbacks, and those under `if worker_index() == 0`, "
+        "are written by worker 0 alone. Read such a file on worker 0 and `tfparallel.broadcast` "
+        "its content; or use a folder that all hosts share, and call `tfparallel.barrier()` on "
+        "every worker between writing and reading."
+    )
 
 
 def _is_user_code(frame: traceback.FrameSummary) -> bool:

@@ -14,6 +14,7 @@ import time
 import tensorflow as tf
 
 from tfparallel.cluster.differences import name_workers
+from tfparallel.collectives.chief_alone import check_all_take_part
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.seams.tensorflow import coordination_service
 
@@ -32,6 +33,7 @@ def wait_for_all(workers: ProcessGroup, timeout_seconds: float) -> None:
         RuntimeError: On all workers, if one does not arrive in time or has died; a late worker
             raises too.
     """
+    check_all_take_part()
     name = f"tfparallel/barrier/{next(_barriers)}"
     service = coordination_service()
     service.set_config_key_value(f"{name}/{workers.worker_index}", "here")

@@ -15,8 +15,6 @@ results that are gathered or dealt out by rank back into worker order.
 
 On GPU workers, floating-point tensors travel between the GPUs. Integers (counts, texts, values that
 workers agree on) travel between the hosts over gRPC, and no GPU waits for them.
-
-Relies on TensorFlow collectives that have no public name outside a replica.
 """
 
 import copy
@@ -31,6 +29,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.cluster.differences import differences
+from tfparallel.collectives.chief_alone import check_all_take_part
 from tfparallel.collectives.compression import Compression
 from tfparallel.collectives.packing import (
     buckets,
@@ -346,6 +345,7 @@ class ProcessGroup:
         return result if name == "all_gather" else result[:size]
 
     def _run(self, name, flat, key):
+        check_all_take_part()
         is_hosts = not flat.dtype.is_floating
         place = self._host if is_hosts else self.device
         by_nccl = self.transport == "nccl" and not is_hosts

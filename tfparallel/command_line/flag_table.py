@@ -117,6 +117,7 @@ TABLE = {
             }, only_with="parallel=data"),
         Flag("allow_independent_workers", _IN_PARALLEL, "Let each worker of a job train its own "
             "model.", False, "switch"),
+        Flag("independent", "launch", "Let each worker train a model alone.", False, "switch"),
         Flag("transport", "launch", "How tensors travel between workers, unless the program "
             "chooses with --all_reduce. Default: MPI between the CPUs of one host if it is "
             "installed, else TensorFlow.",

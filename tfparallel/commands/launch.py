@@ -29,7 +29,10 @@ _GRACE_OF_A_SCHEDULER = 60.0  # Schedulers allow minutes, and a save may take on
 _RESTARTS_OF_A_JOBSET = 3
 _START_OF_PODS = 600.0  # Seconds; some must still be scheduled, and pull their image.
 # Flags that are passed to the launcher of each host.
-_HANDED_ON = ("nproc_per_node", "max_restarts", "standby", "start_timeout", "log_dir", "transport")
+_HANDED_ON = (
+    *("nproc_per_node", "independent", "max_restarts", "standby", "start_timeout"),
+    *("log_dir", "transport"),
+)
 _MIN_TOKEN = 16  # Characters; must be hard to guess.
 
 

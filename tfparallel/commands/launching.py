@@ -3,6 +3,7 @@
 import contextlib
 import glob
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from absl import flags
 from tfparallel.chatter import has_nvidia_gpu, wants_quiet
 from tfparallel.cluster.address import split_address
 from tfparallel.cluster.back_off import RestartBackOff
+from tfparallel.cluster.differences import name_workers
 from tfparallel.cluster.elastic import ElasticMeetings, JobEndedError
 from tfparallel.cluster.environment import ALL_REDUCE
 from tfparallel.cluster.job_files import job_name_of
@@ -25,6 +27,7 @@ from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN
 from tfparallel.cluster.rendezvous import Rendezvous, meet
 from tfparallel.cluster.supervisor import Job, Program, StopRequest
+from tfparallel.cluster.trained_alone import trained_alone, watched
 from tfparallel.cluster.warm_spares import WarmSpares
 from tfparallel.cluster.worker_error import WORKER_ERROR
 from tfparallel.cluster.worker_exit import Outcome
@@ -57,26 +60,46 @@ def launched(values: flags.FlagValues, command: Sequence[str], nodes: NodeRange)
     if values.transport is not None:
         environment[ALL_REDUCE] = values.transport
     with contextlib.ExitStack() as stack:
-        temporary = None
-        if not environment.get(FOLDER) and not values.log_dir:
-            temporary = stack.enter_context(OwnFolder("tfparallel_flight_"))
+        temporary = stack.enter_context(OwnFolder("tfparallel_flight_"))
         folder = environment.get(FOLDER) or os.path.abspath(values.log_dir or temporary.path)
         environment[FOLDER] = folder
+        watches = os.path.join(temporary.path, "python")
+        if not values.independent and values.num_ps is None:
+            environment = watched(watches, environment)
         code = 1
         try:
             ready = WarmSpares(tell=say) if values.standby else contextlib.nullcontext()
             with ready as standbys:
                 start = _run_elastic if nodes.is_elastic else _run_with_restarts
                 code = start(values, command, nodes, environment, standbys)
+            if not code and os.path.isdir(watches):
+                code = _joined(trained_alone(watches), nodes)
             return code
         except StopRequest as request:
             code = 0 if request.has_saved else 1
             raise
         finally:
+            shutil.rmtree(watches, ignore_errors=True)
             if code and any(glob.iglob(os.path.join(folder, f"*{SUFFIX}"))):
                 say(f"what each worker did last: tfparallel trace {folder}")
-                if temporary is not None:
+                if folder == temporary.path:
                     temporary.keep()
+
+
+def _joined(alone: Sequence[int], nodes: NodeRange) -> int:
+    """Reports workers that trained alone, and returns the exit code."""
+    # The others may wait for a single one. On several hosts, each launcher sees its own workers.
+    if len(alone) < 2 and (nodes.are_one or alone in ([], [0])):
+        return 0
+    say(
+        f"{name_workers(alone)} never joined the job. All workers must train one model together. "
+        f"Received: {counted(len(alone), 'model')}, each trained by one worker alone. Workers join "
+        "when their program calls `tfparallel.data_parallel(model)` or another function for "
+        "parallel models, or creates a multi-worker strategy of `tf.distribute`: wrap the model, "
+        "`model = tfparallel.data_parallel(model)`. If you want separate trainings, add "
+        "--independent."
+    )
+    return 1
 
 
 def _run_with_restarts(values, command, nodes, environment, standbys):

@@ -1,8 +1,8 @@
 """Training data: its order, and its partition over devices and workers.
 
 `EpochBatches` provides a dataset for `fit` whose order is a function of seed, epoch and step. It
-reads arrays, a `keras.utils.PyDataset`, and files that do not fit in memory (`TFRecords`,
-`NPZShards`).
+reads arrays, a `keras.utils.PyDataset`, files that do not fit in memory (`TFRecords`,
+`NPZShards`), and any object with random access (`Examples`), such as a `grain.MapDataset`.
 
 There are three ways to partition the data:
 * *batch partition*, the default: every worker and replica sees the global batch, and computes its
@@ -15,6 +15,7 @@ import importlib
 
 _FACE = {
     "EpochBatches": "tfparallel.data.batches",
+    "Examples": "tfparallel.data.sources",
     "NPZShards": "tfparallel.data.files",
     "TFRecords": "tfparallel.data.files",
     "by_feature": "tfparallel.data.feature_partition",

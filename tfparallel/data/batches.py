@@ -38,7 +38,8 @@ class EpochBatches(keras.callbacks.Callback):
 
     Args:
         data: `(x, y[, sample_weight])`, each an array or a nested structure of arrays whose first
-            axis is the example; `tfparallel.data.TFRecords` or `NPZShards`; a
+            axis is the example; `tfparallel.data.TFRecords` or `NPZShards`; an object whose
+            `__getitem__` returns such an example, or `tfparallel.data.Examples` of one; a
             `keras.utils.PyDataset`, whose batches stay as they are; or a `tf.data.Dataset` of
             single examples.
         global_batch_size: Examples per step.

@@ -7,11 +7,13 @@ new in each epoch, and a run that resumes in the middle of an epoch reads nothin
     Arrays       a row            all of it                      one gather per batch
     TFRecords    a record         8 bytes per record             one read per record, verified
     NPZShards    a row            all, or two windows of files   one file at a time, then gathers
+    Examples     an example       what the object holds          its `__getitems__` or `__getitem__`
     Batches      a whole batch    what the `PyDataset` holds     its `__getitem__`
 """
 
 import abc
 import os
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -21,7 +23,9 @@ import tensorflow as tf
 from tfparallel.data.example_order import epoch_order
 from tfparallel.texts import short
 
-__all__ = ["Arrays", "Batches", "Source", "as_source", "cast"]
+__all__ = ["Arrays", "Batches", "Examples", "Source", "as_source", "cast"]
+
+_MOST_EXAMPLES = 2**40  # An endless dataset reports `sys.maxsize`.
 
 
 class Source(abc.ABC):
@@ -80,11 +84,12 @@ class Arrays(Source):
             hint = (
                 f"To read files, use tfparallel.data.NPZShards([{data!r}]) or TFRecords."
                 if isinstance(data, str | os.PathLike)
-                else "Put arrays into a tuple: (x, y)."
+                else "Put arrays into a tuple: (x, y). Pass an iterator of batches to `fit` itself."
             )
             raise ValueError(
                 "Data must be (x, y), (x, y, sample_weight), tfparallel.data.TFRecords or "
-                "NPZShards, a PyDataset, or a tf.data.Dataset of single examples. Received: "
+                "NPZShards, an object with `__len__` and `__getitem__`, a PyDataset, or a "
+                "tf.data.Dataset of single examples. Received: "
                 f"{short(data)}. {hint}"
             )
         # On the host: batches are gathered there, and only a batch is copied to a device.
@@ -161,11 +166,112 @@ class Batches(Source):
         return f"{type(self._dataset).__name__} of {self.num_indices} batches"
 
 
+class Examples(Source):
+    """The examples of an object with `__len__` and `__getitem__`.
+
+    Such as a `grain.MapDataset`, a `datasets.Dataset` of Hugging Face, a dataset of PyTorch, or one
+    of your own. `EpochBatches` reads single examples, in its own order: do not batch, shuffle or
+    repeat them before. Random transformations of a `grain.MapDataset` draw anew in each epoch, and
+    the same again in a run that resumes.
+
+    Args:
+        data: The object. If it has `__getitems__`, which takes a list of indices, that is used.
+        to_example: Maps an element to `(x, y[, sample_weight])`, each an array, a number, a text,
+            or a tuple or dict of them. None if the elements are such.
+
+    Raises:
+        ValueError: If the object has no such methods or no finite length, or if its elements are
+            something else.
+
+    Example:
+        >>> rows = [{"image": np.zeros(8), "label": 0.0}, {"image": np.ones(8), "label": 1.0}]
+        >>> data = tfparallel.data.Examples(rows, lambda row: (row["image"], row["label"]))
+        >>> batches = tfparallel.data.EpochBatches(data, global_batch_size=2)
+    """
+
+    def __init__(self, data: Any, to_example: Callable[[Any], tuple[Any, ...]] | None = None):
+        if not _is_indexable(data) or not 1 <= len(data) < _MOST_EXAMPLES:
+            raise ValueError(
+                "Examples needs an object with `__getitem__` and `__len__`, and a length from 1 to "
+                f"2^40. Received: {short(data)}. Drop `repeat` from it; pass an iterator of "
+                "batches, such as a grain.DataLoader, to `fit` itself."
+            )
+        self.num_indices = len(data)
+        self._data, self._to_example = data, to_example
+        # The index of a grain.MapDataset counts through all epochs, and seeds what it draws.
+        self._counts_epochs = hasattr(data, "to_iter_dataset")
+        self._structure = self._read_one(0, self._elements([0])[0])
+        self._specs = [(leaf.shape, leaf.dtype) for leaf in tf.nest.flatten(self._structure)]
+
+    def order(self, seed, epoch):
+        return super().order(seed, epoch) + self._counts_epochs * epoch * self.num_indices
+
+    def _elements(self, indices):
+        if hasattr(self._data, "__getitems__"):
+            return self._data.__getitems__(indices)
+        return [self._data[index] for index in indices]
+
+    def _read_one(self, index, element):
+        example = element if self._to_example is None else self._to_example(element)
+        if not isinstance(example, tuple | list) or not 1 <= len(example) <= 3:
+            raise ValueError(
+                "An example must be (x, y) or (x, y, sample_weight). Received: "
+                f"{short(example)} as element {index} of {type(self._data).__name__}. Map the "
+                "elements: `tfparallel.data.Examples(data, lambda row: (row['x'], row['y']))`; "
+                "after a filter, leave out the elements that are missing."
+            )
+        return _in_arrays(tuple(example))
+
+    def read(self, indices):
+        leaves = self._by_python(self._leaves, indices, self._specs)
+        return tf.nest.pack_sequence_as(self._structure, leaves)
+
+    def _leaves(self, indices):
+        indices = indices.tolist()
+        if not indices:
+            return [np.empty((0, *shape), dtype) for shape, dtype in self._specs]
+        elements = self._elements(indices)
+        examples = [self._read_one(*pair) for pair in zip(indices, elements, strict=True)]
+        columns = zip(*map(tf.nest.flatten, examples), strict=True)
+        arrays = []
+        for column, (shape, dtype) in zip(columns, self._specs, strict=True):
+            other = next((each for each in column if each.shape != shape), None)
+            if other is not None:
+                raise ValueError(
+                    "All examples must have the same shapes. Received: an array of shape "
+                    f"{other.shape}, and one of shape {shape} in the first example. Pad or cut "
+                    "them."
+                )
+            arrays.append(np.stack(column).astype(dtype, copy=False))
+        return arrays
+
+    def __str__(self):
+        return f"{type(self._data).__name__} of {self.num_indices} examples"
+
+
+def _in_arrays(value):
+    """Returns arrays in the tuples and dicts of a value; texts as objects of any length."""
+    if isinstance(value, dict):
+        return {name: _in_arrays(each) for name, each in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_in_arrays, value))
+    array = np.asarray(value)
+    return array.astype(object) if array.dtype.kind in "US" else array
+
+
+def _is_indexable(data) -> bool:
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__")
+
+
 def as_source(data: Any) -> Source:
-    """Returns `data` if it is a source, or a source that reads the arrays or `PyDataset`."""
+    """Returns `data` if it is a source, or a source that reads it."""
     if isinstance(data, Source):
         return data
-    return Batches(data) if isinstance(data, keras.utils.PyDataset) else Arrays(data)
+    if isinstance(data, keras.utils.PyDataset):
+        return Batches(data)
+    is_array = isinstance(data, tuple | list | dict | str) or hasattr(data, "dtype")
+    is_array |= hasattr(data, "dtypes")  # A table of pandas.
+    return Arrays(data) if is_array or not _is_indexable(data) else Examples(data)
 
 
 def cast(tensor: tf.Tensor) -> tf.Tensor:

@@ -24,6 +24,7 @@ from tfparallel.callbacks import chief_only
 from tfparallel.callbacks.flight import FlightRecorder
 from tfparallel.callbacks.stall import StallGuard
 from tfparallel.checkpoint.model_files import is_written_by_chief, moved_into_place
+from tfparallel.collectives.chief_alone import check_all_take_part
 from tfparallel.collectives.lost_worker import naming_lost_worker
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.data import rows_of_worker
@@ -139,8 +140,8 @@ class WorkerSession:
         if self.workers is None:
             yield
             return
-        self._compare_batches(kind)
         with self.together():
+            self._compare_batches(kind)
             if kind not in self._compared:
                 self._compare_weights(_ON_BATCH[kind])
                 self._compared.add(kind)
@@ -149,6 +150,7 @@ class WorkerSession:
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Surrounds code in which workers wait for each other, at most `stall_timeout` long."""
+        check_all_take_part()
         if self._between_calls is None:
             guard = StallGuard(self._model.strategy.stall_timeout, self.workers.worker_index)
             guard.start()

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.collectives.chief_alone import check_all_take_part
 from tfparallel.collectives.mpi.communicator import Communicator
 from tfparallel.collectives.packing import by_dtype
 from tfparallel.collectives.process_group import ProcessGroup
@@ -115,6 +116,8 @@ class MpiProcessGroup(ProcessGroup):
         return [self.communicator.all_gather(array)]
 
     def _run(self, name, function, tensors) -> list[tf.Tensor]:
+        check_all_take_part()
+
         def call(*arrays: Any) -> list[np.ndarray]:
             size = sum(array.size for array in arrays)
             try:
