@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from tfparallel.data import rows_of_replica as shards
 from tfparallel.extend import extend
 from tfparallel.layers.layer import PartwiseLayer
 from tfparallel.layers.parts import Parts, on_devices, whole
@@ -68,6 +69,7 @@ class Draw:
     def __init__(self, layer: keras.layers.Dropout, sizes: Sequence, axis: int):
         self._layer, self._sizes, self._axis = layer, sizes, axis
         self._seed = narrowed(layer.seed_generator.next())
+        self._shard = shards.current()  # Attention draws a block again in the backward pass.
 
     def dropped(self, k: int, tensor: tf.Tensor) -> tf.Tensor:
         """Returns part k of the tensor with its share of the mask applied."""
@@ -76,10 +78,19 @@ class Draw:
         axis = self._axis % len(tensor.shape)
         shape = [tf.shape(tensor)[place] for place in range(len(tensor.shape))]
         shape[axis] = tf.add_n([tf.convert_to_tensor(size) for size in self._sizes])
-        ones = tf.ones(tf.stack(shape), tensor.dtype)
-        factors = tf.nn.experimental.stateless_dropout(
-            ones, rate=self._layer.rate, seed=self._seed, noise_shape=shape
-        )
-        factors = tf.split(factors, self._sizes, axis, num=len(self._sizes))[k]
+        factors = tf.split(self.factors(tensor, shape), self._sizes, axis, num=len(self._sizes))[k]
         # A product alone would turn dropped infinite values into NaN.
         return tf.where(factors != 0, tensor * factors, tf.zeros_like(tensor))
+
+    def factors(self, tensor: tf.Tensor, shape) -> tf.Tensor:
+        """Returns the factor of each element of the whole tensor.
+
+        Args:
+            tensor: A part of it.
+            shape: The shape of the whole.
+        """
+        ones = tf.ones(tf.stack(shape), tensor.dtype)
+        with shards.working_on(self._shard):
+            return tf.nn.experimental.stateless_dropout(
+                ones, rate=self._layer.rate, seed=self._seed, noise_shape=shape
+            )
