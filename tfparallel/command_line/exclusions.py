@@ -84,4 +84,15 @@ EXCLUDES = (
         )
         for flag in ("node_rank", "rdzv_endpoint", "local_addr", "num_ps", "bind_cores")
     ),
+    *(
+        Excludes(
+            ("on", flag),
+            "With --on=ray, Ray decides on which hosts the workers run.",
+            f"Drop --{flag}; --num_workers is the number of workers on all hosts.",
+        )
+        for flag in (
+            "nproc_per_node", "nnodes", "node_rank", "rdzv_endpoint", "local_addr", "num_ps",
+            "standby", "bind_cores", "emit",
+        )
+    ),
 )  # fmt: skip
