@@ -14,12 +14,12 @@ includes Ray's own detection: an actor ends about a second after its raylet, and
 to it then fails.
 """
 
+import concurrent.futures
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 
 import contest
@@ -80,40 +80,32 @@ def main(arguments):
 
 def disturbed(cluster, folder):
     """Trains on 4, 2 and 4 workers; returns when the first raylet was killed."""
-    killed, errors = [], []
-
-    def disturb():
-        try:
-            wait_for_step(folder, elastic.KILLED_AT)
-            nodes = list(cluster.worker_nodes)[:2]
-            killed.append(time.time())
-            for node in nodes:
-                node.kill_raylet()
-            for node in nodes:
-                cluster.remove_node(node, allow_graceful=False)
-            wait_for_step(folder, elastic.JOINED_AT)
-            for _ in range(2):
-                cluster.add_node(**NODE)
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=disturb, daemon=True)
-    thread.start()
     sys.path.insert(0, str(elastic.WORKER.parent))
     import elastic_worker
 
-    tfparallel.ray.fit(elastic_worker.main, (2, 4), args=[str(folder), SLOW])
-    thread.join(DEADLINE_SECONDS)
-    if errors or not killed:
-        raise RuntimeError(f"The nodes were not killed and added as planned: {errors}.")
-    return killed[0]
+    arguments = [str(folder), SLOW]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        # Ray adds nodes in the main thread only.
+        job = pool.submit(tfparallel.ray.fit, elastic_worker.main, (2, 4), args=arguments)
+        wait_for_step(folder, elastic.KILLED_AT, job)
+        nodes = list(cluster.worker_nodes)[:2]
+        killed = time.time()
+        for node in nodes:
+            node.kill_raylet()
+        for node in nodes:
+            cluster.remove_node(node, allow_graceful=False)
+        wait_for_step(folder, elastic.JOINED_AT, job)
+        for _ in range(2):
+            cluster.add_node(**NODE)
+        job.result(DEADLINE_SECONDS)
+    return killed
 
 
-def wait_for_step(folder, step):
+def wait_for_step(folder, step, job):
     deadline = time.monotonic() + DEADLINE_SECONDS
     while elastic.newest(folder / "checkpoints") < step:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"Step {step} was not reached in {DEADLINE_SECONDS:.0f} s.")
+        if job.done() or time.monotonic() > deadline:
+            raise RuntimeError(f"The job ended, or {DEADLINE_SECONDS:.0f} s passed, before {step}.")
         time.sleep(0.005)
 
 

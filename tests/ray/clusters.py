@@ -1,14 +1,13 @@
 """A Ray cluster of several raylets on this machine, and what disturbs it."""
 
+import concurrent.futures
 import contextlib
 import json
 import os
 import pathlib
-import threading
 import time
 
 import psutil
-
 import ray
 from ray.cluster_utils import Cluster
 
@@ -49,7 +48,7 @@ def kill_raylet(started):
 
 
 def wait_for(condition, what):
-    """Waits until a condition holds, and returns its value."""
+    """Waits until a condition holds, and returns its value; not for ever."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while not (value := condition()):
         if time.monotonic() > deadline:
@@ -83,20 +82,14 @@ def left(folder):
     return [pid for pid in pids if psutil.pid_exists(pid)]
 
 
-@contextlib.contextmanager
-def disturbed(*disturbances):
-    """Runs functions one after the other in a thread, beside the block."""
-    errors = []
+def disturbed(job, *disturbances):
+    """Calls a function in a thread, and meanwhile others; returns its result, or raises its error.
 
-    def run():
-        try:
-            for disturb in disturbances:
+    Ray adds nodes in the main thread only.
+    """
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        result = pool.submit(job)
+        for disturb in disturbances:
+            if not result.done():
                 disturb()
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    yield
-    thread.join(DEADLINE_SECONDS)
-    assert not thread.is_alive() and not errors, errors
+        return result.result(DEADLINE_SECONDS)

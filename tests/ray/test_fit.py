@@ -22,7 +22,7 @@ from tests.ray.clusters import (
 )
 
 pytestmark = pytest.mark.slow
-SLOW = 0.15  # Seconds of a step, so that it can be disturbed.
+SLOW = 1.5  # Seconds of a step, so that it can be disturbed.
 # The sums of a batch are added in another order on another number of workers.
 ROUNDING = 1e-9
 
@@ -62,9 +62,13 @@ def test_two_workers_train_to_the_weights_of_one_device(on_two, capfd):
 
 @pytest.mark.parametrize("find", [process_of, actor_of])
 def test_a_killed_process_costs_no_bit(find, on_two, tmp_path, capfd):
-    step = step_is_done(tmp_path, 12)
-    with disturbed(step, lambda: find(tmp_path, 1).kill()):
-        weights = fit(training.train, 2, args=[tmp_path, SLOW], max_failures=1)
+    step = step_is_done(tmp_path, 11)
+    weights = disturbed(
+        lambda: fit(training.train, 2, args=[tmp_path, SLOW], max_failures=1),
+        step,
+        lambda: find(tmp_path, 1).kill(),
+        (tmp_path / "hurry").touch,
+    )
     for expected, weight in zip(on_two[0], weights, strict=True):
         np.testing.assert_array_equal(weight, expected)
     shown = capfd.readouterr()
@@ -77,10 +81,11 @@ def test_a_killed_process_costs_no_bit(find, on_two, tmp_path, capfd):
 
 def test_four_workers_lose_two_nodes_and_get_two(four_nodes, on_two, tmp_path, capfd):
     kill, add = (lambda: kill_raylet(four_nodes)), (lambda: add_node(four_nodes))
-    with disturbed(
-        step_is_done(tmp_path, 8, 4), kill, kill, step_is_done(tmp_path, 20, 2), add, add
-    ):
-        weights = fit(training.train, (2, 4), args=[tmp_path, SLOW])
+    weights = disturbed(
+        lambda: fit(training.train, (2, 4), args=[tmp_path, SLOW]),
+        step_is_done(tmp_path, 8, 4), kill, kill, step_is_done(tmp_path, 10, 2), add, add,
+        step_is_done(tmp_path, 11, 4), (tmp_path / "hurry").touch,
+    )  # fmt: skip
     shown = capfd.readouterr()
     sizes = [size for *_, size in steps(tmp_path)]
     assert [size for at, size in enumerate(sizes) if at == 0 or size != sizes[at - 1]] == [

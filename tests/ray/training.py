@@ -16,6 +16,7 @@ from sklearn.datasets import load_digits
 import tfparallel
 
 ROWS, STEPS, EPOCHS, EVERY = 60, 20, 3, 5
+SLOW_FROM = 8
 
 
 def data():
@@ -44,11 +45,14 @@ def examples(y, logits):
 
 
 class Keeps(keras.callbacks.Callback):
-    """Records each step: its number, its examples, and the number of workers; slows it down."""
+    """Records each step: its number, its examples, and the number of workers.
+
+    From step SLOW_FROM on it slows the training down, until there is a file "hurry".
+    """
 
     def __init__(self, folder, checkpoint, seconds):
         super().__init__()
-        self._path, self._checkpoint, self._seconds = folder / "steps", checkpoint, seconds
+        self._folder, self._checkpoint, self._seconds = folder, checkpoint, seconds
         self._epoch = 0
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -57,14 +61,16 @@ class Keeps(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if self._checkpoint.is_passing:
             return
-        time.sleep(self._seconds)
-        line = [self._epoch * STEPS + batch, float(logs["examples"]), tfparallel.num_workers()]
-        with open(self._path, "a", encoding="utf-8") as file:
+        step = self._epoch * STEPS + batch
+        with open(self._folder / "steps", "a", encoding="utf-8") as file:
+            line = [step, float(logs["examples"]), tfparallel.num_workers()]
             file.write(json.dumps(line) + "\n")
+        if step >= SLOW_FROM and not (self._folder / "hurry").exists():
+            time.sleep(self._seconds)
 
 
 def train(folder, seconds=0.0):
-    """Trains, and returns the weights and the number of threads; `seconds` slow each step down."""
+    """Trains, and returns the weights; `seconds` slow each step down."""
     keras.config.set_floatx("float64")
     folder = pathlib.Path(folder)
     index, attempt = os.environ["RANK"], os.environ["TFPARALLEL_RESTART_COUNT"]

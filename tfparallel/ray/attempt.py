@@ -209,7 +209,9 @@ class Attempt:
 
 
 def _short(error: RayError) -> str:
-    """Returns the sentence of Ray's error that names the cause."""
+    """Returns why an actor is lost, in one sentence."""
+    if isinstance(error, ActorUnavailableError | GetTimeoutError):
+        return "its Ray actor cannot be reached: it or its node has died, or the network failed"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    causes = [line for line in lines if "because" in line or "died" in line or "unavail" in line]
+    causes = [line for line in lines if "because" in line]
     return (causes or lines or [type(error).__name__])[0].rstrip(".")
