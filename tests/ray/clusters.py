@@ -18,15 +18,16 @@ _NOT_INHERITED = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_T
 
 
 @contextlib.contextmanager
-def cluster(num_nodes):
-    """Starts nodes with a CPU each, and connects this process; the first node stays."""
+def cluster(num_nodes, num_cpus=1):
+    """Starts nodes of some CPUs each, and connects this process; the first node stays."""
+    each = {**_NODE, "num_cpus": num_cpus}
     before = {name: os.environ.pop(name, None) for name in _NOT_INHERITED}
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     started = Cluster()
     try:
-        started.add_node(include_dashboard=False, **_NODE)
+        started.add_node(include_dashboard=False, **each)
         for _ in range(num_nodes - 1):
-            started.add_node(**_NODE)
+            started.add_node(**each)
         ray.init(address=started.address, log_to_driver=False)
         yield started
     finally:

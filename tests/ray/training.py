@@ -73,9 +73,9 @@ def train(folder, seconds=0.0):
     """Trains, and returns the weights; `seconds` slow each step down."""
     keras.config.set_floatx("float64")
     folder = pathlib.Path(folder)
-    index, attempt = os.environ["RANK"], os.environ["TFPARALLEL_RESTART_COUNT"]
-    (folder / f"pid_{attempt}_{index}").write_text(str(os.getpid()))
     model = tfparallel.data_parallel(build)
+    attempt, index = os.environ.get("TFPARALLEL_RESTART_COUNT", 0), tfparallel.worker_index()
+    (folder / f"pid_{attempt}_{index}").write_text(str(os.getpid()))
     model.compile(keras.optimizers.Adam(0.003), of_label, metrics=[examples])
     batches = tfparallel.data.EpochBatches(data(), global_batch_size=ROWS, seed=3)
     checkpoint = tfparallel.callbacks.Checkpoint(
