@@ -15,6 +15,8 @@ to it then fails.
 """
 
 import concurrent.futures
+import importlib
+import itertools
 import os
 import pathlib
 import subprocess
@@ -31,7 +33,7 @@ sys.path.insert(0, str(contest.TOP))
 import tfparallel  # noqa: E402
 
 NODE = {"num_cpus": 1, "object_store_memory": 80_000_000}
-SLOW = 0.05  # Seconds that each step waits, so that it can be disturbed.
+SLOW = 0.35  # Seconds that each step waits: a node takes some seconds to start.
 DEADLINE_SECONDS = 300.0
 TARGET_SECONDS = 15.0
 
@@ -70,9 +72,12 @@ def main(arguments):
             "weights": float(largest),
             "losses": float(np.abs(losses[0] - losses[1]).max()),
             "order": [elastic.order(folder) for folder in (alone, on_ray)],
-            "lost": min(ended for _, began, ended in gaps if ended > killed + 3.0) - killed,
+            "sizes": sizes(on_ray),
+            "lost": max((b - a, b) for _, a, b in gaps if a < killed + 5.0 < b + 5.0)[1] - killed,
             "grown": max(b - a for step, a, b in gaps if step >= elastic.JOINED_AT) - SLOW,
         }
+    if result["sizes"] != [4, 2, 4]:
+        raise RuntimeError(f"The job ran on {result['sizes']} workers, instead of 4, 2 and 4.")
     is_right = largest <= elastic.TOLERANCE and len(set(result["order"])) == 1
     contest.publish("ray_elastic", page(result, described, options), result, options)
     return 0 if is_right else 1
@@ -80,13 +85,10 @@ def main(arguments):
 
 def disturbed(cluster, folder):
     """Trains on 4, 2 and 4 workers; returns when the first raylet was killed."""
-    sys.path.insert(0, str(elastic.WORKER.parent))
-    import elastic_worker
-
-    arguments = [str(folder), SLOW]
+    arguments = [str(folder), str(elastic.WORKER.parent), SLOW]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         # Ray adds nodes in the main thread only.
-        job = pool.submit(tfparallel.ray.fit, elastic_worker.main, (2, 4), args=arguments)
+        job = pool.submit(tfparallel.ray.fit, work, (2, 4), args=arguments)
         wait_for_step(folder, elastic.KILLED_AT, job)
         nodes = list(cluster.worker_nodes)[:2]
         killed = time.time()
@@ -99,6 +101,22 @@ def disturbed(cluster, folder):
             cluster.add_node(**NODE)
         job.result(DEADLINE_SECONDS)
     return killed
+
+
+def work(folder, programs, seconds):
+    """What each worker calls."""
+    sys.path.insert(0, programs)
+    elastic_worker = importlib.import_module("elastic_worker")
+    if os.environ["RANK"] == "0":
+        path = pathlib.Path(folder, f"attempt_{os.environ['TFPARALLEL_RESTART_COUNT']}")
+        path.write_text(os.environ["WORLD_SIZE"])
+    elastic_worker.main(folder, seconds)
+
+
+def sizes(folder):
+    """The number of workers of each attempt; attempts of the same size count once."""
+    paths = sorted(folder.glob("attempt_*"), key=lambda path: int(path.name.split("_")[1]))
+    return [size for size, _ in itertools.groupby(int(path.read_text()) for path in paths)]
 
 
 def wait_for_step(folder, step, job):

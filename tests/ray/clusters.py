@@ -77,7 +77,7 @@ def actor_of(folder, worker):
     return next(parent for parent in parents if "WorkerHost" in "".join(parent.cmdline()))
 
 
-def left(folder):
+def still_running(folder):
     """The processes of workers, and their reapers, that are still there."""
     pids = [int(path.read_text()) for path in pathlib.Path(folder).glob("pid_*")]
     return [pid for pid in pids if psutil.pid_exists(pid)]

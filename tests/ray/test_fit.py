@@ -15,9 +15,9 @@ from tests.ray.clusters import (
     cluster,
     disturbed,
     kill_raylet,
-    left,
     process_of,
     steps,
+    still_running,
     wait_for,
 )
 
@@ -76,7 +76,7 @@ def test_a_killed_process_costs_no_bit(find, on_two, tmp_path, capfd):
     assert "Worker 1 on " in shown.err and what in shown.err, shown.err
     assert "restarting all workers (1 of 1)" in shown.err
     assert "[0] resuming at epoch" in shown.out
-    assert left(tmp_path) == []
+    assert still_running(tmp_path) == []
 
 
 def test_four_workers_lose_two_nodes_and_get_two(four_nodes, on_two, tmp_path, capfd):
@@ -98,7 +98,7 @@ def test_four_workers_lose_two_nodes_and_get_two(four_nodes, on_two, tmp_path, c
     assert {step for step, *_ in steps(tmp_path)} == set(of_two)
     for step, seen, _ in steps(tmp_path):
         assert seen == pytest.approx(of_two[step], rel=1e-12)
-    assert left(tmp_path) == []
+    assert still_running(tmp_path) == []
 
 
 def test_an_error_is_told_with_its_worker(four_nodes, capfd):

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'tfparallel[ray]'")
 
 import keras
-
 import ray
+
 from tests.commands.command_line import ROOT, TASKS
 from tests.ray import trainer_function, training
 from tests.ray.clusters import cluster

@@ -162,14 +162,14 @@ class Attempt:
         for worker, member in enumerate(self._members):
             by_host.setdefault(member.place.address, []).append(worker)
         # One actor finds all ports of a host, to avoid duplicates; one more is the master's.
-        asked = {
+        ports_of_hosts = {
             host: self._members[workers[0]].actor.free_ports.remote(len(workers) + 1)
             for host, workers in by_host.items()
         }
         addresses, master = {}, ""
         for host, workers in by_host.items():
             try:
-                *ports, last = ray.get(asked[host], timeout=_START_SECONDS)
+                *ports, last = ray.get(ports_of_hosts[host], timeout=_START_SECONDS)
             except RayError as error:
                 self._lose(workers[0], error)
                 return []

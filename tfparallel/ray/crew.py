@@ -57,6 +57,7 @@ class Crew:
 
     def __init__(self, placement: Placement, resources: Mapping[str, float]):
         self._placement = placement
+        self._resources = dict(resources)
         resources = dict(resources)
         num_cpus, num_gpus = resources.pop("CPU", 0), resources.pop("GPU", 0)
         # Several threads: one starts, looks and ends, each at any time.
@@ -159,12 +160,10 @@ class Crew:
             for name, number in sorted(ray.cluster_resources().items())
             if not name.startswith(("node:", "object_store_memory"))
         }
-        wanted = {**self._options["resources"]}
-        wanted |= {"CPU": self._options["num_cpus"], "GPU": self._options["num_gpus"]}
         return (
             f"Ray placed {len(ready)} workers within {timeout_seconds:g} s; at least {least} are "
-            f"required. Received: resources_per_worker={ {k: v for k, v in wanted.items() if v} }, "
-            f"in a cluster that has {available}. Ask for fewer resources or workers, add nodes, "
+            f"required. Received: resources_per_worker={self._resources}, in a cluster that has "
+            f"{available}. Ask for fewer resources or workers, add nodes, "
             "end other jobs, or pass a longer start_timeout_seconds."
             + (f"\nThe last worker that failed to start: {self._trouble}" if self._trouble else "")
         )
