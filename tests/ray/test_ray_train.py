@@ -1,9 +1,6 @@
-"""Functions of Ray Train and Ray Tune that use tfparallel, and `launch --on=ray`."""
+"""Functions of Ray Train and Ray Tune that use tfparallel."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,7 +10,6 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'tfparallel
 import keras
 import ray
 
-from tests.commands.command_line import ROOT, TASKS
 from tests.ray import trainer_function, training
 from tests.ray.clusters import cluster
 
@@ -29,37 +25,6 @@ NEEDS_TRAIN = pytest.mark.skipif(
 def nodes():
     with cluster(2, num_cpus=4) as started:
         yield started
-
-
-def launch(*flags, **options):
-    environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    command = [sys.executable, "-m", "tfparallel", "launch", "--on=ray", *flags]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, **options
-    )
-
-
-def test_launch_on_ray(nodes, tmp_path):
-    train = [sys.executable, "-m", "tfparallel", "train", str(TASKS / "blobs.py")]
-    train += ["--parallel=data", "--epochs=2", "--seed=7", "--precision=float64"]
-    done = launch("--num_workers=2", "--", *train, f"--save={tmp_path}/ray.keras")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "[0] " in done.stdout, done.stdout
-    subprocess.run([*train[:5], *train[6:], f"--save={tmp_path}/alone.keras"], check=True, cwd=ROOT)
-    one, other = (keras.models.load_model(tmp_path / f"{name}.keras") for name in ("ray", "alone"))
-    for weight, expected in zip(one.get_weights(), other.get_weights(), strict=True):
-        np.testing.assert_allclose(weight, expected, rtol=0, atol=ROUNDING)
-
-
-def test_launch_returns_the_code_of_the_worker_at_fault(nodes, tmp_path):
-    program = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit(7); time.sleep(600)"
-    flags = ["--num_workers=2", "--max_restarts=1", f"--log_dir={tmp_path}"]
-    done = launch(*flags, "--", sys.executable, "-c", program)
-    assert done.returncode == 7, done.stdout + done.stderr
-    assert "Worker 1 on " in done.stderr and " exited with code 7 after " in done.stderr
-    assert "restarting all workers (1 of 1)" in done.stderr
-    names = {path.name for path in tmp_path.iterdir()}
-    assert {"worker_0.log", "worker_1.log", "worker_1.restart_1.log"} <= names
 
 
 @NEEDS_TRAIN

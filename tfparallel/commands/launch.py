@@ -17,7 +17,7 @@ from tfparallel.cluster.supervisor import StopRequest
 from tfparallel.cluster.warm_spares import imports_tfparallel
 from tfparallel.cluster.wire import is_word
 from tfparallel.commands.launching import TOKEN, launched, say
-from tfparallel.commands.launching_on_ray import connect_to_ray, launched_on_ray
+from tfparallel.commands.launching_on_ray import launched_on_ray
 
 __all__ = ["problems", "run"]
 
@@ -42,10 +42,8 @@ def run(values: flags.FlagValues, command: Sequence[str]) -> int:
         return 0
     try:
         if values.on == "ray":
-            connect_to_ray()  # Before the handlers are set.
+            return launched_on_ray(values, command)
         with _signals_raise():
-            if values.on == "ray":
-                return launched_on_ray(values, command)
             return launched(values, command, NodeRange.parse(values.nnodes))
     except StopRequest as request:
         name = signal.Signals(request.signum).name

@@ -83,7 +83,12 @@ class Crew:
             ray.kill(member.actor)
 
     def gather(
-        self, least: int, most: int, timeout_seconds: float, say: Callable[[str], None]
+        self,
+        least: int,
+        most: int,
+        timeout_seconds: float,
+        say: Callable[[str], None],
+        check: Callable[[], None],
     ) -> list[Member]:
         """Waits until at least `least` actors have answered; returns all that have, by node.
 
@@ -92,6 +97,7 @@ class Crew:
         """
         began, has_said = time.monotonic(), False
         while True:
+            check()
             ready = self.ready()
             now = time.monotonic()
             if len(ready) == most or len(ready) >= least and not self._is_changing(now):

@@ -42,9 +42,11 @@ def run_command(
     options: RayOptions,
     say: Callable[[str], None],
     log_dir: str | None,
+    check: Callable[[], None],
 ) -> None:
-    """Runs a command as each worker; `connect` was called."""
-    run_job(Work(command, None, _settings() | environment), options, Screen(say, log_dir))
+    """Runs a command as each worker; `connect` was called. `check` raises to stop the job."""
+    work = Work(command, None, _settings() | environment)
+    run_job(work, options, Screen(say, log_dir), check)
 
 
 def _settings():

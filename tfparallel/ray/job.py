@@ -11,6 +11,7 @@ a lost actor fails, and the bundle of a slot appears on a node.
 
 import dataclasses
 import time
+from collections.abc import Callable
 
 from tfparallel.cluster.back_off import RestartBackOff
 from tfparallel.cluster.supervisor import StopRequest
@@ -37,8 +38,19 @@ class RayJobError(RuntimeError):
         self.exit_code = exit_code
 
 
-def run_job(work: Work, options: RayOptions, screen: Screen) -> bytes | None:
+def run_job(
+    work: Work,
+    options: RayOptions,
+    screen: Screen,
+    check: Callable[[], None] = lambda: None,
+) -> bytes | None:
     """Runs the workers on the connected Ray cluster.
+
+    Args:
+        work: What they run.
+        options: The options of the job.
+        screen: Shows their output.
+        check: Called often; raises to stop the job.
 
     Returns:
         The chief's pickled result, if there is one.
@@ -56,12 +68,13 @@ def run_job(work: Work, options: RayOptions, screen: Screen) -> bytes | None:
         Crew(placement, options.resources) as crew,
     ):
         while True:
-            members = crew.gather(least, most, options.start_timeout_seconds, screen.say)
+            timeout = options.start_timeout_seconds
+            members = crew.gather(least, most, timeout, screen.say, check)
             if len(members) < most or number:
                 screen.say(f"attempt {number + 1}: {counted(len(members), 'worker')}")
             with screen.showing(number, len(members)) as shown:
                 attempt = Attempt(members, work, number, shown.write)
-                has_arrived = _watch(attempt, crew, len(members), options)
+                has_arrived = _watch(attempt, crew, len(members), options, check)
             number += 1
             attempt.drop_lost(crew)
             if not attempt.has_failed:
@@ -83,13 +96,14 @@ def run_job(work: Work, options: RayOptions, screen: Screen) -> bytes | None:
             time.sleep(seconds)
 
 
-def _watch(attempt, crew, num_workers, options) -> bool:
+def _watch(attempt, crew, num_workers, options, check) -> bool:
     """Waits until the attempt has ended; returns whether it did because workers have arrived."""
     has_arrived = False
     arrivals = _Arrivals(num_workers, options.num_workers[1])
     try:
         while attempt.is_running and not attempt.has_failed and not has_arrived:
             attempt.listen()
+            check()
             has_arrived = arrivals.are_complete(crew)
         attempt.stop(options.grace_seconds)
     except BaseException as error:
