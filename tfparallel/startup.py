@@ -26,7 +26,6 @@ from tfparallel.chatter import has_nvidia_gpu, is_chatter, wants_quiet
 from tfparallel.installed import distribution_of
 
 _LEVEL_VARIABLE = "TF_CPP_MIN_LOG_LEVEL"
-_LEGACY_VARIABLE = "TF_USE_LEGACY_KERAS"
 _ANY_VERSION_VARIABLE = "TFPARALLEL_ANY_VERSION"
 # Errors stay visible while a program runs; information and warnings do not.
 _QUIET_LEVEL = "2"
@@ -68,9 +67,6 @@ def prepare() -> None:
         _check_backend(os.environ.get("KERAS_BACKEND"), "environment variable KERAS_BACKEND")
         if wants_quiet():
             os.environ.setdefault(_LEVEL_VARIABLE, _QUIET_LEVEL)
-        # Ray Train sets it. TensorFlow reads it when `tf.keras` is first used, which would then be
-        # Keras 2, whose models cannot be trained here.
-        os.environ.pop(_LEGACY_VARIABLE, None)
         is_new = "tensorflow" not in sys.modules
         with quiet_stderr(), without_collections():
             tensorflow = importlib.import_module("tensorflow")

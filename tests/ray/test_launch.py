@@ -50,12 +50,12 @@ def finished(job):
 
 def workers(folder):
     """The processes that train with checkpoints in a folder, but not the launcher."""
-    found = []
+    processes = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         if f"--checkpoint_dir={folder}" in words and "launch" not in words:
-            found.append(process)
-    return found
+            processes.append(process)
+    return processes
 
 
 def test_a_run_that_is_told_to_stop_saves_and_goes_on(tmp_path):
