@@ -32,6 +32,7 @@ BENCHMARKS = {
     "restarts_standby": ["restarts.py", "--standby", "--num_kills=5"],
     "elastic": ["elastic.py"],
     "elastic_standby": ["elastic.py", "--standby"],
+    "ray_elastic": ["ray_elastic.py"],
     "faults": ["faults.py"],
     "diagnosis": ["diagnosis.py"],
     "asynchronous": ["asynchronous.py"],

@@ -23,7 +23,7 @@ ROWS = [
     ["device_listing", "device_memory", "task_files"],
     ["device_setup"],
     ["devices", "data", "task", "extend", "logits", "user_log", "flight"],
-    ["problems"],
+    ["problems", "ray"],
     ["tracing"],
     ["judge", "variables", "xla"],
     ["collectives", "step", "join_job"],
@@ -45,7 +45,7 @@ ROWS = [
 ROW_OF = {package: row for row, packages in enumerate(ROWS) for package in packages}
 
 # What decides in plain Python, and can be imported in milliseconds.
-PLAIN = ["", "startup", "cluster", "device_names", "task", "data.example_order", "data.partition"]
+PLAIN = ["", "startup", "cluster", "ray", "device_names", "task", "data.example_order", "data.partition"]
 PLAIN += ["checkpoint.folder", "checkpoint.stored", "diagnostics.faults"]
 PLAIN += ["commands.main", "command_line.runner"]
 PLAIN += ["command_line.contradictions", "flight.culprit", "task_files.kinds"]

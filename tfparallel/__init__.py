@@ -42,6 +42,7 @@ _FACE = {
     "num_workers": ("tfparallel.collectives.ops", "num_workers"),
     "pipeline_parallel": ("tfparallel.pipeline.pipeline_parallel", "pipeline_parallel"),
     "placement_report": ("tfparallel.placement.report", "placement_report"),
+    "ray": ("tfparallel.ray", None),
     "reduce_gradients": ("tfparallel.replication.custom_loop", "reduce_gradients"),
     "reduce_scatter": ("tfparallel.collectives.ops", "reduce_scatter"),
     "tensor_parallel": ("tfparallel.layers.tensor_parallel", "tensor_parallel"),
@@ -50,7 +51,7 @@ _FACE = {
 }
 
 # Names in plain Python, which must not make a launcher wait for TensorFlow.
-_PLAIN = {"Cluster", "Mesh", "spawn"}
+_PLAIN = {"Cluster", "Mesh", "ray", "spawn"}
 
 # Repeated, because editors and linters only read literals.
 __all__ = [
@@ -78,6 +79,7 @@ __all__ = [
     "num_workers",
     "pipeline_parallel",
     "placement_report",
+    "ray",
     "reduce_gradients",
     "reduce_scatter",
     "spawn",

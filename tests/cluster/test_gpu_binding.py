@@ -5,6 +5,7 @@ import os
 import pytest
 
 from tfparallel import Cluster
+from tfparallel.cluster.gpu_binding import BOUND
 
 
 def visible(environ, local_rank=1, num_local_workers=2):
@@ -41,6 +42,12 @@ def test_more_gpus_than_tasks_are_dealt_out_in_blocks():
 )
 def test_what_slurm_has_bound_is_left_alone(bound):
     assert visible({"CUDA_VISIBLE_DEVICES": "0,1", **bound}) is None
+
+
+def test_what_ray_has_bound_is_left_alone():
+    """Each of two actors on a node sees two GPUs, its own."""
+    assert visible({"CUDA_VISIBLE_DEVICES": "0,1"}) == "1"
+    assert visible({"CUDA_VISIBLE_DEVICES": "0,1", BOUND: "1"}) is None
 
 
 def test_a_single_visible_gpu_is_this_workers_own_or_shared():

@@ -198,6 +198,16 @@ signal.signal(signal.SIGTERM, save); print("ready", flush=True); time.sleep(600)
 """
 
 
+def test_another_thread_ends_a_job_whose_workers_may_save():
+    output = Output()
+    job = Job([python(0, SAVES), python(1, SAVES)], on_output=output)
+    wait_for(lambda: output[0, "stdout"] and output[1, "stdout"], "the workers to start")
+    threading.Timer(0.1, job.end, [20.0]).start()
+    outcome = job.wait(timeout_seconds=60)
+    assert outcome.culprit is None and summary(outcome) == [75, 75]
+    assert [exit_.stopped for exit_ in outcome.exits] == [True, True]
+
+
 def test_a_signal_while_the_job_stops_for_another_reason_waits():
     """As where two hosts are told to end, and one learns of the other's first."""
 

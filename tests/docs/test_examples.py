@@ -32,6 +32,7 @@ NOT_RUN = {
     "devices.hide_other_gpus": "it needs two GPUs",
     "devices.set_memory_growth": "it needs a GPU",
     "devices.split_gpu": "it needs a GPU",
+    "ray.fit": "it needs Ray",
 }
 # What trains in forms that fast tests train in, too.
 SLOWLY = {"check", "hybrid_parallel", "pipeline_parallel"}

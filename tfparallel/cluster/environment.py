@@ -17,6 +17,7 @@ __all__ = [
     "available_cores",
     "core_shares",
     "job_environment",
+    "thread_budget",
     "too_many_workers",
 ]
 
@@ -62,13 +63,18 @@ def job_environment(
     num_threads = max(1, int(num_cores / num_local_workers))
     return {
         **_MALLOC,
-        **dict.fromkeys(_THREADS, str(num_threads)),
+        **thread_budget(num_threads),
         # Python block-buffers a pipe, and a crash would lose its last output.
         "PYTHONUNBUFFERED": "1",
         **inherited,
         "TFPARALLEL_RESTART_COUNT": str(restart_count),
         "TFPARALLEL_JOB_TOKEN": token,
     }
+
+
+def thread_budget(num_threads: int) -> dict[str, str]:
+    """Returns the variables that limit each of TensorFlow's thread pools."""
+    return dict.fromkeys(_THREADS, str(num_threads))
 
 
 def available_cores() -> list[int]:

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 
 from tfparallel.cluster.config_error import refusal, shown
 
-__all__ = ["visible_gpus"]
+__all__ = ["BOUND", "visible_gpus"]
 
+# Set by an engine, such as Ray, that shows each worker only its own GPUs.
+BOUND = "TFPARALLEL_GPUS_ARE_BOUND"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ON_NODE = "SLURM_GPUS_ON_NODE"
 _NO_GPU = ("", "-1", "NoDevFiles")  # Slurm sets the last for a job without GPUs.
@@ -21,8 +23,8 @@ def visible_gpus(
     """Divides a host's GPUs among its workers, in equal shares by local rank.
 
     A worker alone on its host keeps every GPU. Otherwise each worker sees all GPUs under Slurm,
-    torchrun and MPI, and would allocate memory on all of them, unless Slurm binds them
-    (`--gpus-per-task`, `--gpu-bind`).
+    torchrun and MPI, and would allocate memory on all of them, unless Slurm (`--gpus-per-task`,
+    `--gpu-bind`) or Ray binds them.
 
     Returns:
         CUDA_VISIBLE_DEVICES and its value. If this worker sees a single GPU, which may be shared:
@@ -32,7 +34,7 @@ def visible_gpus(
     Raises:
         ValueError: If the GPUs cannot be divided equally.
     """
-    if num_local_workers == 1 or _bound_by_slurm(environ):
+    if num_local_workers == 1 or environ.get(BOUND) == "1" or _bound_by_slurm(environ):
         return {}
     visible = environ.get(_VISIBLE)
     gpus = _visible_names(visible) if visible is not None else _all_indices(environ)

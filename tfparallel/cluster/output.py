@@ -4,16 +4,19 @@ A reader passes output on in whole lines; a carriage return ends a line too, for
 unfinished line is passed on after a moment, to show a prompt or a row of dots.
 """
 
+import codecs
 import collections
+import io
 import os
 import re
 import selectors
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import BinaryIO
 
-__all__ = ["Prefixer", "Reader", "WorkerLog", "last_lines"]
+__all__ = ["Prefixer", "Reader", "TextOutput", "WorkerLog", "last_lines"]
 
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _CHUNK_BYTES = 1 << 16
@@ -190,6 +193,30 @@ def _file_of(stream):
     except (OSError, ValueError):
         return id(stream)
     return status.st_dev, status.st_ino
+
+
+class TextOutput:
+    """A bytes writer to the current `sys.stdout` or `sys.stderr`; a notebook's has no `buffer`."""
+
+    def __init__(self, name: str):
+        self._stream = getattr(sys, name) or io.StringIO()
+        # A character may be split over two writes.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def write(self, text: bytes) -> None:
+        decoded = self._decoder.decode(text)
+        # A stream with another encoding shows "?" for characters it cannot encode.
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        self._stream.write(decoded.encode(encoding, "replace").decode(encoding))
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
 
 
 class WorkerLog:

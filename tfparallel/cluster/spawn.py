@@ -5,35 +5,34 @@
 
 Workers are never forked: a notebook kernel may have loaded TensorFlow, whose threads and devices
 do not survive a fork. Workers inherit the module path, `sys.argv` and the working folder.
-cloudpickle sends functions that cannot be imported (notebook cells, `__main__`, lambdas) by value,
-so a script needs no `__main__` guard.
 """
 
-import codecs
 import contextlib
-import io
 import json
-import linecache
 import numbers
 import os
 import pathlib
 import pickle
 import sys
 import time
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import cloudpickle
-
 from tfparallel.chatter import has_nvidia_gpu, wants_quiet
 from tfparallel.cluster.back_off import RestartBackOff
-from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.cluster.config_error import refusal, shown
 from tfparallel.cluster.local_workers import host_programs, meet_alone
-from tfparallel.cluster.output import Prefixer
+from tfparallel.cluster.output import Prefixer, TextOutput
 from tfparallel.cluster.output_filter import OutputFilter
 from tfparallel.cluster.own_folder import OwnFolder
+from tfparallel.cluster.sent_function import (
+    CALL,
+    RESULT,
+    module_path,
+    pickled_call,
+    program,
+    refuse_inside_a_worker,
+)
 from tfparallel.cluster.supervisor import Job
 from tfparallel.cluster.worker_exit import Outcome
 
@@ -110,21 +109,25 @@ def spawn(
         max_restarts=max_restarts,
         timeout_seconds=timeout_seconds,
     )
-    _refuse_inside_a_worker()
+    refuse_inside_a_worker()
     with OwnFolder("tfparallel_spawn_") as temporary:
         folder = temporary.path
         if is_function:
-            settings = {"num_devices": num_devices, "device_type": device_type}
-            _write_call(folder, function_or_task_file, args, flags, settings)
-            command = _python_module("tfparallel.commands.spawned", folder)
-            result_path, loads = os.path.join(folder, "result.pickle"), pickle.loads
+            call = pickled_call(
+                function_or_task_file, args, flags,
+                num_devices=num_devices, device_type=device_type,
+            )  # fmt: skip
+            pathlib.Path(folder, CALL).write_bytes(call)
+            command = program(folder)
+            result_path, loads = os.path.join(folder, RESULT), pickle.loads
         else:
             path = os.fspath(function_or_task_file)
             result_path = flags.setdefault("report", os.path.join(folder, "report.json"))
             if num_devices is not None:
                 flags["num_devices"] = num_devices
             flags["device_type"] = device_type
-            command = _python_module("tfparallel", "train", path, *_flag_arguments(flags))
+            command = [sys.executable, "-P", "-m", "tfparallel", "train", path]
+            command += _flag_arguments(flags)
             result_path, loads = os.fspath(result_path), json.loads
         outcome = _run(command, num_workers, device_type, max_restarts, timeout_seconds)
         if outcome.timed_out:
@@ -177,83 +180,8 @@ def _check(function_or_task_file, flags, **values):
         raise refusal("Cannot spawn workers", problems, shown(received | values))
 
 
-def _refuse_inside_a_worker():
-    cluster = Cluster.from_env()
-    if cluster.num_workers > 1:
-        raise RuntimeError(
-            f"This process is already one of {cluster.num_workers} workers, and each of them would "
-            f"start its own workers. Received: worker {cluster.worker_index} from "
-            f"{cluster.source}. Call the function directly, or unset the variables if they are "
-            "stale."
-        )
-
-
-def _write_call(folder, function, args, kwargs, settings):
-    try:
-        call = _pickled((function, tuple(args), kwargs))
-    # A class's own pickling code may raise anything.
-    except Exception as error:
-        raise ValueError(
-            "The function, its arguments and the globals that it uses must be picklable, since "
-            f"they are sent to other processes. Received: {function!r} ({error}). Open files and "
-            "connections, and create locks and models, inside the function."
-        ) from error
-    with open(os.path.join(folder, "call.pickle"), "wb") as file:
-        # Separate from the call: unpickling it may import TensorFlow, which these configure.
-        pickle.dump(
-            {
-                **settings,
-                "argv": sys.argv,
-                "sources": _sources_of_cells(),
-                # Modules are pickled by name.
-                "names_tensorflow": b"tensorflow" in call or b"keras" in call,
-            },
-            file,
-        )
-        file.write(call)
-
-
-def _pickled(value):
-    """Returns bytes from which `pickle.loads` restores `value` in another process."""
-    file = io.BytesIO()
-    _Pickler(file).dump(value)
-    return file.getvalue()
-
-
-def _reduced(code):
-    make, arguments = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
-    return _named, (make, arguments, code.co_filename)
-
-
-def _named(make, arguments, filename):
-    return make(*arguments).replace(co_filename=filename)
-
-
-class _Pickler(cloudpickle.Pickler):
-    """Keeps the file names of pickled functions.
-
-    Since 3.1.3 cloudpickle renames each file to "<dynamic-code>", which hides the source of
-    notebook cells and the lines of a traceback.
-    """
-
-    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({types.CodeType: _reduced})
-
-
-def _sources_of_cells():
-    """The source of notebook cells, which tf.function reads to convert `if` and `for`."""
-    loaded = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4}
-    return {name: entry for name, entry in loaded.items() if not os.path.exists(name)}
-
-
-def _python_module(module, *arguments):
-    # -P: the working folder is on the module path only if it is in this process; see _environment.
-    return [sys.executable, "-P", "-m", module, *arguments]
-
-
 def _environment(device_type):
-    # An empty entry, such as a notebook's first, means the working folder.
-    path = [os.path.abspath(entry) for entry in sys.path]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path))}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(module_path())}
     if device_type == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = "-1"
     return environment
@@ -276,7 +204,7 @@ def _run(command, num_workers, device_type, max_restarts, timeout_seconds):
         programs = host_programs(
             meet_alone(num_workers), command, _environment(device_type), restart_count=attempt
         )
-        screen = Prefixer(_Text("stdout"), _Text("stderr"))
+        screen = Prefixer(TextOutput("stdout"), TextOutput("stderr"))
         output_filter = OutputFilter(screen.write, has_gpu=has_nvidia_gpu(), is_quiet=wants_quiet())
         try:
             job = Job(programs, on_output=output_filter.write)
@@ -318,27 +246,3 @@ def _too_slow(outcome, timeout_seconds):
     )
     lines = [f"    [{exit_.worker}] {line}" for exit_ in running for line in exit_.tail[-5:]]
     return "\n".join([text, *(lines or ["    (none)"])])
-
-
-class _Text:
-    """A bytes writer to the current `sys.stdout` or `sys.stderr`; a notebook's has no `buffer`."""
-
-    def __init__(self, name):
-        self._stream = getattr(sys, name) or io.StringIO()
-        # A character may be split over two writes.
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def write(self, text):
-        decoded = self._decoder.decode(text)
-        # A stream with another encoding shows "?" for characters it cannot encode.
-        encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        self._stream.write(decoded.encode(encoding, "replace").decode(encoding))
-
-    def flush(self):
-        self._stream.flush()
-
-    def isatty(self):
-        return self._stream.isatty()
-
-    def fileno(self):
-        return self._stream.fileno()

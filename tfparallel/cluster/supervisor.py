@@ -90,6 +90,7 @@ class Job:
         self._grace_seconds = grace_seconds
         self._started_at = time.monotonic()
         self._stopping_at = None
+        self._must_end = False
         self._has_reported_success = False
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = socket.socketpair()
@@ -154,6 +155,12 @@ class Job:
         has_newcomer = self._news.has_newcomer and any(exit_.stopped for exit_ in exits)
         return Outcome(exits, culprit, timed_out, departure, has_newcomer)
 
+    def end(self, grace_seconds: float) -> None:
+        """Makes `wait`, which runs in another thread, stop the workers that still run."""
+        self._grace_seconds = grace_seconds
+        self._must_end = True
+        self._wake.send(b"!")
+
     def _has_lost_a_worker(self, culprit):
         """Whether the others can no longer save their state, which takes all workers."""
         departure = self._news.departure
@@ -163,7 +170,7 @@ class Job:
 
     def _is_decided(self):
         """Whether the job has failed, or succeeded on every host."""
-        if self._failures() or self._news.is_bad:
+        if self._failures() or self._news.is_bad or self._must_end:
             return True
         if self._news.has_newcomer and not self._all_ended():
             return True

@@ -92,9 +92,9 @@ COMMANDS = {
         rules="commands.plan_all_reduce:problems",
     ),
     "launch": Command(
-        "Starts the workers of a job on this host, shows their output line by line, and stops all "
-        "of them when one fails. Each worker finds its place in TF_CONFIG and in torchrun's "
-        "variables.",
+        "Starts the workers of a job on this host, or with --on=ray on a Ray cluster, shows their "
+        "output line by line, and stops all of them when one fails. Each worker finds its place in "
+        "TF_CONFIG and in torchrun's variables.",
         "tfparallel launch --nproc_per_node=2 -- "
         "tfparallel train models/digits_cnn.py --parallel=data --epochs=3",
         "launch",

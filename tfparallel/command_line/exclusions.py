@@ -89,4 +89,15 @@ EXCLUDES = (
         "A JobSet restarts the job in new pods, where no standby process is left.",
         "Drop --standby.",
     ),
+    *(
+        Excludes(
+            ("on", flag),
+            "With --on=ray, Ray decides on which hosts the workers run.",
+            f"Drop --{flag}; --num_workers is the number of workers on all hosts.",
+        )
+        for flag in (
+            "nproc_per_node", "nnodes", "node_rank", "rdzv_endpoint", "local_addr", "num_ps",
+            "standby", "bind_cores", "emit",
+        )
+    ),
 )  # fmt: skip

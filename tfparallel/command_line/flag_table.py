@@ -9,9 +9,11 @@ from tfparallel.cluster.supervisor import GRACE_SECONDS
 from tfparallel.collectives import compression_name
 from tfparallel.collectives.compression_name import CompressionName
 from tfparallel.command_line.flag import Flag
+from tfparallel.command_line.words_elsewhere import PARALLELISMS, PRECISIONS, PROCESSES
 from tfparallel.diagnostics.faults import parse_fault
 from tfparallel.layout.layout import RECOMPUTES, SHARED_OUT
 from tfparallel.layout.mesh import Mesh
+from tfparallel.ray.options import parse_num_workers, parse_resources
 from tfparallel.replication import sync_option
 from tfparallel.replication.sync_option import Synchronization
 from tfparallel.task_files.kinds import KINDS
@@ -25,21 +27,6 @@ _ON_KUBERNETES = "emit=kubernetes|jobset|trainjob"
 _MATPLOTLIB = ("matplotlib", "'tfparallel[bench]'")
 _OF_RECOMPUTES = ("holds the activations", "holds only the inputs", "for all but the last "
     "micro-batch")
-_PROCESSES = ("n", "np", "nproc", "nprocs", "num_processes", "workers")  # In other tools.
-
-# Terms of PyTorch users and of papers.
-_PARALLELISMS = {
-    "ddp": "data", "dp": "data", "mirrored": "data", "horovod": "data", "pp": "pipeline",
-    "tp": "tensor", "3d": "hybrid", "mesh": "hybrid", "single": "none",
-    **dict.fromkeys(("sequence", "sp", "context", "cp"), "hybrid --mesh=sequence=2"),
-    **dict.fromkeys(("fsdp", "zero3"), "data --shard=parameters"),
-    **dict.fromkeys(("zero", "zero1", "zero2"), "data --shard=optimizer"),
-}  # fmt: skip
-_PRECISIONS = {
-    "16": "mixed_float16", "bf16": "mixed_bfloat16", "bfloat16": "mixed_bfloat16",
-    "float16": "mixed_float16", "fp16": "mixed_float16", "fp32": "float32", "fp64": "float64",
-    "half": "mixed_float16", "mixed": "mixed_float16",
-}  # fmt: skip
 
 # Topics, in the order in which a user decides.
 TABLE = {
@@ -55,7 +42,7 @@ TABLE = {
                     "time",
                 "hybrid": "replicas of a model that itself spans several devices, see --mesh",
                 "auto": "the first choice of `tfparallel plan`, measured here",
-            }, elsewhere=("mode", "parallelism"), choices_elsewhere=_PARALLELISMS),
+            }, elsewhere=("mode", "parallelism"), choices_elsewhere=PARALLELISMS),
         Flag("parallel", "plan", "What to plan.", "auto",
             choices={
                 "auto": "every mesh of the devices, best first",
@@ -98,13 +85,13 @@ TABLE = {
     "Workers": (
         Flag("nproc_per_node", "launch", "Workers on this host: a number; gpu, one per GPU; cpu, "
             "one per core; auto, one per GPU if there is one, else one per core.", "1", "workers",
-            elsewhere=("gpus", "num_gpus", *_PROCESSES)),
+            elsewhere=("gpus", "num_gpus", *PROCESSES)),
         Flag("nproc_per_node", "bench", "Start this many processes, one rank each.", kind="whole",
-            elsewhere=_PROCESSES, least=2),
+            elsewhere=PROCESSES, least=2),
         Flag("nproc_per_node", "bench train", "Numbers of workers to measure, all on this host.",
-            ["1", "2"], "list", elsewhere=_PROCESSES),
+            ["1", "2"], "list", elsewhere=PROCESSES),
         Flag("num_workers", _IN_PARALLEL, "Start this many workers on this host.", kind="whole",
-            elsewhere=("nproc_per_node", *_PROCESSES[1:]), least=1,
+            elsewhere=("nproc_per_node", *PROCESSES[1:]), least=1,
             only_with="parallel=data|model|pipeline|hybrid"),
         Flag("num_ps", "launch", "For --sync=async: number of parameter servers. They are started "
             "beside the workers, as is a chief, which runs the program and assigns its batches.",
@@ -135,6 +122,14 @@ TABLE = {
             "may last before the worker exits.", 1800.0, "real", above=0),
     ),
     "Multiple hosts": (
+        Flag("on", "launch", "Where the workers run. Default: on this host.",
+            choices={"ray": "on the running Ray cluster (RAY_ADDRESS)"},
+            needs_package=("ray", "'tfparallel[ray]'")),
+        Flag("num_workers", "launch", "With --on=ray: number of workers. MIN:MAX makes the job "
+            "elastic: it continues when a node is lost, and grows when one arrives.",
+            read=parse_num_workers, shown="N|MIN:MAX", only_with="on=ray"),
+        Flag("resources_per_worker", "launch", "With --on=ray: what Ray reserves for each worker. "
+            "Default: one CPU.", read=parse_resources, shown="CPU=4,GPU=1", only_with="on=ray"),
         Flag("nnodes", "launch", "Number of hosts of the job, which share a secret, "
             "TFPARALLEL_JOB_TOKEN. MIN:MAX makes the job elastic: it continues when a host is "
             "lost, and grows when one joins.", "1", read=NodeRange.parse, shown="N|MIN:MAX",
@@ -194,7 +189,7 @@ TABLE = {
                 "float64": "everything in 64 bits; the most sensitive setting for `check`",
                 "mixed_float16": "compute in 16 bits, weights in 32, with loss scaling",
                 "mixed_bfloat16": "compute in 16 bits with the range of float32, weights in 32",
-            }, also=("dtype",), choices_elsewhere=_PRECISIONS),
+            }, also=("dtype",), choices_elsewhere=PRECISIONS),
         Flag("jit_compile", "train, check", "Whether XLA compiles each device's computation. "
             "Default: as in the task file's `compile`. Not with --sync=async.", kind="switch"),
     ),

@@ -1,4 +1,4 @@
-"""`tfparallel launch [--flags] -- COMMAND`: runs the workers of a job on this host."""
+"""`tfparallel launch [--flags] -- COMMAND`: runs the workers of a job, on this host or on Ray."""
 
 import contextlib
 import os
@@ -18,6 +18,7 @@ from tfparallel.cluster.supervisor import StopRequest
 from tfparallel.cluster.warm_spares import imports_tfparallel
 from tfparallel.cluster.wire import is_word
 from tfparallel.commands.launching import TOKEN, launched, say
+from tfparallel.commands.launching_on_ray import launched_on_ray
 
 __all__ = ["problems", "run"]
 
@@ -46,6 +47,8 @@ def run(values: flags.FlagValues, command: Sequence[str]) -> int:
         print(_job_file(values, command, NodeRange.parse(values.nnodes)), end="")
         return 0
     try:
+        if values.on == "ray":
+            return launched_on_ray(values, command)
         with _signals_raise():
             return launched(values, command, NodeRange.parse(values.nnodes))
     except StopRequest as request:
@@ -103,6 +106,11 @@ def problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
             with _collect_problems(problems):
                 _job_file(values, command, _node_range(values.nnodes) or NodeRange(1, 1, False))
         return problems
+    if values.on is not None and values.num_workers is None:
+        problems.append(
+            f"--on={values.on} needs the number of workers. Received: no --num_workers. Add "
+            "--num_workers=2, or MIN:MAX."
+        )
     if values.standby and command and not imports_tfparallel(command):
         problems.append(
             "--standby needs a command that imports tfparallel itself: `tfparallel train …`, or "

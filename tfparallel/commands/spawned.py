@@ -11,6 +11,7 @@ from typing import Any
 import cloudpickle
 
 from tfparallel.cluster.cluster_spec import Cluster
+from tfparallel.cluster.sent_function import CALL, RESULT
 from tfparallel.startup import has_nvidia_gpu, prepare
 
 __all__ = ["main"]
@@ -23,7 +24,7 @@ def main(folder: str) -> int:
         The exit code: 1 if the function raised.
     """
     cluster = Cluster.from_env()
-    with open(os.path.join(folder, "call.pickle"), "rb") as file:
+    with open(os.path.join(folder, CALL), "rb") as file:
         settings = pickle.load(file)
         # Hide GPUs before TensorFlow looks for them.
         if settings["device_type"] != "cpu" and has_nvidia_gpu():
@@ -59,7 +60,7 @@ def _set_up_devices(num_devices, device_type):
 
 
 def _write_result(folder: str, result: Any) -> None:
-    path = os.path.join(folder, "result.pickle")
+    path = os.path.join(folder, RESULT)
     try:
         with open(f"{path}.unfinished", "wb") as file:
             cloudpickle.dump(result, file)
