@@ -19,7 +19,7 @@ from tfparallel.seams.keras import layers_in, mask_of, set_mask
 from tfparallel.tracing.graphs import with_inner, writes_state
 from tfparallel.tracing.trial_trace import traced_apart
 
-__all__ = ["AXIS", "Arguments", "keeps_positions_apart"]
+__all__ = ["AXIS", "Arguments", "computed_in", "keeps_positions_apart"]
 
 AXIS = 1  # The positions of a sequence; axis 0 holds the examples.
 _CHECKS = {"Assert", "EnsureShape"}  # Operations that may raise for a part.
@@ -59,9 +59,9 @@ def keeps_positions_apart(
         return False
     if all(type(part).__module__.startswith("keras.") for part in layers_in(layer)):
         return True
-    # Python code may branch on a length, or compute with it.
     others = [_traced(layer, call, arguments, length) for length in dict.fromkeys(lengths)]
-    return all(other is not None and _computed(other) == _computed(trace) for other in others)
+    computed = computed_in(trace.graph)
+    return all(other is not None and computed_in(other.graph) == computed for other in others)
 
 
 class _Trace(NamedTuple):
@@ -134,10 +134,13 @@ def _is_apart(judged) -> bool:
     return not any(map(depends_on_rows, others))
 
 
-def _computed(trace) -> list:
-    """Returns the numeric operations of a call, without those that handle sizes."""
+def computed_in(graph: tf.Graph) -> list:
+    """Returns the numeric operations of a trace, without those that handle sizes.
+
+    If Python code branches on a length, or computes with it, they differ for another length.
+    """
     operations = []
-    for op in with_inner(trace.graph.get_operations()):
+    for op in with_inner(graph.get_operations()):
         if op.type == "Const" and op.outputs[0].dtype.is_floating:
             operations.append((op.type, op.get_attr("value").SerializeToString()))
         elif op.type not in ("Const", "Reshape") and any(
