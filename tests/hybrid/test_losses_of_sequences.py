@@ -180,7 +180,7 @@ WAYS = {
     "pipeline": {"pipeline": 2, "num_micro_batches": 2},
     "interleaved": {
         "pipeline": 2, "num_micro_batches": 2, "schedule": "interleaved", "chunks_per_device": 2,
-        "allow_empty_stages": True, "layers_per_stage": [1, 1, 0, 2],
+        "allow_empty_stages": True, "layers_per_stage": [1, 1, 0, 1],
     },
     "recomputed": {"pipeline": 2, "num_micro_batches": 2, "recompute": "always"},
 }  # fmt: skip

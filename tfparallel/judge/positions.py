@@ -12,14 +12,14 @@ from absl import logging
 
 from tfparallel.judge.kept_attributes import attributes_kept, kept_tensors, plain_attributes
 from tfparallel.judge.placements import Shard
-from tfparallel.judge.propagation import Judge, judged_graph
+from tfparallel.judge.propagation import Judge, Judged, judged_graph
 from tfparallel.judge.rules.draws import draws
 from tfparallel.judge.size import ROWS, depends_on_rows
 from tfparallel.seams.keras import layers_in, mask_of, set_mask
 from tfparallel.tracing.graphs import with_inner, writes_state
 from tfparallel.tracing.trial_trace import traced_apart
 
-__all__ = ["AXIS", "Arguments", "computed_in", "keeps_positions_apart"]
+__all__ = ["AXIS", "Arguments", "computed_in", "is_divided", "keeps_positions_apart"]
 
 AXIS = 1  # The positions of a sequence; axis 0 holds the examples.
 _CHECKS = {"Assert", "EnsureShape"}  # Operations that may raise for a part.
@@ -118,7 +118,9 @@ def _is_proved(layer, trace) -> bool:
     scope, states = trace.scope, trace.states
     return (
         bool(trace.outputs)
-        and all(tf.is_symbolic_tensor(each) and _is_apart(judge.of(each)) for each in trace.outputs)
+        and all(
+            tf.is_symbolic_tensor(each) and is_divided(judge.of(each)) for each in trace.outputs
+        )
         and not scope.losses
         and not any(draws(op) or writes_state(op) or op.type in _CHECKS for op in operations)
         and len(scope.state_mapping) == len(states)  # It writes only its own variables.
@@ -126,7 +128,8 @@ def _is_proved(layer, trace) -> bool:
     )
 
 
-def _is_apart(judged) -> bool:
+def is_divided(judged: Judged) -> bool:
+    """Returns whether axis 1 of a tensor holds the positions, and no other axis depends on them."""
     is_along = judged.placement == Shard(AXIS) and judged.dims is not None
     if not is_along or judged.dims[AXIS] != ROWS:
         return False

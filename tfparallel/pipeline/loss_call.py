@@ -61,7 +61,7 @@ class LossCall:
         weights = list(map(storage_of, model._trained()))  # A loss may read some of them.
         self._call = TracedOnce(self._run, batch.shards, weights, each=each)
         self._loss: MicroBatchLoss | None = None
-        self._judgement: OverPositions | None = None
+        self._judged = OverPositions("the outputs are whole", False, None)
         self._input_keys: list[Key] = []
         self._num_shares: int | None = None
 
@@ -70,8 +70,7 @@ class LossCall:
     ) -> tuple[Part | None, list[tf.Tensor]]:
         """Returns a micro-batch's part of the loss, and the increments of the metrics' states."""
         if self._loss is None:
-            by_device = outputs_by_device(self._batch, shard, values)
-            self._loss = self._prepared(by_device or [self._batch.outputs_of(shard, values)])
+            self._prepare(Piece(*targets, self._batch.outputs_of(shard, values)), values, shard)
         self._input_keys = [*values_of(values, self._batch.output_keys)]
         # Micro-batches may differ by a row; targets are cut here, so their size would be constant.
         targets = map(_of_any_number, keras.tree.flatten(targets))
@@ -91,7 +90,7 @@ class LossCall:
         y, sample_weight = keras.tree.pack_sequence_as(like, tensors[len(values) :])
         whole = Piece(y, sample_weight, self._batch.outputs_of(shard, values))
         pieces = pieces_of(whole, outputs_by_device(self._batch, shard, values))
-        why_not, placements = self._judged(whole, pieces) if pieces else ("they are whole", None)
+        why_not, _, placements = self._judged
         checks, grown = [], []
         if self._metrics is not None:
             seen = [each.outputs for each in ([whole] if why_not else pieces)]
@@ -114,33 +113,50 @@ class LossCall:
     def _growth(self, piece: Piece) -> list[tf.Tensor]:
         return growth(self._metrics.summed, piece.y, piece.outputs, piece.sample_weight)
 
-    def _judged(self, whole: Piece, pieces: Sequence[Piece]) -> OverPositions:
-        """Returns how loss and metrics add up over positions; judged with the first micro-batch."""
-        if self._judgement is None:
-            flat = keras.tree.flatten(whole.outputs)
-            lengths = [flat[0].shape[AXIS], *(each.length for each in pieces)]
-            self._judgement = adds_up_over_positions(
-                self._model,
-                self._metrics.summed,
-                whole.y,
-                whole.outputs,
-                whole.sample_weight,
-                list(map(mask_of, flat)),
-                [] if lengths[0] is None else lengths,
-            )
-            if self._judgement.why_not is not None:
-                logging.info(
-                    "The loss of model '%s' reads whole sequences on the first device: %s.",
-                    self._model.name,
-                    self._judgement.why_not,
-                )
-        return self._judgement
+    def _prepare(self, whole: Piece, values: Values, shard: Shard) -> None:
+        """Judges the loss over positions, and prepares its divisors, for the whole batch.
 
-    def _prepared(self, predictions: Sequence[Any]) -> MicroBatchLoss:
+        Args:
+            whole: The first micro-batch.
+            values: Its outputs, by key.
+            shard: Its rows.
+        """
+        by_device = outputs_by_device(self._batch, shard, values)
+        # Rows are judged in a step that does not join outputs.
+        sizes = [] if self._metrics is None else [self._batch.num_rows]
+        if by_device:
+            pieces = pieces_of(whole, by_device)
+            self._judged = self._judgement(whole, [each.length for each in pieces])
+            if self._judged.by_position:
+                sizes.append(sum(each.length for each in pieces))
+        self._loss = self._prepared(by_device or [whole.outputs], sizes)
+
+    def _judgement(self, whole: Piece, lengths: Sequence) -> OverPositions:
+        flat = keras.tree.flatten(whole.outputs)
+        length = flat[0].shape[AXIS]
+        judgement = adds_up_over_positions(
+            self._model,
+            self._metrics.summed,
+            whole.y,
+            whole.outputs,
+            whole.sample_weight,
+            list(map(mask_of, flat)),
+            [] if length is None else [length, *lengths],
+        )
+        if judgement.why_not is not None:
+            logging.info(
+                "The loss of model '%s' reads whole sequences on the first device: %s.",
+                self._model.name,
+                judgement.why_not,
+            )
+        return judgement
+
+    def _prepared(self, predictions: Sequence[Any], sizes: Sequence) -> MicroBatchLoss:
         """Prepares the loss's divisors, from shapes and masks of the whole batch's outputs.
 
         Args:
             predictions: The outputs of a micro-batch, whole or by device.
+            sizes: The sizes of the first axes of the losses, as far as they are proved.
         """
         batch, flat = self._batch, [keras.tree.flatten(each) for each in predictions]
         with tf.control_dependencies(None), where_it_is(None):  # The host, which has the batch.
@@ -155,7 +171,7 @@ class LossCall:
                     with_mask_of(tensor, like)
             compiled = compiled_loss(self._model)
             predicted = batch.packed(whole)
-            return MicroBatchLoss(compiled, batch.y, batch.sample_weight, predicted)
+            return MicroBatchLoss(compiled, batch.y, batch.sample_weight, predicted, sizes)
 
 
 def _added(parts: Sequence[Part]) -> Part:

@@ -19,7 +19,7 @@ from tfparallel.extend import is_own
 from tfparallel.judge.kept_attributes import kept_as_they_were
 from tfparallel.judge.metric_sums import SUMS, growth_of
 from tfparallel.judge.placements import Mixed, Placement, Replicate, Shard, Sum
-from tfparallel.judge.positions import AXIS, computed_in
+from tfparallel.judge.positions import AXIS, computed_in, is_divided
 from tfparallel.judge.propagation import Judge, Judged, exchanges_of, judged_graph
 from tfparallel.judge.rules.draws import draws
 from tfparallel.judge.size import ROWS, size_named
@@ -59,11 +59,13 @@ class OverPositions(NamedTuple):
 
     Attributes:
         why_not: Why the loss is no sum over the positions; None if it is.
+        by_position: Whether axis 1 of each loss's values holds positions.
         growth: For the increment of each state of the metrics: `Sum()`, `Replicate()`, or `Sum(-1)`
             for a mean. None if some metric has no such increments.
     """
 
     why_not: str | None
+    by_position: bool
     growth: list[Placement] | None
 
 
@@ -160,9 +162,9 @@ def adds_up_over_positions(
     """
     types, losses = (y, outputs, sample_weight, list(masks)), loss_terms(compiled_loss(model))
 
-    def numerators(y, outputs, sample_weight):
+    def terms(y, outputs, sample_weight):
         of_examples = example_losses(compiled_loss(model), y, outputs, sample_weight)
-        return [each.numerator() for each in of_examples]
+        return [each.numerator() for each in of_examples], [each.values for each in of_examples]
 
     def update(y, outputs, sample_weight):
         before = [tf.compat.v1.placeholder(v.dtype, v.shape) for v in states(metrics)]
@@ -173,19 +175,21 @@ def adds_up_over_positions(
         return before, list(map(tf.convert_to_tensor, by_id.values()))
 
     try:
-        judge, terms = _of_any_length(numerators, [each.loss for each in losses], types, lengths)
-        faults = [_no_sum(judge.of(term)) for term in terms]
+        objects = [each.loss for each in losses]
+        judge, (numerators, values) = _of_any_length(terms, objects, types, lengths)
+        faults = [_no_sum(judge.of(numerator)) for numerator in numerators]
         why_not = next((fault for fault in faults if fault is not None), None)
+        by_position = all(is_divided(judge.of(each)) for each in values)
     except Exception as error:  # What cannot be proved is computed from whole sequences.
-        why_not = str(error)[:200]
+        why_not, by_position = str(error)[:200], False
     if not states(metrics):
-        return OverPositions(why_not, [])
+        return OverPositions(why_not, by_position, [])
     try:
         judge, (before, after) = _of_any_length(update, metrics.metrics, types, lengths)
         growth = [_growth(judge, new, old, before) for new, old in zip(after, before, strict=True)]
     except Exception:
         growth = [None]
-    return OverPositions(why_not, None if None in growth else growth)
+    return OverPositions(why_not, by_position, None if None in growth else growth)
 
 
 def has_positions(leaf: Any, length: int | None) -> bool:
