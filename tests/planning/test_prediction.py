@@ -151,6 +151,9 @@ def test_a_device_holds_its_layers_and_what_is_in_flight():
     split = {f"layer{i}": "row" for i in range(4)}
     (part,) = predict(costs, pieces(Mesh(tensor=2), splits=split), ALONE).held_bytes
     assert part == 2 * 100 + ROWS * (2 * 8 + 2)
+    split = {f"layer{i}": "positions" for i in range(4)}
+    (part,) = predict(costs, pieces(Mesh(sequence=2), splits=split), ALONE).held_bytes
+    assert part == 4 * 100 + ROWS // 2 * (4 * 8 + 2)
 
 
 @pytest.mark.parametrize(

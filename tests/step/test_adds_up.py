@@ -6,8 +6,9 @@ import pytest
 import tensorflow as tf
 from keras import losses, metrics
 
-from tfparallel.step.additivity import adds_up, why_not_by_rows
+from tfparallel.step.additivity import adds_up, adds_up_over_positions, why_not_by_rows
 from tfparallel.step.loss_terms import NotByPieces, values_of
+from tfparallel.step.piece_sums import growth, of_whole_sequences
 
 ROWS, CLASSES = 11, 4
 _random = np.random.default_rng(0)
@@ -19,6 +20,9 @@ SIGNS = _random.integers(0, 2, (ROWS, 1)).astype(float)
 WEIGHTS = _random.uniform(0.2, 2, ROWS)
 CHANCES = SCORES[:, :1]
 NUMBERS = _random.normal(size=(ROWS, 3)), _random.normal(size=(ROWS, 3))
+LABELS = _random.integers(0, CLASSES, (ROWS, 5))
+CHOICES = np.exp(_random.normal(size=(ROWS, 5, CLASSES)))
+CHOICES /= CHOICES.sum(-1, keepdims=True)
 
 METRICS = {
     **{
@@ -223,3 +227,59 @@ def test_a_loss_that_reduces_in_its_own_way():
         values_of(OwnReduction(), *map(tf.constant, NUMBERS), None)
     with pytest.raises(NotByPieces, match="returns one value for the whole batch"):
         values_of(losses.Dice(), *map(tf.constant, NUMBERS), None)
+
+
+LENGTHS = 2, 0, 3
+IN_SEQUENCES = {
+    **{
+        name: (name, np.eye(CLASSES)[LABELS], CHOICES)
+        for name in ("CategoricalAccuracy", "CategoricalCrossentropy", "KLDivergence")
+    },
+    **{
+        name: (name, LABELS, CHOICES)
+        for name in ("SparseCategoricalAccuracy", "SparseCategoricalCrossentropy")
+    },
+    "MeanSquaredError": ("MeanSquaredError", CHOICES, CHOICES[::-1]),
+}
+
+
+@pytest.mark.parametrize("weighs", [False, True])
+@pytest.mark.parametrize("name", IN_SEQUENCES)
+def test_a_metric_adds_up_over_the_positions_of_sequences(in_float64, name, weighs):
+    what, *pair = IN_SEQUENCES[name]
+    y, outputs = map(tf.constant, pair)
+    weights = tf.constant(_random.uniform(0.2, 2, LABELS.shape)) if weighs else None
+    model = compiled("mse", built(metrics, what), y, outputs)
+    metric = model._compile_metrics
+    judged = adds_up_over_positions(
+        model, metric, y, outputs, weights, [None], [sum(LENGTHS), *LENGTHS]
+    )
+    assert judged.growth is not None
+    cut = [None if t is None else tf.split(t, LENGTHS, 1) for t in (y, outputs, weights)]
+    parts = [
+        growth(metric, *(None if each is None else each[k] for each in cut))
+        for k in range(len(LENGTHS))
+    ]
+    whole = growth(metric, y, outputs, weights)
+    for actual, expected in zip(
+        of_whole_sequences(parts, judged.growth, LENGTHS), whole, strict=True
+    ):
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_sum"),
+    [
+        (lambda y, z: tf.reduce_mean(tf.square(z - y), -1), True),
+        (lambda y, z: tf.reduce_sum(tf.square(z - y), [1, 2]), True),  # One value per example.
+        (lambda y, z: tf.reduce_mean(tf.square(z - y), [1, 2]), False),
+        (lambda y, z: tf.square(tf.reduce_sum(z - y, [1, 2])), False),
+        (lambda y, z: tf.reduce_mean(tf.square(z - tf.reverse(y, [1])), -1), False),
+        (lambda y, z: tf.reduce_mean(z * (2.0 if z.shape[1] == 3 else 1.0), -1), False),
+    ],
+)
+def test_which_losses_add_up_over_the_positions_of_sequences(in_float64, loss, is_sum):
+    y = outputs = tf.constant(CHOICES)
+    model = compiled(loss, None, y, outputs)
+    judged = adds_up_over_positions(model, None, y, outputs, None, [None], [5, 2, 3])
+    assert (judged.why_not is None) == is_sum

@@ -2,6 +2,7 @@
 
 from tfparallel.hybrid.places import MeshPlaces
 from tfparallel.hybrid.replicated_inference import SpreadCall
+from tfparallel.layers.positions import known_parts
 from tfparallel.layers.split_model import NestedModel
 from tfparallel.pipeline.allowed_writes import states_in_layers
 from tfparallel.pipeline.pipelined_model import PipelinedModel
@@ -10,7 +11,7 @@ from tfparallel.replication.worker_session import WorkerSession
 from tfparallel.seams.keras import layers_in, seed_generators_of
 from tfparallel.update.place_optimizer import prepare
 from tfparallel.update.places import Places
-from tfparallel.variables.replica import replicas_of
+from tfparallel.variables.replica import device_at_work, replicas_of
 from tfparallel.variables.split import parts_of
 
 __all__ = ["HybridModel"]
@@ -90,6 +91,14 @@ class HybridModel(SpreadCall, NestedModel, PipelinedModel):
 
     def _parts(self, variables):
         return parts_of(variables)
+
+    def _parts_of_output(self, tensor):
+        mesh = self._layout.mesh
+        if mesh.sequence == 1:
+            return None
+        last_stage = (self._layout.num_stages - 1) % mesh.pipeline
+        devices = self._layout.devices_of_place(last_stage)
+        return known_parts(tensor, list(map(device_at_work, devices)))
 
     def copy_variables(self) -> None:
         """Copies every variable to each replica, except seeds, which all pieces share."""

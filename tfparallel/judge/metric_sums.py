@@ -1,6 +1,6 @@
 """Whether a state grows by a sum over the rows, whatever its value before: as a metric's does."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
@@ -14,9 +14,13 @@ _HANDS_ON = ("Identity", "EnsureShape")
 
 
 def growth_of(
-    judge: Judge, new: tf.Tensor, old: tf.Tensor, states: Iterable[tf.Tensor]
+    judge: Judge,
+    new: tf.Tensor,
+    old: tf.Tensor,
+    states: Iterable[tf.Tensor],
+    allowed: Sequence[Placement] = SUMS,
 ) -> Placement:
-    """Returns the placement of the increment of a state: `Sum`, or the fault.
+    """Returns the placement of the increment of a state: the last allowed one, or the fault.
 
     In a piece, a state begins at zero, so the increment must not depend on a state.
 
@@ -25,6 +29,7 @@ def growth_of(
         new: The state after an update.
         old: The state before it, an input of the graph.
         states: This state and others before the update, inputs of the graph.
+        allowed: The placements that an increment may have; by default, those of sums over the rows.
     """
     states = {id(state) for state in states}
     while new is not old:
@@ -39,12 +44,12 @@ def growth_of(
             return judged if isinstance(judged, Mixed) else Mixed(op, why)
         (added,) = (each for each in op.inputs if each is not behind[0])
         judged = judge.of(added)
-        if judged.placement not in SUMS and not judged.is_zero:
+        if judged.placement not in allowed and not judged.is_zero:
             return judged.placement
         if _reads(added, states):
             return Mixed(op, "adds to a state a value that depends on the previous state")
         new = behind[0]
-    return Sum()
+    return allowed[-1]
 
 
 def _leads_to(tensor: tf.Tensor, old: tf.Tensor) -> bool:

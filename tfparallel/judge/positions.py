@@ -12,14 +12,14 @@ from absl import logging
 
 from tfparallel.judge.kept_attributes import attributes_kept, kept_tensors, plain_attributes
 from tfparallel.judge.placements import Shard
-from tfparallel.judge.propagation import Judge, judged_graph
+from tfparallel.judge.propagation import Judge, Judged, judged_graph
 from tfparallel.judge.rules.draws import draws
 from tfparallel.judge.size import ROWS, depends_on_rows
 from tfparallel.seams.keras import layers_in, mask_of, set_mask
 from tfparallel.tracing.graphs import with_inner, writes_state
 from tfparallel.tracing.trial_trace import traced_apart
 
-__all__ = ["AXIS", "Arguments", "keeps_positions_apart"]
+__all__ = ["AXIS", "Arguments", "computed_in", "is_divided", "keeps_positions_apart"]
 
 AXIS = 1  # The positions of a sequence; axis 0 holds the examples.
 _CHECKS = {"Assert", "EnsureShape"}  # Operations that may raise for a part.
@@ -59,9 +59,9 @@ def keeps_positions_apart(
         return False
     if all(type(part).__module__.startswith("keras.") for part in layers_in(layer)):
         return True
-    # Python code may branch on a length, or compute with it.
     others = [_traced(layer, call, arguments, length) for length in dict.fromkeys(lengths)]
-    return all(other is not None and _computed(other) == _computed(trace) for other in others)
+    computed = computed_in(trace.graph)
+    return all(other is not None and computed_in(other.graph) == computed for other in others)
 
 
 class _Trace(NamedTuple):
@@ -118,7 +118,9 @@ def _is_proved(layer, trace) -> bool:
     scope, states = trace.scope, trace.states
     return (
         bool(trace.outputs)
-        and all(tf.is_symbolic_tensor(each) and _is_apart(judge.of(each)) for each in trace.outputs)
+        and all(
+            tf.is_symbolic_tensor(each) and is_divided(judge.of(each)) for each in trace.outputs
+        )
         and not scope.losses
         and not any(draws(op) or writes_state(op) or op.type in _CHECKS for op in operations)
         and len(scope.state_mapping) == len(states)  # It writes only its own variables.
@@ -126,7 +128,8 @@ def _is_proved(layer, trace) -> bool:
     )
 
 
-def _is_apart(judged) -> bool:
+def is_divided(judged: Judged) -> bool:
+    """Returns whether axis 1 of a tensor holds the positions, and no other axis depends on them."""
     is_along = judged.placement == Shard(AXIS) and judged.dims is not None
     if not is_along or judged.dims[AXIS] != ROWS:
         return False
@@ -134,10 +137,13 @@ def _is_apart(judged) -> bool:
     return not any(map(depends_on_rows, others))
 
 
-def _computed(trace) -> list:
-    """Returns the numeric operations of a call, without those that handle sizes."""
+def computed_in(graph: tf.Graph) -> list:
+    """Returns the numeric operations of a trace, without those that handle sizes.
+
+    If Python code branches on a length, or computes with it, they differ for another length.
+    """
     operations = []
-    for op in with_inner(trace.graph.get_operations()):
+    for op in with_inner(graph.get_operations()):
         if op.type == "Const" and op.outputs[0].dtype.is_floating:
             operations.append((op.type, op.get_attr("value").SerializeToString()))
         elif op.type not in ("Const", "Reshape") and any(

@@ -19,7 +19,15 @@ from tfparallel.judge.positions import AXIS
 from tfparallel.layers.parts import Parts, on_devices, on_each
 from tfparallel.seams.tensorflow import not_recording, record_operation
 
-__all__ = ["check_lengths", "cut", "ends_of", "is_long_enough", "joined", "positions_of"]
+__all__ = [
+    "check_lengths",
+    "cut",
+    "ends_of",
+    "is_long_enough",
+    "joined",
+    "known_parts",
+    "positions_of",
+]
 
 # Operations that compute each element from the same element of their inputs, with broadcasting.
 # `Identity` is excluded: a step differentiates by one, at a stage's inputs, and must find it.
@@ -45,14 +53,19 @@ def positions_of(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
     them back. For a tape, the parts are cut from the whole: it may be asked for that gradient.
     """
     with not_recording():
-        known_parts = _known_parts(tensor, devices, set())
-        parts = None if known_parts is None else on_devices(devices, tf.identity, known_parts)
+        known = known_parts(tensor, devices)
+        parts = None if known is None else on_devices(devices, tf.identity, known)
     if parts is None:
         return cut(tensor, devices)
     if is_differentiable(tensor):
         with tf.device(devices[0]):
             record_operation("positions", parts, [tensor], lambda *parts: [tf.concat(parts, AXIS)])
     return parts
+
+
+def known_parts(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor] | None:
+    """Returns each device's positions of a tensor, as they were computed; None if it is whole."""
+    return _known_parts(tensor, devices, set())
 
 
 def is_long_enough(tensor: tf.Tensor, devices: Sequence[str]) -> bool:

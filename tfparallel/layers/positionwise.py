@@ -15,6 +15,7 @@ from tfparallel.layers.dropout import dropped_in_parts
 from tfparallel.layers.layer import WholeLayer
 from tfparallel.layers.parts import Parts, handing_on, on_devices, whole
 from tfparallel.layers.positions import check_lengths, cut, is_long_enough, joined, positions_of
+from tfparallel.placement.placed_model import PlacedLayer
 from tfparallel.seams.keras import layers_in, mask_of, set_mask, takes_training
 
 __all__ = ["Judgements", "PositionwiseDropout", "PositionwiseLayer", "arguments_of", "is_apart"]
@@ -150,7 +151,9 @@ class PositionwiseLayer(SequenceLayer):
             _with_masks(leaf, devices) if each.is_cut else [leaf] * len(devices)
             for leaf, each in zip(leaves, arguments, strict=True)
         ]
-        call = super(WholeLayer, self).__call__
+        # A placed layer would compute each part on its own device.
+        before = PlacedLayer if isinstance(self, PlacedLayer) else WholeLayer
+        call = super(before, self).__call__
 
         def on_device(*local):
             args_, kwargs_ = keras.tree.pack_sequence_as((args, kwargs), local)

@@ -4,6 +4,8 @@ Each replica adds up its own gradients; the results are summed once over all rep
 those of other processes, unless an update of several batches sums them later.
 """
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +17,7 @@ from tfparallel.pipeline.remote_replicas import Others
 from tfparallel.seams.keras import storage_of
 from tfparallel.strategies.variables import copies
 
-__all__ = ["OF_LOSS", "Added", "GradientSums", "read_by", "totals"]
+__all__ = ["OF_LOSS", "Added", "GradientSums", "read_by", "summed", "totals"]
 
 
 OF_LOSS = -2  # The reader of a weight in the loss: no stage.
@@ -74,6 +76,16 @@ class GradientSums:
         """Returns the sum of the gradients of each weight."""
         keys = map(id, variables)
         return [Added(self._dense.get(key), self._sparse.get(key, {})) for key in keys]
+
+
+def summed(gradients: Sequence[Any], tensor: Any) -> Any:
+    """Sums the gradients of a tensor from several readers, on its device."""
+    with tf.device(getattr(tensor, "device", "")):
+        if len(gradients) == 1:
+            return tf.identity(gradients[0])
+        if isinstance(gradients[0], tf.RaggedTensor):  # `tf.add_n` rejects it.
+            return functools.reduce(operator.add, gradients)
+        return tf.add_n(gradients)
 
 
 def read_by(

@@ -51,9 +51,13 @@ class MicroBatchLoss:
         y: The targets of the whole batch.
         sample_weight: The weights of the whole batch, or None.
         predictions: Outputs of the whole batch; only their shapes and masks matter.
+        sizes: The sizes of the first axes of the losses of examples, as far as they are proved;
+            losses of the predictions are then not computed.
     """
 
-    def __init__(self, compiled: CompileLoss | None, y, sample_weight, predictions):
+    def __init__(
+        self, compiled: CompileLoss | None, y, sample_weight, predictions, sizes: Sequence = ()
+    ):
         self._compiled = compiled
         self._divisors: list[tf.Tensor] = []
         self._follow_from_sizes = True
@@ -62,7 +66,7 @@ class MicroBatchLoss:
 
         def divisor(loss) -> Callable:
             def find(y_true, y_pred, weight):
-                values = _values(loss, y_true, y_pred, weight)
+                values = _of_sizes(_values(loss, y_true, y_pred, weight), sizes)
                 self._divisors.append(values.divisor())
                 self._follow_from_sizes &= values.follows_from_sizes
                 return tf.zeros([], self._divisors[-1].dtype)
@@ -145,6 +149,16 @@ def _called(*args) -> tf.Tensor:
         return call_with(*args)
     except NotByPieces as error:
         raise PlacementError(f"{error} {_WAY_OUT}") from error
+
+
+def _of_sizes(losses: ExampleLosses, sizes: Sequence) -> ExampleLosses:
+    """Replaces the values of losses by zeros, if all sizes are known."""
+    shape = losses.values.shape.as_list()
+    for axis, size in enumerate(sizes[: len(shape)]):
+        shape[axis] = size if shape[axis] is None else shape[axis]
+    if not sizes or None in shape:
+        return losses
+    return losses._replace(values=tf.zeros(shape, losses.values.dtype))
 
 
 def _values(loss, y_true, y_pred, weight) -> ExampleLosses:

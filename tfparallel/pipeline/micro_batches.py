@@ -10,7 +10,7 @@ from tfparallel.data.rows_of_replica import Shard, count_rows, where_it_is
 from tfparallel.logits import Logits, logits_of, output_of
 from tfparallel.pipeline.masks import Masks
 from tfparallel.pipeline.remote_replicas import Others
-from tfparallel.pipeline.stages import Key, LogitsOf, Values
+from tfparallel.pipeline.stages import Key, LogitsOf, PartOf, Values
 from tfparallel.seams.functional import as_outputs, flat_inputs, functional_of
 from tfparallel.seams.keras import mask_of, set_mask
 
@@ -63,7 +63,7 @@ class Batch:
     ):
         self._others = others
         self.x, self.y, self.sample_weight = x, y, sample_weight
-        self.behind: dict[int, Logits] = {}
+        self.behind: dict[Key, Logits] = {}
         self._functional = functional_of(model)
         leaf = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
         with where_it_is(leaf):
@@ -122,12 +122,19 @@ class Batch:
 
         return keras.tree.map_structure(rows, (self.y, self.sample_weight))
 
-    def outputs_of(self, shard: Shard, values: Values) -> Any:
-        """Returns a micro-batch's outputs in the model's own structure, without a dummy row."""
+    def outputs_of(self, shard: Shard, values: Values, index: int | None = None) -> Any:
+        """Returns a micro-batch's outputs in the model's own structure, without a dummy row.
+
+        Args:
+            shard: Its rows.
+            values: Its outputs, by key.
+            index: To return the positions on one device: its index.
+        """
         flat = []
-        for key in self.output_keys:
+        for symbol in self.output_keys:
+            key = symbol if index is None else PartOf(symbol, index)
             part = shard.without_dummy_row(values[key])
-            mask = self.masks.at_end(key, values[key])
+            mask = self.masks.at_end(symbol, values[key])
             if mask is None and mask_of(part) is not None:
                 part = tf.identity(part)  # Calls find the mask, but the loss must not.
             logits = values.get(LogitsOf(key))

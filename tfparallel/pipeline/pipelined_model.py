@@ -152,9 +152,14 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
             has_parts=self._layout.mesh.parts > 1,
             timed=timed,
             writable=writable(self, self._layout.recompute),
+            parts_of=self._parts_of_output,
         )
         others = Others(self._layout.mesh.data, self._workers)
         return Step(options, replicas_of(self._layout), others, gradients_stay=self._accumulates)
+
+    def _parts_of_output(self, tensor: tf.Tensor) -> list[tf.Tensor] | None:
+        """Returns the positions of an output on each device of its stage; None if it is whole."""
+        return None
 
     @property
     def _devices_of_stages(self) -> list[str]:

@@ -11,9 +11,7 @@ An instruction begins when the previous one on its device has ended and its inpu
 the graph's own order, not chance, decides which activations are held at a time.
 """
 
-import functools
-import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -25,12 +23,22 @@ from tfparallel.layout.schedule import Instruction, Schedule
 from tfparallel.pipeline.allowed_writes import PassScope
 from tfparallel.pipeline.batch_loss import scale_of
 from tfparallel.pipeline.device_order import DeviceOrder
-from tfparallel.pipeline.gradient_sums import OF_LOSS, Added, GradientSums, read_by
+from tfparallel.pipeline.gradient_sums import OF_LOSS, Added, GradientSums, read_by, summed
+from tfparallel.pipeline.loss_call import LossCall
 from tfparallel.pipeline.micro_batch_loss import Part
 from tfparallel.pipeline.micro_batches import Batch
 from tfparallel.pipeline.pass_context import StepMemory
-from tfparallel.pipeline.stage_call import LossCall, StageCall
-from tfparallel.pipeline.stages import Key, LogitsOf, Stage, Values, with_mask_of
+from tfparallel.pipeline.stage_call import StageCall
+from tfparallel.pipeline.stages import (
+    Key,
+    LogitsOf,
+    PartOf,
+    Stage,
+    Values,
+    symbol_of,
+    values_of,
+    with_mask_of,
+)
 from tfparallel.pipeline.traced_once import MustTraceEach
 from tfparallel.placement.gradients import gradients_of_a_part
 from tfparallel.step.metrics import StepMetrics
@@ -56,6 +64,7 @@ class PassOptions(NamedTuple):
         has_parts: Whether stages are on several devices, which their gradients follow.
         timed: Whether to record when each instruction begins and ends.
         writable: The variables that layers may write, by id.
+        parts_of: Returns the parts of an output that is divided by positions; None if it is whole.
     """
 
     model: keras.Model
@@ -68,6 +77,7 @@ class PassOptions(NamedTuple):
     has_parts: bool
     timed: bool
     writable: dict[int, keras.Variable]
+    parts_of: Callable[[tf.Tensor], list[tf.Tensor] | None]
 
     @property
     def begins_joined(self) -> bool:
@@ -143,6 +153,8 @@ class ReplicaStep:
             StageCall(stage, batch, memory, self._scope, self._trained, each=each)
             for stage in options.stages
         ]
+        if options.metrics is not None:  # Otherwise, the loss needs the joined outputs.
+            self._calls[-1].parts_of = options.parts_of
         self.loss = LossCall(options.model, batch, metrics=options.metrics, each=each)
         self._sums = GradientSums()
         # For TensorFlow's own seeds; smaller numbers distinguish the replicas.
@@ -211,14 +223,17 @@ class ReplicaStep:
 
     def _forward(self, index, m):
         stage, values = self._options.stages[index], self._values[m]
-        inputs = self._received(_of(values, stage.inputs))
+        inputs = self._received(values_of(values, stage.inputs))
         self._inputs_of[index, m] = inputs
         record = self._run_stage(stage, m, inputs)
-        values.update(record.values if self._is_last(index) else _of(record.values, stage.outputs))
+        outputs = values_of(record.values, stage.outputs)
+        values.update(record.values if self._is_last(index) else outputs)
         self._added[m] += [term for term, _ in record.added]
         for key, moments in record.moments.items():
             self._moments.setdefault(key, []).append(moments)
-        done = [*_of(record.values, stage.outputs).values(), *(term for term, _ in record.added)]
+        # Whole outputs are joined only if something reads them.
+        done = [tensor for key, tensor in outputs.items() if PartOf(key, 0) not in outputs]
+        done += [term for term, _ in record.added]
         if record.loss is not None:
             _, part = record.loss
             self._parts.append(part)
@@ -321,7 +336,7 @@ class ReplicaStep:
             if gradients and is_differentiable(tensor):
                 keys.append(key)
                 targets.append(tensor)
-                seeds.append(tf.identity(gradients[0]) if len(gradients) == 1 else _sum(gradients))
+                seeds.append(summed(gradients, tensor))
         for term, share in record.added:
             targets.append(term)
             seeds.append(share * tf.cast(scale, share.dtype))
@@ -361,9 +376,8 @@ class ReplicaStep:
 
     def _maker(self, key) -> int:
         """Returns the stage that made a tensor; -1 for the model's inputs."""
-        if isinstance(key, LogitsOf):
-            key = key.output
-        return next((stage.index for stage in self._options.stages if key in stage.outputs), -1)
+        symbol = symbol_of(key)
+        return next((stage.index for stage in self._options.stages if symbol in stage.outputs), -1)
 
     def _is_last(self, index) -> bool:
         return index == len(self._options.stages) - 1
@@ -384,16 +398,3 @@ class ReplicaStep:
             for variable in self._trained
             if id(variable) in ids or read[stage.index].intersection(map(id, copies(variable)))
         ]
-
-
-def _of(values: Values, keys) -> Values:
-    """Returns the values of some keys, and the logits behind them."""
-    selected = {key: values[key] for key in keys}
-    return selected | {key: values[key] for key in map(LogitsOf, keys) if key in values}
-
-
-def _sum(gradients):
-    """Sums the gradients of several readers of a tensor; `tf.add_n` rejects ragged tensors."""
-    if isinstance(gradients[0], tf.RaggedTensor):
-        return functools.reduce(operator.add, gradients)
-    return tf.add_n(gradients)

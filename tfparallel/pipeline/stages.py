@@ -12,7 +12,7 @@ later: a layer that is called in two stages computes on each stage's own device.
 Uses internals of Keras: the nodes of a functional model, and the context of a call.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -22,17 +22,44 @@ from tfparallel.pipeline.masks import Masks, nodes_in_order
 from tfparallel.seams.functional import LEAVES_TRAINING, calling_with, functional_of, in_training
 from tfparallel.seams.keras import mask_of, set_mask
 
-__all__ = ["Key", "LogitsOf", "Stage", "Values", "cut_stages", "with_mask_of"]
+__all__ = [
+    "Key",
+    "LogitsOf",
+    "PartOf",
+    "Stage",
+    "Values",
+    "cut_stages",
+    "symbol_of",
+    "values_of",
+    "with_mask_of",
+]
+
+
+class PartOf(NamedTuple):
+    """The key of the positions of an output on one device (`divided_outputs.py`)."""
+
+    output: int
+    index: int
 
 
 class LogitsOf(NamedTuple):
     """The key of the logits behind a tensor (`tfparallel/logits.py`)."""
 
-    output: int
+    output: int | PartOf
 
 
-Key = int | LogitsOf  # The id of a symbolic tensor.
+Key = int | PartOf | LogitsOf  # The id of a symbolic tensor.
 Values = dict[Key, Any]
+
+
+def symbol_of(key: Key) -> int:
+    """Returns the id of the symbolic tensor that a key belongs to."""
+    return key if isinstance(key, int) else symbol_of(key.output)
+
+
+def values_of(values: Values, keys: Collection[int]) -> Values:
+    """Returns the values of some symbolic tensors, with their parts and the logits behind them."""
+    return {key: value for key, value in values.items() if symbol_of(key) in keys}
 
 
 class Stage:

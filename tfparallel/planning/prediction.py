@@ -206,10 +206,16 @@ def _stages(costs, pieces, machine):
     for number, (first, last) in enumerate(itertools.pairwise(bounds)):
         layers = costs.layers[first:last]
         # In addition to the layers: the forward and backward call of the stage, and the final loss.
-        seconds = 2 * machine.call_seconds if pieces.has_calls else 0.0
-        seconds += costs.loss(rows) if number == len(bounds) - 2 else 0.0
-        activations = costs.loss_bytes(rows) if number == len(bounds) - 2 else 0.0
-        busy, forward, state = seconds, FORWARD_SHARE * seconds, 0.0
+        seconds, activations = 2 * machine.call_seconds if pieces.has_calls else 0.0, 0.0
+        busy = seconds
+        if number == len(bounds) - 2:
+            # The losses of a divided sequence are computed where its positions are.
+            is_divided = costs.layers[-1].layer in pieces.splits
+            num_parts = mesh.sequence if is_divided else 1
+            seconds += costs.loss(rows) / num_parts
+            busy += costs.loss(rows)
+            activations = costs.loss_bytes(rows) / num_parts
+        forward, state = FORWARD_SHARE * seconds, 0.0
         for index, layer in enumerate(layers, first):
             share = _share(layer, pieces)
             first_part = all_parts = layer.seconds(rows)

@@ -3,10 +3,13 @@
 The loss and the metrics are traced with targets, outputs and weights of any number of rows. The
 terms of each loss (`piece_sums.py`) and the increments of a metric's states must be sums over the
 rows. This works for the user's own losses and metrics as well as for Keras's.
+
+Parts of sequences are judged in the same way, with the positions in place of the rows. The divisor
+of a loss is that of whole sequences, and an increment may also be a mean over the positions.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -16,21 +19,54 @@ from tfparallel.extend import is_own
 from tfparallel.judge.kept_attributes import kept_as_they_were
 from tfparallel.judge.metric_sums import SUMS, growth_of
 from tfparallel.judge.placements import Mixed, Placement, Replicate, Shard, Sum
+from tfparallel.judge.positions import AXIS, computed_in, is_divided
 from tfparallel.judge.propagation import Judge, Judged, exchanges_of, judged_graph
 from tfparallel.judge.rules.draws import draws
-from tfparallel.judge.size import ROWS
+from tfparallel.judge.size import ROWS, size_named
 from tfparallel.judge.where import line_of
-from tfparallel.seams.compiled import compiled_loss, compiled_metrics, loss_terms
+from tfparallel.seams.compiled import (
+    CompileMetrics,
+    compiled_loss,
+    compiled_metrics,
+    loss_terms,
+)
 from tfparallel.seams.keras import set_mask
 from tfparallel.step.loss_terms import REDUCTIONS
 from tfparallel.step.metrics import StepMetrics
-from tfparallel.step.piece_sums import example_losses, terms_of
+from tfparallel.step.piece_sums import example_losses, states, terms_of
 from tfparallel.tracing.graphs import with_inner, writes_state
 from tfparallel.tracing.trial_trace import traced_apart
 
-__all__ = ["AddsUp", "adds_up", "metrics_of_rows_together", "why_not_by_rows"]
+__all__ = [
+    "AddsUp",
+    "OverPositions",
+    "adds_up",
+    "adds_up_over_positions",
+    "has_positions",
+    "metrics_of_rows_together",
+    "why_not_by_rows",
+]
 
 _METHODS = ("train_step", "test_step", "compute_loss", "compute_metrics")
+# How the increments of parts of sequences add up to those of the whole: as a sum, as the same
+# number for all, or as a mean over the positions.
+_OVER_POSITIONS = (SUMS, (Replicate(),), (Replicate(), Sum(-1)))
+_EXAMPLES = size_named("examples")
+
+
+class OverPositions(NamedTuple):
+    """How the losses and metrics of parts of sequences add up.
+
+    Attributes:
+        why_not: Why the loss is no sum over the positions; None if it is.
+        by_position: Whether axis 1 of each loss's values holds positions.
+        growth: For the increment of each state of the metrics: `Sum()`, `Replicate()`, or `Sum(-1)`
+            for a mean. None if some metric has no such increments.
+    """
+
+    why_not: str | None
+    by_position: bool
+    growth: list[Placement] | None
 
 
 class AddsUp(NamedTuple):
@@ -104,6 +140,97 @@ def metrics_of_rows_together(
     return reasons
 
 
+def adds_up_over_positions(
+    model: keras.Model,
+    metrics: CompileMetrics | None,
+    y,
+    outputs,
+    sample_weight,
+    masks: Sequence,
+    lengths: Sequence[int],
+) -> OverPositions:
+    """Judges whether a loss and metrics that add up over rows also do so over positions.
+
+    Args:
+        model: A compiled model with a built loss.
+        metrics: Its metrics, built, or None.
+        y: The targets of some rows.
+        outputs: The outputs of these rows.
+        sample_weight: The weights of these rows, or None.
+        masks: A flat list of the outputs' masks; None for an output without one.
+        lengths: The lengths of the outputs and of their parts, if known when the step is traced.
+    """
+    types, losses = (y, outputs, sample_weight, list(masks)), loss_terms(compiled_loss(model))
+
+    def terms(y, outputs, sample_weight):
+        of_examples = example_losses(compiled_loss(model), y, outputs, sample_weight)
+        return [each.numerator() for each in of_examples], [each.values for each in of_examples]
+
+    def update(y, outputs, sample_weight):
+        before = [tf.compat.v1.placeholder(v.dtype, v.shape) for v in states(metrics)]
+        by_id = dict(zip(map(id, states(metrics)), before, strict=True))
+        old = [by_id[id(variable)] for variable in metrics.variables]
+        after = metrics.stateless_update_state(old, y, outputs, sample_weight=sample_weight)
+        by_id = dict(zip(map(id, metrics.variables), after, strict=True))
+        return before, list(map(tf.convert_to_tensor, by_id.values()))
+
+    try:
+        objects = [each.loss for each in losses]
+        judge, (numerators, values) = _of_any_length(terms, objects, types, lengths)
+        faults = [_no_sum(judge.of(numerator)) for numerator in numerators]
+        why_not = next((fault for fault in faults if fault is not None), None)
+        by_position = all(is_divided(judge.of(each)) for each in values)
+    except Exception as error:  # What cannot be proved is computed from whole sequences.
+        why_not, by_position = str(error)[:200], False
+    if not states(metrics):
+        return OverPositions(why_not, by_position, [])
+    try:
+        judge, (before, after) = _of_any_length(update, metrics.metrics, types, lengths)
+        growth = [_growth(judge, new, old, before) for new, old in zip(after, before, strict=True)]
+    except Exception:
+        growth = [None]
+    return OverPositions(why_not, by_position, None if None in growth else growth)
+
+
+def has_positions(leaf: Any, length: int | None) -> bool:
+    """Returns whether axis 1 of a tensor holds positions, as in outputs of this length."""
+    if leaf is None or isinstance(leaf, tf.__internal__.CompositeTensor):
+        return False
+    shape = tf.TensorShape(leaf.shape)
+    return shape.rank is not None and shape.rank > AXIS and shape[AXIS] == length
+
+
+def _of_any_length(function, objects, types, lengths: Sequence[int]) -> tuple[Judge, Any]:
+    """Traces a function of targets, outputs and weights; returns a judge, and its results.
+
+    Raises:
+        ValueError: If it computes something else for one of the lengths.
+    """
+
+    def traced(length):
+        whole = lengths[0] if lengths else None
+        graph, judged, arguments = _placeholders(function.__name__, types, (whole, length))
+        with graph.as_default(), traced_apart(), kept_as_they_were(objects):
+            return graph, judged, function(*arguments)
+
+    graph, judged, results = traced(None)
+    computed = computed_in(graph)
+    for length in dict.fromkeys(lengths):
+        other, _, _ = traced(length)
+        if computed_in(other) != computed:
+            raise ValueError(f"it computes something else for {length} positions")
+    return Judge(graph, judged), results
+
+
+def _growth(judge: Judge, new, old, states: Sequence) -> Placement | None:
+    """Returns how a state's increments of parts of sequences add up; None if it is not known."""
+    allowed = _OVER_POSITIONS if new.dtype.is_floating else (SUMS,)
+    for each in allowed:
+        if growth_of(judge, new, old, states, each) == each[-1]:
+            return each[-1]
+    return None
+
+
 def _faults_of_loss(model, types) -> Iterator[str]:
     compiled = compiled_loss(model)
     graph, placements, (y, outputs, sample_weight) = _placeholders("loss", types)
@@ -172,8 +299,15 @@ def _in_words(placement: Placement) -> str:
     return f"operation {placement.operation.type}{line_of(placement.operation)} {placement.why}"
 
 
-def _placeholders(name, types) -> tuple[tf.Graph, dict[str, Judged], Any]:
-    """Creates a graph with targets, masked outputs and weights of any number of rows."""
+def _placeholders(name, types, lengths=None) -> tuple[tf.Graph, dict[str, Judged], Any]:
+    """Creates a graph with targets, masked outputs and weights of any number of rows.
+
+    Args:
+        name: The name of the graph.
+        types: The targets, outputs, weights and masks, or their types.
+        lengths: To judge positions: the length of the outputs, and of the placeholders in their
+            place. By default, rows are judged.
+    """
     graph, rows, fixed = judged_graph(name), [], {}
     with graph.as_default():
 
@@ -185,12 +319,20 @@ def _placeholders(name, types) -> tuple[tf.Graph, dict[str, Judged], Any]:
                 tensor = tf.compat.v1.placeholder(leaf.dtype, [])
                 fixed[tensor.name] = Judged(Replicate(), ())
                 return tensor
-            tensor = tf.compat.v1.placeholder(leaf.dtype, [None, *shape[1:]])
-            rows.append(tensor)
+            sizes, is_divided = [None, *shape[1:]], True
+            if lengths is not None and (is_divided := has_positions(leaf, lengths[0])):
+                sizes[AXIS] = lengths[1]
+            tensor = tf.compat.v1.placeholder(leaf.dtype, sizes)
+            if is_divided:
+                rows.append(tensor)
             return tensor
 
         y, outputs, sample_weight, masks = keras.tree.map_structure(placeholder, types)
         for output, mask in zip(keras.tree.flatten(outputs), masks, strict=False):
             if mask is not None:
                 set_mask(output, mask)
-    return graph, fixed | Judge.of_rows(graph, rows).judged, (y, outputs, sample_weight)
+    if lengths is None:
+        return graph, fixed | Judge.of_rows(graph, rows).judged, (y, outputs, sample_weight)
+    judged = Judge.of_rows(graph, rows, AXIS).judged
+    judged = {k: each._replace(dims=(_EXAMPLES, *each.dims[1:])) for k, each in judged.items()}
+    return graph, fixed | judged, (y, outputs, sample_weight)

@@ -12,10 +12,20 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from tfparallel.judge.placements import Placement, Replicate, Sum
 from tfparallel.seams.compiled import CompileLoss, CompileMetrics, added_loss, compiled_loss
 from tfparallel.step.loss_terms import ExampleLosses, call_with, values_of
 
-__all__ = ["example_losses", "grow", "growth", "states", "terms", "terms_of", "whole_loss"]
+__all__ = [
+    "example_losses",
+    "grow",
+    "growth",
+    "of_whole_sequences",
+    "states",
+    "terms",
+    "terms_of",
+    "whole_loss",
+]
 
 
 def terms(compiled: CompileLoss, y, outputs, sample_weight, num_rows) -> list[list[tf.Tensor]]:
@@ -115,6 +125,31 @@ def growth(compiled: CompileMetrics | None, y, outputs, sample_weight) -> list[t
     grown = compiled.stateless_update_state(zeros, y, outputs, sample_weight=sample_weight)
     by_id = dict(zip(map(id, compiled.variables), grown, strict=True))
     return [tf.stop_gradient(tf.convert_to_tensor(value)) for value in by_id.values()]
+
+
+def of_whole_sequences(
+    parts: Sequence[Sequence[tf.Tensor]], placements: Sequence[Placement], lengths: Sequence
+) -> list[tf.Tensor]:
+    """The increments of `states` by whole sequences, from those by their parts.
+
+    Args:
+        parts: For each part, the increment of each state.
+        placements: For each state, `Sum()`, `Replicate()` or `Sum(-1)`, a mean over the positions.
+        lengths: The length of each part; may be 0 if only the step knows it.
+    """
+    length = sum(lengths)
+    wholes = []
+    for placement, *terms_of_parts in zip(placements, *parts, strict=True):
+        if placement == Replicate():
+            wholes.append(terms_of_parts[0])
+            continue
+        if placement == Sum(-1):
+            dtype = terms_of_parts[0].dtype
+            shares = [tf.cast(n, dtype) / tf.cast(length, dtype) for n in lengths]
+            # A mean over no positions is NaN.
+            terms_of_parts = list(map(tf.math.multiply_no_nan, terms_of_parts, shares))
+        wholes.append(tf.add_n(terms_of_parts))
+    return wholes
 
 
 def grow(compiled: CompileMetrics | None, sums: Sequence[tf.Tensor]) -> None:

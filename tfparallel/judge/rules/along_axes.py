@@ -57,23 +57,23 @@ def reduced(call: Call):
     padded = [axis for axis in axes if axis in lengths]
     if kind == "Sum" and not all(_is_zero_in_pads(call, call.op.inputs[0], a) for a in padded):
         return call.mixed("sums over padding, which reaches to the longest row of the piece")
+    remaining = [1 if a in axes else d for a, d in enumerate(dims) if keeps or a not in axes]
     if placement.axis in axes:
         if lengths - set(axes):
             return call.mixed("sums rows that are padded to the longest row of the piece")
         if placement.folded:
             return call.mixed("reduces over an axis on which rows are not contiguous")
         if kind == "Sum":
-            return Sum(placement.power)
+            return Sum(placement.power), tuple(remaining)
         if kind == "Mean":
             if lengths:
                 return call.mixed("averages over an axis whose size depends on the rows")
-            return Sum(placement.power - 1)
+            return Sum(placement.power - 1), tuple(remaining)
         return call.mixed("reduces over the batch axis")
     if placement.power and kind not in ("Sum", "Mean", "Max", "Min"):
         return call.mixed("depends on the number of rows")
     if lengths & set(axes) and kind != "Sum":
         return call.mixed("reduces over an axis whose size depends on the rows")
-    remaining = [1 if a in axes else d for a, d in enumerate(dims) if keeps or a not in axes]
     before = 0 if keeps else sum(axis < placement.axis for axis in axes)
     return Shard(placement.axis - before, placement.power, placement.folded), tuple(remaining)
 

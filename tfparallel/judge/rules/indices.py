@@ -125,10 +125,12 @@ def one_hot(call: Call):
 
 def cross_entropy(call: Call):
     """Judges losses (rows,) of logits (rows, classes), and their gradients."""
-    if any(each.placement != Shard(0) for each in call.inputs):
+    rows = call.placement()
+    if rows != Shard(0, folded=getattr(rows, "folded", ())) or any(
+        each.placement != rows for each in call.inputs
+    ):
         return call.mixed("pairs examples with values that belong to no example")
-    rows = call.dims()[0]
-    return [(Shard(0), (rows,)), (Shard(0), call.dims())]
+    return [(rows, (call.dims()[0],)), (rows, call.dims())]
 
 
 def in_top_k(call: Call):

@@ -240,7 +240,8 @@ _KNOW_NUMBERS = frozenset(
 _KNOW_FOLDS = frozenset(
     (*BY_ELEMENT, *IMAGES, *REDUCTIONS, "ZerosLike", "OnesLike", "BatchToSpaceND", "SpaceToBatchND",
      "Split", "ExpandDims", "Squeeze", "Reshape", "MatMul", "BiasAdd", "Pad", "PadV2", "MirrorPad",
-     "Shape", "Softmax", "FusedBatchNormV3")
+     "Shape", "Softmax", "FusedBatchNormV3", "SoftmaxCrossEntropyWithLogits",
+     "SparseSoftmaxCrossEntropyWithLogits")
 )  # fmt: skip
 # Operations that are right for rows padded to the longest of a piece, and track the padding.
 _KNOW_LENGTHS = frozenset(
