@@ -20,11 +20,13 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives.custom_gradient import is_differentiable
+from tfparallel.compute_context import within
 from tfparallel.data.rows_of_replica import Shard
 from tfparallel.layout.schedule import Instruction, Schedule
 from tfparallel.pipeline.allowed_writes import PassScope
 from tfparallel.pipeline.batch_loss import scale_of
 from tfparallel.pipeline.device_order import DeviceOrder
+from tfparallel.pipeline.gathers import MeshGathers
 from tfparallel.pipeline.gradient_sums import OF_LOSS, Added, GradientSums, read_by
 from tfparallel.pipeline.micro_batch_loss import Part
 from tfparallel.pipeline.micro_batches import Batch
@@ -34,10 +36,12 @@ from tfparallel.pipeline.stages import Key, LogitsOf, Stage, Values, with_mask_o
 from tfparallel.pipeline.traced_once import MustTraceEach
 from tfparallel.placement.gradients import gradients_of_a_part
 from tfparallel.step.metrics import StepMetrics
+from tfparallel.strategies.replica_trace import MeshTrace
 from tfparallel.strategies.variables import copies
 from tfparallel.tracing.graphs import operations_here
 from tfparallel.tracing.replay import DrawnApart
 from tfparallel.variables.replica import device_at_work
+from tfparallel.variables.sharded import ShardedVariable
 
 __all__ = ["PassOptions", "PassOutputs", "ReplicaStep"]
 
@@ -115,6 +119,7 @@ class ReplicaStep:
         options: How to make the passes.
         memory: The state that all passes of the step share.
         batch: The whole batch.
+        trace: Traces the replica, and replays it for the others.
         inputs: The inputs of each of the replica's micro-batches.
         targets: The targets and weights of each.
         shards: The rows of each.
@@ -131,6 +136,7 @@ class ReplicaStep:
         options: PassOptions,
         memory: StepMemory,
         batch: Batch,
+        trace: MeshTrace,
         inputs: Sequence[Values],
         targets: Sequence[Any],
         shards: Sequence[Shard],
@@ -145,6 +151,7 @@ class ReplicaStep:
         ]
         self.loss = LossCall(options.model, batch, metrics=options.metrics, each=each)
         self._sums = GradientSums()
+        self._gathers = MeshGathers(trace, self._sums)
         # For TensorFlow's own seeds; smaller numbers distinguish the replicas.
         self._apart = [DrawnApart(m << 16) for m in range(len(shards))]
         # By micro-batch: the tensors between stages, and the losses that layers added.
@@ -254,14 +261,15 @@ class ReplicaStep:
         # A user's own function keeps the copies that it was traced with.
         read = [(variable, copy) for variable in variables for copy in copies(variable)]
         sources = [*sent.values(), *(copy for _, copy in read)]
+        self._gathers.begin_backward(index)
         gradients = self._gradients(record.tape, targets, sources, seeds)
-        done: list[Any] = of_loss
+        done: list[Any] = of_loss + self._gathers.take_added()
         of_whom = [*sent, *(variable for variable, _ in read)]
         for source, gradient in zip(of_whom, gradients, strict=True):
             if gradient is None:
                 continue
             if isinstance(source, keras.Variable):
-                done += self._sums.add(source, gradient, index)
+                done += self._add_gradient(source, gradient, index)
                 continue
             if not isinstance(gradient, tf.RaggedTensor):
                 gradient = tf.convert_to_tensor(gradient)
@@ -272,7 +280,8 @@ class ReplicaStep:
     def _run_stage(self, stage, m, inputs) -> _Recorded:
         """Calls the stage's layers, and after the last stage the loss, under a tape."""
         shard, loss, grown, before = self._shards[m], None, [], len(operations_here())
-        with tf.GradientTape() as tape:
+        self._gathers.begin()
+        with within(gathers=self._gathers), tf.GradientTape() as tape:
             tape.watch(list(self._with_gradient(inputs).values()))
             tape.watch([copy for v in self._variables_of(stage) for copy in copies(v)])
             out = self._calls[stage.index](inputs, shard)
@@ -280,7 +289,7 @@ class ReplicaStep:
             added = [(loss, tf.ones_like(loss) * shard.weight(loss.dtype)) for loss in out.losses]
         values = out.values | inputs
         if self._is_last(stage.index) and not self._options.begins_joined:
-            with tf.GradientTape() as tape_of_loss:
+            with within(gathers=self._gathers), tf.GradientTape() as tape_of_loss:
                 tape_of_loss.watch([t for t in values.values() if is_differentiable(t)])
                 part, grown = self.loss(values, self._targets[m], shard)
             loss = None if part is None else (tape_of_loss, part)
@@ -299,14 +308,23 @@ class ReplicaStep:
         sources = self._with_gradient(record.values)
         read, done = read_by(tape, self._trained), []
         values = [*sources.values(), *(copy for _, copy in read)]
+        self._gathers.begin_backward(OF_LOSS)
         gradients = iter(self._gradients(tape, part.loss, values, seed))
+        done += self._gathers.take_added()
         for key, gradient in zip(sources, gradients, strict=False):
             if gradient is not None:
                 gradient = tf.convert_to_tensor(gradient)
                 self._upstream.setdefault((self._maker(key), m, key), []).append(gradient)
         for (variable, _), gradient in zip(read, gradients, strict=True):
-            done += self._sums.add(variable, gradient, OF_LOSS)
+            done += self._add_gradient(variable, gradient, OF_LOSS)
         return done
+
+    def _add_gradient(self, variable, gradient, reader) -> list[Any]:
+        """Adds the gradient of a weight; those of shares are added where they are summed."""
+        if not isinstance(variable, ShardedVariable):
+            return self._sums.add(variable, gradient, reader)
+        self._gathers.check(variable, gradient)
+        return []
 
     def _seeds(self, index, m, record: _Recorded) -> tuple[list[Key], list, list]:
         """Returns the upstream gradients of the stage's outputs, to begin the backward pass.

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives.custom_gradient import is_differentiable
+from tfparallel.compute_context import within
 from tfparallel.data.rows_of_replica import Shard, of_any_number, where_it_is
 from tfparallel.pipeline.allowed_writes import PassScope
 from tfparallel.pipeline.micro_batch_loss import MicroBatchLoss, Part
@@ -68,8 +69,7 @@ class StageCall:
         self._batch = batch
         self._memory = memory
         self._scope = scope
-        values = list(map(storage_of, weights))
-        self._call = TracedOnce(self._run, batch.shards, values, each=each)
+        self._call = TracedOnce(self._run, batch.shards, map(storage_of, weights), each=each)
         self._input_keys: list[Key] = []
         # The results of `_run`: values by these keys, losses, and the moments of batch norms.
         self._output_keys: list[Key] = []
@@ -158,7 +158,7 @@ class LossCall:
         self._model = model
         self._batch = batch
         self._metrics = metrics
-        weights = list(map(storage_of, model._trained()))  # A loss may read some of them.
+        weights = map(storage_of, model._trained())  # A loss may read some of them.
         self._call = TracedOnce(self._run, batch.shards, weights, each=each)
         self._loss: MicroBatchLoss | None = None
         self._input_keys: list[Key] = []
@@ -211,7 +211,7 @@ class LossCall:
                 # Masks come from the inputs; nothing else of this call is used, or computed. It is
                 # a training call: in inference, dropout returns its input itself, and removing the
                 # mask from one would remove it from the other.
-                with keras.StatelessScope(), traced_apart():
+                with keras.StatelessScope(), traced_apart(), within(gathers=None):
                     masked = keras.tree.flatten(self._model(batch.x, training=True))
                 for tensor, like in zip(whole, masked, strict=True):
                     with_mask_of(tensor, like)

@@ -100,7 +100,7 @@ class Places:
 
     def beside(self, variable: keras.Variable) -> AbstractContextManager:
         """The device for slots and joined shares, so that stages do not wait for each other."""
-        return tf.device(getattr(variable, "_value", variable).device)
+        return tf.device(getattr(getattr(variable, "_value", variable), "device", None))
 
     @contextlib.contextmanager
     def updating(self, gradient: Any, variable: tf.Variable) -> Iterator[None]:
