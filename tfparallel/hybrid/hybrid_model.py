@@ -29,8 +29,7 @@ class HybridModel(SpreadCall, NestedModel, PipelinedModel):
 
     strategy = None  # Connects the workers of a job; None for one process.
     _session: WorkerSession  # Everything else that differs between workers.
-    _shards_optimizer = False  # Whether each replica updates only its share of the weights,
-    _shards_parameters = False  # and whether it keeps only its share of the large ones.
+    _shards_optimizer = False  # Whether each replica updates only its share of the weights.
 
     @property
     def _workers(self):
@@ -92,10 +91,15 @@ class HybridModel(SpreadCall, NestedModel, PipelinedModel):
     def _choose_all_reduce(self):
         self.strategy.choose_all_reduce(self._trained())
 
+    @property
+    def places(self) -> Places:
+        """The replicas of this process, each with a copy or a share of every variable."""
+        replicas = replicas_of(self._layout)
+        is_one = len(replicas) == 1 and not self._shards_optimizer
+        return Places() if is_one else MeshPlaces(replicas, self._workers)
+
     def _place_updates(self):
-        replicas, shares = replicas_of(self._layout), self._shards_optimizer
-        is_one = len(replicas) == 1 and not shares
-        places = Places() if is_one else MeshPlaces(replicas, self._workers)
+        places, shares = self.places, self._shards_optimizer
         prepare(self.optimizer, places, shares=shares, parts=self._layout.mesh.tensor > 1)
 
     def _parts(self, variables):
@@ -103,9 +107,8 @@ class HybridModel(SpreadCall, NestedModel, PipelinedModel):
 
     def copy_variables(self) -> None:
         """Copies or shards variables over the replicas; seeds are shared by all pieces."""
-        places = MeshPlaces(replicas_of(self._layout), self._workers)
         if self._shards_parameters:
-            shard_all(large_weights(self), places)
+            shard_all(large_weights(self), self.places)
         seeds = {id(each.state) for layer in layers_in(self) for each in seed_generators_of(layer)}
         copied = [v for v in (*self.variables, *states_in_layers(self)) if id(v) not in seeds]
-        places.copy(parts_of(copied))
+        self.places.copy(parts_of(copied))

@@ -9,6 +9,7 @@ what a function gathers until its backward pass.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfparallel.pipeline.gradient_sums import GradientSums
@@ -49,7 +50,7 @@ class MeshGathers(Gathers):
         Args:
             reader: The stage, or another number, by which sparse gradients are told apart.
         """
-        if not tf.executing_eagerly():
+        if self._new:
             self._trace.make_others()  # Their readers, too.
         super().begin_backward(lambda *_: None)
         self._reader = reader
@@ -59,10 +60,25 @@ class MeshGathers(Gathers):
         added, self._added = self._added, []
         return added
 
-    def check(self, variable: ShardedVariable, gradient: Any) -> None:
-        """Raises for a gradient that a tape has, since it is no sum over the replicas."""
+    def add(self, variable: keras.Variable, gradient: Any, reader: int) -> list[Any]:
+        """Adds a gradient that a tape returned; those of shares have been added already.
+
+        Args:
+            variable: The weight.
+            gradient: Dense, sparse, or None.
+            reader: The stage that computed it, or another number.
+
+        Returns:
+            Tensors that exist once it has been added.
+
+        Raises:
+            PlacementError: For the gradient of a share, which is not summed over the replicas.
+        """
+        if not isinstance(variable, ShardedVariable):
+            return self._of_step.add(variable, gradient, reader)
         if gradient is not None:
             raise PlacementError(unsummed(variable))
+        return []
 
     def _between_replicas(self, function: Callable[..., Sequence[tuple]], *tensors) -> tuple:
         def on_all(arguments):

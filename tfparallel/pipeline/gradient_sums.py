@@ -4,6 +4,8 @@ Each replica adds up its own gradients; the results are summed once over all rep
 those of other processes, unless an update of several batches sums them later.
 """
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +18,7 @@ from tfparallel.seams.keras import storage_of
 from tfparallel.strategies.variables import copies
 from tfparallel.variables.sharded import ShardedVariable, rows_of_share, shape_shared_out
 
-__all__ = ["OF_LOSS", "Added", "GradientSums", "read_by", "totals"]
+__all__ = ["OF_LOSS", "Added", "GradientSums", "held", "read_by", "sum_of", "totals"]
 
 
 OF_LOSS = -2  # The reader of a weight in the loss: no stage.
@@ -62,7 +64,7 @@ class GradientSums:
         key = id(variable)
         if gradient is None:
             return []
-        with tf.device(_held(variable).device):
+        with tf.device(held(variable).device):
             if isinstance(gradient, tf.IndexedSlices):
                 # An identity copies the values to the weight's device.
                 slices = tf.IndexedSlices(
@@ -88,7 +90,7 @@ class GradientSums:
         return added
 
 
-def _held(variable) -> tf.Variable:
+def held(variable) -> tf.Variable:
     """The memory of a weight, or of its share."""
     if isinstance(variable, tf.Variable):
         return variable
@@ -147,7 +149,7 @@ def totals(
         for each in of_one:
             for reader, slices in each.sparse.items():
                 readers.setdefault(reader, []).extend(slices)
-        with tf.device(_held(variable).device):
+        with tf.device(held(variable).device):
             if total is not None and workers is not None:
                 total = tf.identity(total)
             slices = None
@@ -182,3 +184,12 @@ def _of_shares(
                 rows = tf.add_n(terms) if terms[1:] else terms[0]
         totals.append(rows)
     return None if all(each is None for each in totals) else variable.gradient_of(totals)
+
+
+def sum_of(gradients: Sequence) -> Any:
+    """Sums the gradients of several readers of a tensor; `tf.add_n` rejects ragged tensors."""
+    if len(gradients) == 1:
+        return tf.identity(gradients[0])
+    if isinstance(gradients[0], tf.RaggedTensor):
+        return functools.reduce(operator.add, gradients)
+    return tf.add_n(gradients)

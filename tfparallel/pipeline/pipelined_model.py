@@ -40,6 +40,7 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
     """
 
     _metrics_may_be_own = False  # Each worker reads the whole batch.
+    _shards_parameters = False  # Whether each replica keeps only its share of the large weights.
     _traces_each = False  # Whether to trace each micro-batch.
     _may_begin_anew = False  # Whether the caller can restart a step that must trace each.
 
@@ -122,6 +123,9 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
     def _make_policy(self, sync) -> EveryStep:
         return AccumulateBatches(self, sync) if sync.accumulates else EveryStep(self, sync)
 
+    def _partial_gradients(self):
+        return None  # A step sums all terms.
+
     def _passes(self, x, y, sample_weight) -> PassResult:
         if self.check_rows and self._layout.mesh.data * self._layout.num_micro_batches > 1:
             check_rows(self, self.__call__, (x,), {"training": True}, tells=self._is_chief)
@@ -153,7 +157,8 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
             writable=writable(self, self._layout.recompute),
         )
         others = Others(self._layout.mesh.data, self._workers)
-        return Step(options, replicas_of(self._layout), others, gradients_stay=self._accumulates)
+        stay = self._accumulates and not self._shards_parameters
+        return Step(options, replicas_of(self._layout), others, gradients_stay=stay)
 
     @property
     def _devices_of_stages(self) -> list[str]:

@@ -11,8 +11,6 @@ An instruction begins when the previous one on its device has ended and its inpu
 the graph's own order, not chance, decides which activations are held at a time.
 """
 
-import functools
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +25,7 @@ from tfparallel.pipeline.allowed_writes import PassScope
 from tfparallel.pipeline.batch_loss import scale_of
 from tfparallel.pipeline.device_order import DeviceOrder
 from tfparallel.pipeline.gathers import MeshGathers
-from tfparallel.pipeline.gradient_sums import OF_LOSS, Added, GradientSums, read_by
+from tfparallel.pipeline.gradient_sums import OF_LOSS, Added, GradientSums, read_by, sum_of
 from tfparallel.pipeline.micro_batch_loss import Part
 from tfparallel.pipeline.micro_batches import Batch
 from tfparallel.pipeline.pass_context import StepMemory
@@ -41,7 +39,6 @@ from tfparallel.strategies.variables import copies
 from tfparallel.tracing.graphs import operations_here
 from tfparallel.tracing.replay import DrawnApart
 from tfparallel.variables.replica import device_at_work
-from tfparallel.variables.sharded import ShardedVariable
 
 __all__ = ["PassOptions", "PassOutputs", "ReplicaStep"]
 
@@ -263,13 +260,13 @@ class ReplicaStep:
         sources = [*sent.values(), *(copy for _, copy in read)]
         self._gathers.begin_backward(index)
         gradients = self._gradients(record.tape, targets, sources, seeds)
-        done: list[Any] = of_loss + self._gathers.take_added()
+        done = of_loss + self._gathers.take_added()
         of_whom = [*sent, *(variable for variable, _ in read)]
         for source, gradient in zip(of_whom, gradients, strict=True):
             if gradient is None:
                 continue
             if isinstance(source, keras.Variable):
-                done += self._add_gradient(source, gradient, index)
+                done += self._gathers.add(source, gradient, index)
                 continue
             if not isinstance(gradient, tf.RaggedTensor):
                 gradient = tf.convert_to_tensor(gradient)
@@ -316,15 +313,8 @@ class ReplicaStep:
                 gradient = tf.convert_to_tensor(gradient)
                 self._upstream.setdefault((self._maker(key), m, key), []).append(gradient)
         for (variable, _), gradient in zip(read, gradients, strict=True):
-            done += self._add_gradient(variable, gradient, OF_LOSS)
+            done += self._gathers.add(variable, gradient, OF_LOSS)
         return done
-
-    def _add_gradient(self, variable, gradient, reader) -> list[Any]:
-        """Adds the gradient of a weight; those of shares are added where they are summed."""
-        if not isinstance(variable, ShardedVariable):
-            return self._sums.add(variable, gradient, reader)
-        self._gathers.check(variable, gradient)
-        return []
 
     def _seeds(self, index, m, record: _Recorded) -> tuple[list[Key], list, list]:
         """Returns the upstream gradients of the stage's outputs, to begin the backward pass.
@@ -339,7 +329,7 @@ class ReplicaStep:
             if gradients and is_differentiable(tensor):
                 keys.append(key)
                 targets.append(tensor)
-                seeds.append(tf.identity(gradients[0]) if len(gradients) == 1 else _sum(gradients))
+                seeds.append(sum_of(gradients))
         for term, share in record.added:
             targets.append(term)
             seeds.append(share * tf.cast(scale, share.dtype))
@@ -408,10 +398,3 @@ def _of(values: Values, keys) -> Values:
     """Returns the values of some keys, and the logits behind them."""
     selected = {key: values[key] for key in keys}
     return selected | {key: values[key] for key in map(LogitsOf, keys) if key in values}
-
-
-def _sum(gradients):
-    """Sums the gradients of several readers of a tensor; `tf.add_n` rejects ragged tensors."""
-    if isinstance(gradients[0], tf.RaggedTensor):
-        return functools.reduce(operator.add, gradients)
-    return tf.add_n(gradients)
