@@ -143,7 +143,8 @@ class SpreadCall:
 
         replica_shards, parts = shards.for_replicas(own_shards), inputs.split(own_shards)
         results = replicas.run(on_replica, replica_shards, parts)
-        for op in () if graph is None else other_writes(graph, before):
+        writes = [] if graph is None else list(other_writes(graph, before))
+        for op in [op for op in writes if op.name not in gathers.writes]:
             # Too late for another way: the step already contains these operations.
             raise RuntimeError(
                 "A `tf.Variable` that a layer writes during inference is written once in each "

@@ -17,6 +17,7 @@ from tfparallel.problems import PlacementError
 from tfparallel.replication.gathers import Gathers, unsummed
 from tfparallel.seams.tensorflow import not_recording
 from tfparallel.strategies.replica_trace import MeshTrace
+from tfparallel.tracing.graphs import operations_here, writes_variable
 from tfparallel.variables.replica import at_work
 from tfparallel.variables.sharded import ShardedVariable, joined_rows
 
@@ -29,6 +30,9 @@ class MeshGathers(Gathers):
     Args:
         trace: Replays the operations of the first replica for the others.
         sums: Takes the gradients; None if there are none.
+
+    Attributes:
+        writes: The names of the operations by which workers order their exchanges.
     """
 
     _sums_rows = False  # The rows of all micro-batches are joined at the end of the step.
@@ -36,6 +40,7 @@ class MeshGathers(Gathers):
     def __init__(self, trace: MeshTrace, sums: GradientSums | None = None):
         super().__init__(self._between_replicas)
         self._trace, self._of_step = trace, sums
+        self.writes: set[str] = set()
         self._reader = 0
         self._added: list[Any] = []
 
@@ -82,9 +87,12 @@ class MeshGathers(Gathers):
 
     def _between_replicas(self, function: Callable[..., Sequence[tuple]], *tensors) -> tuple:
         def on_all(arguments):
+            before = len(operations_here())
             # Control dependencies are those of the first replica.
             with not_recording(), at_work(None), tf.control_dependencies(None):
-                return function(*map(list, zip(*arguments, strict=True)))
+                results = function(*map(list, zip(*arguments, strict=True)))
+            self.writes |= {op.name for op in operations_here()[before:] if writes_variable(op)}
+            return results
 
         return self._trace.exchange(on_all, tensors)
 

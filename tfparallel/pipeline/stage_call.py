@@ -11,7 +11,6 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives.custom_gradient import is_differentiable
-from tfparallel.compute_context import within
 from tfparallel.data.rows_of_replica import Shard, of_any_number, where_it_is
 from tfparallel.pipeline.allowed_writes import PassScope
 from tfparallel.pipeline.micro_batch_loss import MicroBatchLoss, Part
@@ -211,7 +210,7 @@ class LossCall:
                 # Masks come from the inputs; nothing else of this call is used, or computed. It is
                 # a training call: in inference, dropout returns its input itself, and removing the
                 # mask from one would remove it from the other.
-                with keras.StatelessScope(), traced_apart(), within(gathers=None):
+                with keras.StatelessScope(), traced_apart():
                     masked = keras.tree.flatten(self._model(batch.x, training=True))
                 for tensor, like in zip(whole, masked, strict=True):
                     with_mask_of(tensor, like)
