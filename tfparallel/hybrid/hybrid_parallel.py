@@ -158,8 +158,13 @@ def hybrid_parallel(
         parts.spread(model)
         session = WorkerSession(model, each_reads_all=True)
         shares = shard is not None and mesh.data > 1
-        attach(model, strategy=strategy, _session=session, _shards_optimizer=shares)
-        attach(model, _shards_parameters=shares and shard == "parameters")
+        attach(
+            model,
+            strategy=strategy,
+            _session=session,
+            _shards_optimizer=shares,
+            _shards_parameters=shares and shard == "parameters",
+        )
         model.copy_variables()
 
     def store(built: StoragelessModel, layout: Layout) -> None:
