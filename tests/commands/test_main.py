@@ -260,7 +260,7 @@ def test_mistakes_of_both_commands(capsys, command, arguments, message):
         (["--shard=gradients"], "--shard=gradients with --sync=every_step. Add --sync=accumulate"),
         (
             ["--parallel=hybrid", "--mesh=data=2", "--shard=gradients", "--sync=accumulate:2"],
-            "Received: --shard=gradients with --parallel=hybrid. Use --shard=optimizer",
+            "Received: --shard=gradients with --parallel=hybrid. Use one of them",
         ),
         (["--epochs=0"], "Received: --epochs=0"),
         (["--steps_per_epoch=0"], "Received: --steps_per_epoch=0"),

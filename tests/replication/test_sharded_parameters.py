@@ -503,5 +503,3 @@ def test_invalid_options_raise(options, received):
     arguments = {"shard": "parameters", "devices": ["CPU:0", "CPU:1"]} | options
     with pytest.raises(ValueError, match=f"Received: {received}"):
         tfparallel.data_parallel(build, **arguments)
-    with pytest.raises(PlacementError, match="Received: shard='parameters'"):
-        tfparallel.hybrid_parallel(build, {"data": 2}, ["CPU:0", "CPU:1"], shard="parameters")

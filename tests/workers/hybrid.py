@@ -9,8 +9,11 @@ import tensorflow as tf
 from keras import layers
 
 import tfparallel
+from tfparallel.replication import sharding
+from tfparallel.variables.sharded import ShardedVariable
 
 NUM_EXAMPLES = 23
+SAVED = ("stages", "shares", "shares of parts", "shares of weights")
 
 
 def network(normalizes=False):
@@ -78,6 +81,7 @@ def cases():
         "a mask, sparse gradients": (text, pipeline, {}, sgd, cross, ["accuracy"]),
         "shares": (network, pipeline, {"shard": "optimizer"}, adam, cross, ["accuracy"]),
         "shares of parts": (network, tensor, {"shard": "optimizer"}, adam, cross, []),
+        "shares of weights": (text, pipeline, {"shard": "parameters"}, adam, cross, ["accuracy"]),
         "a metric in a layer": (counted, pipeline, {}, "sgd", cross, []),
         "several batches": (text, pipeline, {"sync": "accumulate:3"}, "sgd", cross, ["accuracy"]),
         "joined outputs": (network, pipeline, {"schedule": "gpipe"}, adam, compares, ["accuracy"]),
@@ -159,6 +163,7 @@ def main(folder, names):
     from tfparallel.pipeline.batch_norm import grouped
 
     keras.config.set_floatx("float64")
+    sharding._FEWEST = 20
     seen, sent, models = {}, {}, {}
     for name, (build, axes, options, *compiled) in cases().items():
         if names and name not in names:
@@ -180,14 +185,17 @@ def main(folder, names):
             for what in expected
             if what != "history" or "sync" not in options
         }
+    weights = models["shares of weights"].weights
+    assert sum(isinstance(weight, ShardedVariable) for weight in weights) == 2
     first, slots = models["stages"], {}
-    for name in [name for name in models if name in ("stages", "shares", "shares of parts")]:
+    for name in [name for name in models if name in SAVED]:
         path = os.path.join(folder, f"{name}.keras")
         models[name].save(path)
         loaded = keras.models.load_model(path)
         seen[name]["saved"] = difference(loaded.get_weights(), models[name].get_weights())
         slots[name] = [variable.numpy() for variable in loaded.optimizer.variables]
-        seen[name]["slots"] = difference(slots[name], slots["stages"])
+        if name != "shares of weights":  # Of another model.
+            seen[name]["slots"] = difference(slots[name], slots["stages"])
     if "shares" in models:
         seen["shares"]["resumed"] = resumed(folder, models["shares"])
     return {

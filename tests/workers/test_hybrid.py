@@ -11,7 +11,7 @@ PROGRAM = pathlib.Path(__file__).with_name("hybrid.py")
 pytestmark = pytest.mark.slow
 
 # A replica on each worker, with all cases of the program, and two, with some of them.
-SOME = ["stages", "a mask, sparse gradients", "a metric in a layer", "shares"]
+SOME = ["stages", "a mask, sparse gradients", "a metric in a layer", "shares", "shares of weights"]
 JOBS = {"1": (2, 2, []), "2": (4, 4, SOME)}
 
 

@@ -65,15 +65,15 @@ def _sync_problems(options: TrainOptions) -> list[str]:
 
 def _shard_problems(options: TrainOptions) -> list[str]:
     """Checks that the parallelism supports --shard; sharded gradients need accumulation."""
-    if options.shard not in ("gradients", "parameters"):
+    if options.shard != "gradients":
         return []
     if options.parallel != "data":
         return [
-            "A mesh supports only --shard=optimizer, since its stages and parts already divide the "
-            f"weights. Received: --shard={options.shard} with --parallel={options.parallel}. Use "
-            "--shard=optimizer, or --parallel=data."
+            "A mesh supports --shard=optimizer and --shard=parameters. Received: "
+            f"--shard=gradients with --parallel={options.parallel}. Use one of them, or "
+            "--parallel=data."
         ]
-    if options.shard == "gradients" and not options.policy.accumulates:
+    if not options.policy.accumulates:
         return [
             "--shard=gradients shards gradients that several steps accumulate. Received: "
             f"--shard=gradients with --sync={options.sync}. Add --sync=accumulate:4, or use "

@@ -212,9 +212,9 @@ TABLE = {
             "async need several workers, and are not exact; async needs `tfparallel launch "
             "--num_ps=1`. pipeline and hybrid support only every_step and accumulate:N.",
             shown="WHEN", read=Synchronization.parse),
-        Flag("shard", _IN_PARALLEL, "What to shard over the replicas. For data and hybrid: "
-            "optimizer state. For data also: gradients accumulated by --sync=accumulate:N, or the "
-            "weights and all gradients.", choices=list(SHARED_OUT),
+        Flag("shard", _IN_PARALLEL, "What to shard over the replicas: optimizer state, or also the "
+            "weights and all gradients. For data also: gradients accumulated by "
+            "--sync=accumulate:N.", choices=list(SHARED_OUT),
             only_with="parallel=data|hybrid"),
     ),
     "Stages and micro-batches": (

@@ -1,5 +1,6 @@
 """The Keras model of `hybrid_parallel`: several replicas, each on several devices."""
 
+from tfparallel.compute_context import within
 from tfparallel.hybrid.places import MeshPlaces
 from tfparallel.hybrid.replicated_inference import SpreadCall
 from tfparallel.layers.positions import known_parts
@@ -7,8 +8,10 @@ from tfparallel.layers.split_model import NestedModel
 from tfparallel.pipeline.allowed_writes import states_in_layers
 from tfparallel.pipeline.pipelined_model import PipelinedModel
 from tfparallel.replication.refusals import refuse_callbacks
+from tfparallel.replication.sharding import large_weights, shard_all
 from tfparallel.replication.worker_session import WorkerSession
 from tfparallel.seams.keras import layers_in, seed_generators_of
+from tfparallel.update.built_optimizers import wrapped_by
 from tfparallel.update.place_optimizer import prepare
 from tfparallel.update.places import Places
 from tfparallel.variables.replica import device_at_work, replicas_of
@@ -27,7 +30,7 @@ class HybridModel(SpreadCall, NestedModel, PipelinedModel):
 
     strategy = None  # Connects the workers of a job; None for one process.
     _session: WorkerSession  # Everything else that differs between workers.
-    _shards_optimizer = False
+    _shards_optimizer = False  # Whether each replica updates only its share of the weights.
 
     @property
     def _workers(self):
@@ -40,7 +43,8 @@ class HybridModel(SpreadCall, NestedModel, PipelinedModel):
 
     def _look_at(self, call):
         if call.kind == "fit" and self._shards_optimizer:
-            refuse_callbacks(call.callbacks, are_sharded=False)
+            are_sharded = self._shards_parameters and self._workers is not None
+            refuse_callbacks(call.callbacks, are_sharded=are_sharded)
         super()._look_at(call)
 
     def _around_a_batch(self, kind):
@@ -52,7 +56,10 @@ class HybridModel(SpreadCall, NestedModel, PipelinedModel):
 
     def train_step(self, data):
         self._session.compare(data, "fit")
-        return super().train_step(data)
+        # An optimizer that wraps others needs whole gradients.
+        adds_up = self._accumulates or not wrapped_by(self.optimizer)
+        with within(takes_shares=self._shards_parameters and adds_up):
+            return super().train_step(data)
 
     def test_step(self, data):
         self._session.compare(data, "evaluate")
@@ -65,7 +72,7 @@ class HybridModel(SpreadCall, NestedModel, PipelinedModel):
     def save(self, filepath, overwrite=True, zipped=None, **kwargs):
         """Saves plain Keras, as `keras.Model.save`; one worker or all may call it.
 
-        With `shard="optimizer"`, all workers must call it.
+        With `shard`, all workers must call it.
         """
         with self._session.path_to_write(filepath, overwrite) as path:
             return super().save(path, overwrite, zipped, **kwargs)
@@ -76,17 +83,24 @@ class HybridModel(SpreadCall, NestedModel, PipelinedModel):
             return super().save_weights(path, overwrite, **kwargs)
 
     def trace_each(self, is_needed: bool = True) -> None:
-        """Traces each micro-batch, as split layers need, or only the first."""
-        # TensorFlow computes the gradients of a function on one device.
-        super().trace_each(is_needed or self._layout.mesh.parts > 1)
+        """Traces each micro-batch, as split layers and shares need, or only the first."""
+        # TensorFlow computes the gradients of a function on one device, and keeps what a function
+        # gathers until then.
+        is_needed |= self._layout.mesh.parts > 1 or self._shards_parameters
+        super().trace_each(is_needed)
 
     def _choose_all_reduce(self):
         self.strategy.choose_all_reduce(self._trained())
 
+    @property
+    def places(self) -> Places:
+        """The replicas of this process, each with a copy or a share of every variable."""
+        replicas = replicas_of(self._layout)
+        is_one = len(replicas) == 1 and not self._shards_optimizer
+        return Places() if is_one else MeshPlaces(replicas, self._workers)
+
     def _place_updates(self):
-        replicas, shares = replicas_of(self._layout), self._shards_optimizer
-        is_one = len(replicas) == 1 and not shares
-        places = Places() if is_one else MeshPlaces(replicas, self._workers)
+        places, shares = self.places, self._shards_optimizer
         prepare(self.optimizer, places, shares=shares, parts=self._layout.mesh.tensor > 1)
 
     def _parts(self, variables):
@@ -101,7 +115,9 @@ class HybridModel(SpreadCall, NestedModel, PipelinedModel):
         return known_parts(tensor, list(map(device_at_work, devices)))
 
     def copy_variables(self) -> None:
-        """Copies every variable to each replica, except seeds, which all pieces share."""
+        """Copies or shards variables over the replicas; seeds are shared by all pieces."""
+        if self._shards_parameters:
+            shard_all(large_weights(self), self.places)
         seeds = {id(each.state) for layer in layers_in(self) for each in seed_generators_of(layer)}
         copied = [v for v in (*self.variables, *states_in_layers(self)) if id(v) not in seeds]
-        MeshPlaces(replicas_of(self._layout)).copy(parts_of(copied))
+        self.places.copy(parts_of(copied))

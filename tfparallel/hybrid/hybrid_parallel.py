@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 import keras
+import tensorflow as tf
 
 from tfparallel import devices as device_lib
 from tfparallel.callbacks.chief_only import send_state
@@ -10,12 +11,14 @@ from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.collectives.compression_name import CompressionName
 from tfparallel.extend import attach
 from tfparallel.hybrid.hybrid_model import HybridModel
+from tfparallel.hybrid.places import MeshPlaces
 from tfparallel.layers.tensor_parallel import (
     SplitRequest,
     parts_planned,
     split_in_place,
     splits_of,
 )
+from tfparallel.layout.layout import SHARED_OUT, Layout
 from tfparallel.layout.mesh import Mesh
 from tfparallel.pipeline.batch_norm import batch_norms
 from tfparallel.pipeline.pipeline_parallel import PipelineOptions, accumulating, in_micro_batches
@@ -23,10 +26,14 @@ from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.layer_devices import read_limits
 from tfparallel.problems import PlacementError, Problems, usable_devices
 from tfparallel.replication.drop_in_strategies import MultiWorkerMirroredStrategy
+from tfparallel.replication.sharding import large_weights
 from tfparallel.replication.worker_session import WorkerSession
 from tfparallel.seams.keras import layers_in
 from tfparallel.texts import first_to_last
+from tfparallel.update.shares import shard as shard_over
 from tfparallel.user_log import notice
+from tfparallel.variables.deferred_build import StoragelessModel
+from tfparallel.variables.replica import replicas_of
 
 __all__ = ["hybrid_parallel"]
 
@@ -81,8 +88,9 @@ def hybrid_parallel(
         batch_size: The examples of a batch, to find the best cut.
         compression: How to compress gradients between workers, as for `data_parallel`.
         sync: As for `pipeline_parallel`; workers exchange no gradients for N−1 of N batches.
-        shard: `"optimizer"` to shard the optimizer over the D replicas of all workers, as for
-            `data_parallel`. Stages and parts already divide the weights.
+        shard: What to shard over the D replicas of all workers, as for `data_parallel`:
+            `"optimizer"`, or `"parameters"` for the large weights, their gradients and the
+            optimizer, on a mesh without `tensor` and `sequence`.
         check_rows: As for `data_parallel`.
         allow_independent_workers: As for `data_parallel`. By default, the workers of the job divide
             the replicas among themselves, in order.
@@ -104,12 +112,7 @@ def hybrid_parallel(
     problems = Problems()
     CompressionName.parse(compression)
     mesh = _mesh_of(mesh)
-    if shard not in (None, "optimizer"):
-        raise PlacementError(
-            "The replicas of a mesh shard only the optimizer; stages and parts divide "
-            f"the weights. `shard` must be 'optimizer' or None. Received: shard={shard!r}. Use a "
-            "mesh with a larger `pipeline` or `tensor`, or `data_parallel`."
-        )
+    _check_shard(shard, mesh, compression)
     cluster = Cluster() if allow_independent_workers else Cluster.from_env()
     number = cluster.num_workers
     if mesh.data % number:
@@ -155,7 +158,19 @@ def hybrid_parallel(
         parts.spread(model)
         session = WorkerSession(model, each_reads_all=True)
         shares = shard is not None and mesh.data > 1
-        attach(model, strategy=strategy, _session=session, _shards_optimizer=shares)
+        attach(
+            model,
+            strategy=strategy,
+            _session=session,
+            _shards_optimizer=shares,
+            _shards_parameters=shares and shard == "parameters",
+        )
+        model.copy_variables()
+
+    def store(built: StoragelessModel, layout: Layout) -> None:
+        if shard == "parameters" and mesh.data > 1:
+            workers = None if strategy is None else strategy.workers
+            _store_shares(built, layout, MeshPlaces(replicas_of(layout), workers))
 
     model = in_micro_batches(
         model_or_function,
@@ -167,12 +182,41 @@ def hybrid_parallel(
         splits_of=parts.planned,
         spread=spread,
         workers=number,
+        store=store,
     )
     if model._workers is not None:
         send_state(model, model._workers)
     if model._is_chief:
         notice(f"hybrid_parallel: {_in_words(model)}.", once=True)
     return model
+
+
+def _check_shard(shard: str | None, mesh: Mesh, compression: str | None) -> None:
+    if shard not in (None, "optimizer", "parameters"):
+        raise PlacementError(
+            "The replicas of a mesh shard the optimizer, or the weights too: `shard` must be "
+            f"'optimizer', 'parameters' or None. Received: shard={shard!r}."
+        )
+    if shard == "parameters" and mesh.parts > 1:
+        raise PlacementError(
+            "shard='parameters' gathers whole weights, so layers must not be split into parts. "
+            f"Received: a mesh of {mesh}. Use a mesh with only `data` and `pipeline`, or "
+            "shard='optimizer'."
+        )
+    if shard == "parameters" and compression is not None:
+        raise PlacementError(
+            "shard='parameters' reduces gradients uncompressed. Received: "
+            f"shard='parameters', compression={compression!r}. Remove one of them."
+        )
+
+
+def _store_shares(built: StoragelessModel, layout: Layout, places: MeshPlaces) -> None:
+    """Stores the large weights of a model in shares; no device ever holds two whole ones."""
+    for layer in layers_in_order(built.model):
+        for weight in large_weights(layer):
+            if built.waits_for(weight):
+                with tf.device(layout.placement[layer.name]):
+                    shard_over(weight, places, built.value_of(weight))
 
 
 def _first_devices(mesh: Mesh, num_workers: int) -> list[str]:
@@ -187,7 +231,10 @@ def _in_words(model: HybridModel) -> str:
     text = first_to_last(layout.devices)
     text = f"{layout.workers} workers x {text}" if layout.workers > 1 else text
     text = f"{layout.title} on {text}"
-    return text if layout.reduction is None else f"{text}; gradients: {layout.reduction}"
+    text = text if layout.reduction is None else f"{text}; gradients: {layout.reduction}"
+    if not model._shards_optimizer:
+        return text
+    return f"{text}; {SHARED_OUT['parameters' if model._shards_parameters else 'optimizer']}"
 
 
 class _Parts:
@@ -215,7 +262,7 @@ class _Parts:
         return splits
 
     def spread(self, model: HybridModel) -> None:
-        """Splits the layers, and copies the variables for the other replicas."""
+        """Splits the layers."""
         layout = model.layout
         if self._number > 1:
             devices = {}
@@ -231,7 +278,6 @@ class _Parts:
                 lambda layer: None,
                 layout.stage_of,
             )
-        model.copy_variables()
 
     def _request(self, model) -> SplitRequest:
         # Batch normalization keeps its moments whole until the end of the step.

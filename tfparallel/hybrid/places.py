@@ -14,12 +14,13 @@ from tfparallel.strategies import variables
 from tfparallel.strategies.replica_trace import MeshTrace
 from tfparallel.update.places import Places
 from tfparallel.variables.replica import Replica, at_work
+from tfparallel.variables.sharded import ShardedVariable
 
 __all__ = ["MeshPlaces"]
 
 
 class MeshPlaces(Places):
-    """The replicas of a mesh; each has a copy of every variable.
+    """The replicas of a mesh; each has a copy, or a share, of every variable.
 
     Args:
         replicas: The replicas of this process.
@@ -45,6 +46,10 @@ class MeshPlaces(Places):
 
     def copies(self, variable: keras.Variable) -> Sequence[tf.Variable]:
         return variables.copies(variable)
+
+    def beside(self, variable: keras.Variable) -> AbstractContextManager:
+        is_sharded = isinstance(variable, ShardedVariable)
+        return super().beside(variable.share if is_sharded else variable)
 
     def at(self, index: int) -> AbstractContextManager:
         return at_work(self._replicas[index])

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfparallel.compute_context import within
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.data.partition import row_ranges
 from tfparallel.data.rows_of_replica import Shard
@@ -20,6 +21,7 @@ from tfparallel.extend import attach
 from tfparallel.judge.check_rows import why_not_in_pieces
 from tfparallel.logits import logits_of, output_of, sources_of
 from tfparallel.pipeline.allowed_writes import other_writes
+from tfparallel.pipeline.gathers import MeshGathers
 from tfparallel.pipeline.remote_replicas import Others
 from tfparallel.problems import PlacementError
 from tfparallel.replication.inputs import BatchInputs
@@ -116,7 +118,8 @@ class SpreadCall:
             kwargs: Its keyword arguments; tensors are `(batch, …)`.
             others: The replicas of all workers.
         """
-        inputs = BatchInputs(args, kwargs)
+        replicas = MeshTrace(replicas_of(self._layout), others.first_replica)
+        inputs, gathers = BatchInputs(args, kwargs), MeshGathers(replicas)
         number = others.num_replicas
         all_shards = [
             Shard(k, number, start, size, inputs.num_rows)
@@ -128,7 +131,8 @@ class SpreadCall:
 
         def on_replica(shard, rows):
             own_args, own_kwargs = inputs.pack(rows)
-            with shards.working_on(shard), _Inference() as scope:
+            gathers.begin()
+            with shards.working_on(shard), within(gathers=gathers), _Inference() as scope:
                 structure = call(*own_args, **own_kwargs)
             outputs = [checked_output(self, o) for o in keras.tree.flatten(structure)]
             logits = list(map(logits_of, outputs))
@@ -138,9 +142,9 @@ class SpreadCall:
             return _ReplicaOutputs(structure, logits, sources, masks, losses)
 
         replica_shards, parts = shards.for_replicas(own_shards), inputs.split(own_shards)
-        replicas = MeshTrace(replicas_of(self._layout), others.first_replica)
         results = replicas.run(on_replica, replica_shards, parts)
-        for op in () if graph is None else other_writes(graph, before):
+        writes = [] if graph is None else list(other_writes(graph, before))
+        for op in [op for op in writes if op.name not in gathers.writes]:
             # Too late for another way: the step already contains these operations.
             raise RuntimeError(
                 "A `tf.Variable` that a layer writes during inference is written once in each "

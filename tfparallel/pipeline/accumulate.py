@@ -13,8 +13,9 @@ import contextlib
 import keras
 
 from tfparallel.collectives.reducer import Reducer
+from tfparallel.pipeline.gradient_sums import held
 from tfparallel.replication.accumulate import Accumulate
-from tfparallel.seams.keras import storage_of
+from tfparallel.update.places import Places
 
 __all__ = ["AccumulateBatches"]
 
@@ -22,7 +23,14 @@ __all__ = ["AccumulateBatches"]
 class AccumulateBatches(Accumulate):
     """Updates a model of placed layers once per N batches; metrics cover all rows."""
 
-    _in_shares = False  # Each replica of a mesh adds up whole gradients.
+    @property
+    def _in_shares(self) -> bool:
+        return self.model._shards_parameters
+
+    @property
+    def places(self) -> Places:
+        """The replicas of the mesh."""
+        return self.model.places
 
     def step(self, data, usual):
         """Runs a step; keeps its gradients, and updates in every N-th."""
@@ -45,7 +53,7 @@ class AccumulateBatches(Accumulate):
 
     def device_of_sum(self, variable: keras.Variable) -> str:
         """Returns the device on which a weight's gradients are added up."""
-        return storage_of(variable).device
+        return held(variable).device
 
     def of_all_workers(self, variables, sums, divisor):
         """Returns the sums over all workers; each worker knows the divisor of the whole batch."""

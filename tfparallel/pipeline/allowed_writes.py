@@ -11,6 +11,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
+from tfparallel.compute_context import context
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.extend import original_class
 from tfparallel.keras_compat import renormalizes
@@ -87,8 +88,10 @@ class PassScope(keras.StatelessScope):
         allowed = list(map(storage_of, self._allowed.values()))
         generator = get_global(GLOBAL_SEED_GENERATOR)
         allowed += [] if generator is None else [storage_of(generator.state)]
+        of_exchanges = getattr(context().gathers, "writes", ())
         for op in other_writes(graph, before, allowed):
-            raise PlacementError(_changes_state(f"{op.type} '{op.name}'"))
+            if op.name not in of_exchanges:
+                raise PlacementError(_changes_state(f"{op.type} '{op.name}'"))
         operations = graph.get_operations()[before:] if self._is_recomputed else ()
         for op in filter(draws_anew, with_inner(operations)):
             self._refuse_recompute(f"{op.type} '{op.name}'")

@@ -19,6 +19,7 @@ from tfparallel.seams.compiled import loss_of_batch, with_losses
 from tfparallel.seams.keras import storage_of
 from tfparallel.step.loss_placement import of_the_batch
 from tfparallel.step.piece_sums import whole_loss
+from tfparallel.variables.sharded import ShardedVariable
 
 __all__ = ["ExtraLosses", "WholeLoss", "added_up", "scale_of"]
 
@@ -71,16 +72,16 @@ class ExtraLosses:
             seed_of: Returns the upstream gradient of a regularization loss; None if it has none.
         """
         for term in self._regularized:
-            with tf.device(storage_of(term.parts[0]).device):
+            with tf.device(_device_of(term.parts[0])):
                 seed = seed_of(term.loss)
                 if seed is None:
                     continue
                 seed = tf.cast(seed, term.loss.dtype)
-                values = list(map(storage_of, term.parts))
+                held = _held(term.parts)
+                values = [value for _, value in held]
                 gradients = term.tape.gradient(term.loss, values, output_gradients=seed)
-            for part, gradient in zip(term.parts, gradients, strict=True):
-                own_gradient = gradient if self._others.is_first else _zeros_of(gradient)
-                sums.add(part, own_gradient, _BESIDE)
+            for (part, value), gradient in zip(held, gradients, strict=True):
+                _add(sums, part, value, gradient, self._others, _BESIDE)
 
 
 def _zeros_of(gradient):
@@ -142,25 +143,47 @@ class WholeLoss:
             self.loss = _loss_of(model, batch, self.predictions, extra.losses)
             scaled = model.optimizer.scale_loss(self.loss)
         self._gradients: dict[int, Any] = {}
-        self._of_weights: list[tuple[keras.Variable, Any]] = []
+        self._of_weights: list[tuple[keras.Variable, tf.Variable, Any]] = []
         if differentiate:
             read = read_by(tape, model._trained())
             gradients = tape.gradient(scaled, [*watched, *(copy for _, copy in read)])
             self._gradients = dict(zip(map(id, watched), gradients, strict=False))
             of_weights = gradients[len(watched) :]
             self._of_weights = [
-                (variable, each) for (variable, _), each in zip(read, of_weights, strict=True)
+                (variable, copy, each)
+                for (variable, copy), each in zip(read, of_weights, strict=True)
             ]
 
     def add_gradients(self, sums: GradientSums, others: Others) -> None:
         """Adds the gradients of the weights that the loss itself reads, on one worker."""
-        for variable, gradient in self._of_weights:
-            sums.add(variable, gradient if others.is_first else _zeros_of(gradient), OF_LOSS)
+        for variable, copy, gradient in self._of_weights:
+            _add(sums, variable, copy, gradient, others, OF_LOSS)
 
     def gradient(self, tensor: tf.Tensor) -> tf.Tensor | None:
         """Returns ∂ scaled loss / ∂ an output, the logits behind it, or an extra loss."""
         gradient = self._gradients.get(id(tensor))
         return None if gradient is None else tf.convert_to_tensor(gradient)
+
+
+def _held(parts: Sequence[keras.Variable]) -> list[tuple[keras.Variable, tf.Variable]]:
+    """The memory of weights or parts; of sharded weights, all shares."""
+    return [
+        (part, value)
+        for part in parts
+        for value in (part.pieces if isinstance(part, ShardedVariable) else [storage_of(part)])
+    ]
+
+
+def _device_of(part: keras.Variable) -> str:
+    return _held([part])[0][1].device
+
+
+def _add(sums: GradientSums, variable, value, gradient, others: Others, reader: int) -> None:
+    """Adds a gradient of the whole batch on one worker, or on each worker those of its shares."""
+    if isinstance(variable, ShardedVariable):
+        sums.add(value, gradient, reader)
+    else:
+        sums.add(variable, gradient if others.is_first else _zeros_of(gradient), reader)
 
 
 def _average(batch: Batch, added: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
@@ -189,7 +212,7 @@ def _regularized(model):
     for variable in model.trainable_weights:
         if variable.regularizer is not None:
             parts = model._parts([variable])
-            with tf.device(storage_of(parts[0]).device), tf.GradientTape() as tape:
-                tape.watch(list(map(storage_of, parts)))
+            with tf.device(_device_of(parts[0])), tf.GradientTape() as tape:
+                tape.watch([value for _, value in _held(parts)])
                 loss = variable.regularizer(variable)
             yield Regularized(loss, tape, parts)

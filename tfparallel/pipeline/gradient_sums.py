@@ -16,8 +16,9 @@ from tfparallel.collectives.reducer import Reducer
 from tfparallel.pipeline.remote_replicas import Others
 from tfparallel.seams.keras import storage_of
 from tfparallel.strategies.variables import copies
+from tfparallel.variables.sharded import ShardedVariable, rows_of_share, shape_shared_out
 
-__all__ = ["OF_LOSS", "Added", "GradientSums", "read_by", "summed", "totals"]
+__all__ = ["OF_LOSS", "Added", "GradientSums", "held", "read_by", "summed", "totals"]
 
 
 OF_LOSS = -2  # The reader of a weight in the loss: no stage.
@@ -27,12 +28,15 @@ class Added(NamedTuple):
     """The sum of the gradients of a weight.
 
     Attributes:
-        dense: The sum of the dense gradients; None without any.
+        dense: The sum of the dense gradients, for a sharded weight those of the replica's share;
+            None without any.
         sparse: The sparse gradients, by reader of the weight.
+        of_shares: For a sharded weight, other gradients of each local share, or None.
     """
 
     dense: tf.Tensor | None
-    sparse: dict[int, list[tf.IndexedSlices]]
+    sparse: dict[Any, list[tf.IndexedSlices]]
+    of_shares: list[tf.Tensor | None]
 
 
 class GradientSums:
@@ -43,22 +47,24 @@ class GradientSums:
     """
 
     def __init__(self):
-        self._dense: dict[int, tf.Tensor] = {}  # By the weight's id.
+        self._dense: dict[int, tf.Tensor] = {}  # By the id of the weight, or of a share.
         # By weight, then by reader; each micro-batch has the same readings, in the same order.
-        self._sparse: dict[int, dict[int, list[tf.IndexedSlices]]] = {}
+        self._sparse: dict[int, dict[Any, list[tf.IndexedSlices]]] = {}
 
-    def add(self, variable: keras.Variable, gradient: Any, reader: int) -> list[Any]:
+    def add(
+        self, variable: keras.Variable | tf.Variable, gradient: Any, reader: Any
+    ) -> list[Any]:
         """Adds a gradient; returns tensors that exist once it has been added.
 
         Args:
-            variable: The weight.
+            variable: The weight, or a share of one.
             gradient: Dense, sparse, or None.
-            reader: The stage that computed it, or another number.
+            reader: The stage that computed it, or another key.
         """
         key = id(variable)
         if gradient is None:
             return []
-        with tf.device(storage_of(variable).device):
+        with tf.device(held(variable).device):
             if isinstance(gradient, tf.IndexedSlices):
                 # An identity copies the values to the weight's device.
                 slices = tf.IndexedSlices(
@@ -74,8 +80,21 @@ class GradientSums:
 
     def of(self, variables: Sequence[keras.Variable]) -> list[Added]:
         """Returns the sum of the gradients of each weight."""
-        keys = map(id, variables)
-        return [Added(self._dense.get(key), self._sparse.get(key, {})) for key in keys]
+        added = []
+        for each in variables:
+            shares = each.pieces if isinstance(each, ShardedVariable) else []
+            of_shares = [self._dense.get(id(share)) for share in shares]
+            added.append(
+                Added(self._dense.get(id(each)), self._sparse.get(id(each), {}), of_shares)
+            )
+        return added
+
+
+def held(variable) -> tf.Variable:
+    """The memory of a weight, or of its share."""
+    if isinstance(variable, tf.Variable):
+        return variable
+    return storage_of(variable.share if isinstance(variable, ShardedVariable) else variable)
 
 
 def summed(gradients: Sequence[Any], tensor: Any) -> Any:
@@ -122,21 +141,56 @@ def totals(
     workers = None if stay else others.workers
     reducer = Reducer(None, workers)
     by_variable = list(zip(*added, strict=True))
-    terms = [[each.dense for each in of_one if each.dense is not None] for of_one in by_variable]
+    pairs = list(zip(variables, by_variable, strict=True))
+    terms = [
+        [
+            each.dense
+            for each in of_one
+            if each.dense is not None and not isinstance(variable, ShardedVariable)
+        ]
+        for variable, of_one in pairs
+    ]
     dense, summed = reducer.totals(
         [of_one or [None] for of_one in terms], list, () if workers is None else beside, variables
     )
     results = []
     for variable, total, of_one in zip(variables, dense, by_variable, strict=True):
-        readers: dict[int, list[tf.IndexedSlices]] = {}
+        readers: dict[Any, list[tf.IndexedSlices]] = {}
         for each in of_one:
             for reader, slices in each.sparse.items():
                 readers.setdefault(reader, []).extend(slices)
-        with tf.device(storage_of(variable).device):
+        with tf.device(held(variable).device):
             if total is not None and workers is not None:
                 total = tf.identity(total)
+            slices = None
             if readers:
                 slices = reducer.slices([*readers.values()], kinds().get(id(variable)))
                 total = slices if total is None else total + tf.convert_to_tensor(slices)
+        if isinstance(variable, ShardedVariable):
+            total = _of_shares(variable, of_one, slices)
         results.append(total)
     return results, list(others.summed(beside) if workers is None else summed)
+
+
+def _of_shares(
+    variable: ShardedVariable, added: Sequence[Added], slices: tf.IndexedSlices | None
+) -> Any:
+    """Adds up the gradients of the shares of a weight; None if there are none.
+
+    Args:
+        variable: The weight.
+        added: The sums of each replica, then those of the whole batch.
+        slices: Of the whole batch, for rows of the whole weight.
+    """
+    shape, totals = shape_shared_out(variable.shape), []
+    bounds = variable.places.bounds(variable.share.shape[0])
+    for k, (share, bounds_of_share) in enumerate(zip(variable.pieces, bounds, strict=True)):
+        terms = [added[k].dense, *(each.of_shares[k] for each in added)]
+        terms = [term for term in terms if term is not None]
+        with tf.device(share.device):
+            rows = None if slices is None else rows_of_share(slices, shape, *bounds_of_share)
+            if terms:
+                terms += [] if rows is None else [tf.convert_to_tensor(rows)]
+                rows = tf.add_n(terms) if terms[1:] else terms[0]
+        totals.append(rows)
+    return None if all(each is None for each in totals) else variable.gradient_of(totals)

@@ -20,6 +20,7 @@ from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.model_parallel import place, seen_model
 from tfparallel.problems import PlacementError, Problems, usable_devices
 from tfparallel.replication.sync_option import Synchronization
+from tfparallel.variables.deferred_build import StoragelessModel
 
 __all__ = [
     "PipelineOptions",
@@ -187,6 +188,7 @@ def in_micro_batches(
     splits_of: Callable[[keras.Model, dict[str, int]], dict[str, str]] = lambda *_: {},
     spread: Callable[[keras.Model], None] = lambda _: None,
     workers: int = 1,
+    store: Callable[[StoragelessModel, Layout], None] = lambda built, layout: None,
 ) -> keras.Model:
     """Builds or copies a model in stages, on the devices of the first replica.
 
@@ -200,6 +202,7 @@ def in_micro_batches(
         splits_of: Returns how layers are split, by name, given their stages.
         spread: Copies or splits what is on the first device of a stage to the others.
         workers: The number of processes that divide the replicas.
+        store: As for `place`.
 
     Raises:
         ValueError: As for `pipeline_parallel`; lists all problems.
@@ -262,7 +265,7 @@ def in_micro_batches(
         "check_rows": chosen.check_rows,
         "_sync": chosen.sync,
     }
-    return place(model_or_function, decide, mixin, attributes, finish=finish)
+    return place(model_or_function, decide, mixin, attributes, finish=finish, store=store)
 
 
 def _reduction(num_replicas: int, workers: int) -> str | None:

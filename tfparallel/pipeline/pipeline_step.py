@@ -30,8 +30,9 @@ from tfparallel.pipeline.gradient_sums import GradientSums, totals
 from tfparallel.pipeline.micro_batch_loss import check_equal
 from tfparallel.pipeline.micro_batches import Batch, Joined
 from tfparallel.pipeline.pass_context import StepMemory
+from tfparallel.pipeline.pass_options import PassOptions
 from tfparallel.pipeline.remote_replicas import Others
-from tfparallel.pipeline.schedule_executor import PassOptions, PassOutputs, ReplicaStep
+from tfparallel.pipeline.schedule_executor import PassOutputs, ReplicaStep
 from tfparallel.pipeline.stages import Values
 from tfparallel.seams.keras import clear_losses
 from tfparallel.step.loss_placement import aligned, of_the_batch
@@ -39,6 +40,7 @@ from tfparallel.step.one_step import PassResult
 from tfparallel.strategies.replica_trace import MeshTrace
 from tfparallel.strategies.variables import copies
 from tfparallel.variables.replica import Replica
+from tfparallel.variables.sharded import ShardedVariable
 
 __all__ = ["Step"]
 
@@ -82,7 +84,7 @@ class Step:
         sums = sums_in_layers(self._options.model, self._others.num_replicas)
 
         def on_replica(*of_replica):
-            return ReplicaStep(self._options, memory, self._batch, *of_replica).run()
+            return ReplicaStep(self._options, memory, self._batch, trace, *of_replica).run()
 
         # Cut outside of the replicas' traces, where sizes are known.
         inputs = self._by_replica(map(self._batch.inputs_of, self._batch.local_shards))
@@ -194,9 +196,10 @@ class Step:
             return outputs
 
         trained = self._options.model._trained()
-        weights = [copies(variable)[0] for variable in trained]
+        weights = [v if isinstance(v, ShardedVariable) else copies(v)[0] for v in trained]
         kinds = indexed_slices.kinds_of(call, self._batch.x, weights)
-        return dict(zip(map(id, trained), kinds, strict=True))
+        pairs = zip(trained, kinds, strict=True)
+        return {id(v): _of_any_read(k) if isinstance(v, ShardedVariable) else k for v, k in pairs}
 
     def _from_sums(self, results: Sequence[PassOutputs]) -> PassResult:
         """Returns the result if loss, gradients and metrics are sums over micro-batches."""
@@ -238,6 +241,11 @@ class Step:
             terms = [*(part.loss for part in parts), *extra.losses]
             check = check_equal(terms, whole.loss, self._options.model.compute_dtype)
         return [] if check is None else [check]
+
+
+def _of_any_read(kinds: Sequence[Sequence | None]) -> Sequence | None:
+    """The kinds of the lookups in all reads of a sharded weight."""
+    return [kind for of_read in kinds for kind in of_read or ()] or None
 
 
 def _values(results: Sequence[PassOutputs]) -> list[Values]:

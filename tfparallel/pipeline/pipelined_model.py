@@ -13,9 +13,9 @@ from tfparallel.layout.schedule import Schedule
 from tfparallel.pipeline.accumulate import AccumulateBatches
 from tfparallel.pipeline.allowed_writes import writable
 from tfparallel.pipeline.micro_batch_loss import COMPARES, check_decomposes
+from tfparallel.pipeline.pass_options import PassOptions
 from tfparallel.pipeline.pipeline_step import Step
 from tfparallel.pipeline.remote_replicas import Others
-from tfparallel.pipeline.schedule_executor import PassOptions
 from tfparallel.pipeline.stages import cut_stages
 from tfparallel.pipeline.traced_once import MustTraceEach
 from tfparallel.placement.layer_devices import PlacementError
@@ -40,6 +40,7 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
     """
 
     _metrics_may_be_own = False  # Each worker reads the whole batch.
+    _shards_parameters = False  # Whether each replica keeps only its share of the large weights.
     _traces_each = False  # Whether to trace each micro-batch.
     _may_begin_anew = False  # Whether the caller can restart a step that must trace each.
 
@@ -122,6 +123,9 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
     def _make_policy(self, sync) -> EveryStep:
         return AccumulateBatches(self, sync) if sync.accumulates else EveryStep(self, sync)
 
+    def _partial_gradients(self):
+        return None  # A step sums all terms.
+
     def _passes(self, x, y, sample_weight) -> PassResult:
         if self.check_rows and self._layout.mesh.data * self._layout.num_micro_batches > 1:
             call = drawing_by_row(self.__call__)
@@ -155,7 +159,8 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
             parts_of=self._parts_of_output,
         )
         others = Others(self._layout.mesh.data, self._workers)
-        return Step(options, replicas_of(self._layout), others, gradients_stay=self._accumulates)
+        stay = self._accumulates and not self._shards_parameters
+        return Step(options, replicas_of(self._layout), others, gradients_stay=stay)
 
     def _parts_of_output(self, tensor: tf.Tensor) -> list[tf.Tensor] | None:
         """Returns the positions of an output on each device of its stage; None if it is whole."""

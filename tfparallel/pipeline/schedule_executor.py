@@ -11,29 +11,31 @@ An instruction begins when the previous one on its device has ended and its inpu
 the graph's own order, not chance, decides which activations are held at a time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from tfparallel.collectives.custom_gradient import is_differentiable
+from tfparallel.compute_context import within
 from tfparallel.data.rows_of_replica import Shard
-from tfparallel.layout.schedule import Instruction, Schedule
+from tfparallel.layout.schedule import Instruction
 from tfparallel.pipeline.allowed_writes import PassScope
 from tfparallel.pipeline.batch_loss import scale_of
 from tfparallel.pipeline.device_order import DeviceOrder
+from tfparallel.pipeline.gathers import MeshGathers
 from tfparallel.pipeline.gradient_sums import OF_LOSS, Added, GradientSums, read_by, summed
 from tfparallel.pipeline.loss_call import LossCall
 from tfparallel.pipeline.micro_batch_loss import Part
 from tfparallel.pipeline.micro_batches import Batch
 from tfparallel.pipeline.pass_context import StepMemory
+from tfparallel.pipeline.pass_options import PassOptions
 from tfparallel.pipeline.stage_call import StageCall
 from tfparallel.pipeline.stages import (
     Key,
     LogitsOf,
     PartOf,
-    Stage,
     Values,
     symbol_of,
     values_of,
@@ -41,48 +43,13 @@ from tfparallel.pipeline.stages import (
 )
 from tfparallel.pipeline.traced_once import MustTraceEach
 from tfparallel.placement.gradients import gradients_of_a_part
-from tfparallel.step.metrics import StepMetrics
+from tfparallel.strategies.replica_trace import MeshTrace
 from tfparallel.strategies.variables import copies
 from tfparallel.tracing.graphs import operations_here
 from tfparallel.tracing.replay import DrawnApart
 from tfparallel.variables.replica import device_at_work
 
-__all__ = ["PassOptions", "PassOutputs", "ReplicaStep"]
-
-
-class PassOptions(NamedTuple):
-    """How to make the passes of a step, the same in each replica.
-
-    Attributes:
-        model: The pipelined model.
-        stages: Its stages.
-        schedule: The schedule.
-        devices: The first device of each pipeline coordinate, in the first replica.
-        recompute: "never", "always" or "except_last".
-        metrics: The compiled metrics; None if outputs are joined for loss and metrics.
-        traces_each: Whether to trace each micro-batch, or only the first.
-        has_parts: Whether stages are on several devices, which their gradients follow.
-        timed: Whether to record when each instruction begins and ends.
-        writable: The variables that layers may write, by id.
-        parts_of: Returns the parts of an output that is divided by positions; None if it is whole.
-    """
-
-    model: keras.Model
-    stages: Sequence[Stage]
-    schedule: Schedule
-    devices: Sequence[str]
-    recompute: str
-    metrics: StepMetrics | None
-    traces_each: bool
-    has_parts: bool
-    timed: bool
-    writable: dict[int, keras.Variable]
-    parts_of: Callable[[tf.Tensor], list[tf.Tensor] | None]
-
-    @property
-    def begins_joined(self) -> bool:
-        """Whether the backward passes begin with the loss of the joined outputs."""
-        return self.schedule.name == "gpipe" and self.metrics is None
+__all__ = ["PassOutputs", "ReplicaStep"]
 
 
 class PassOutputs(NamedTuple):
@@ -125,6 +92,7 @@ class ReplicaStep:
         options: How to make the passes.
         memory: The state that all passes of the step share.
         batch: The whole batch.
+        trace: Traces the replica, and replays it for the others.
         inputs: The inputs of each of the replica's micro-batches.
         targets: The targets and weights of each.
         shards: The rows of each.
@@ -141,6 +109,7 @@ class ReplicaStep:
         options: PassOptions,
         memory: StepMemory,
         batch: Batch,
+        trace: MeshTrace,
         inputs: Sequence[Values],
         targets: Sequence[Any],
         shards: Sequence[Shard],
@@ -157,6 +126,7 @@ class ReplicaStep:
             self._calls[-1].parts_of = options.parts_of
         self.loss = LossCall(options.model, batch, metrics=options.metrics, each=each)
         self._sums = GradientSums()
+        self._gathers = MeshGathers(trace, self._sums)
         # For TensorFlow's own seeds; smaller numbers distinguish the replicas.
         self._apart = [DrawnApart(m << 16) for m in range(len(shards))]
         # By micro-batch: the tensors between stages, and the losses that layers added.
@@ -269,14 +239,15 @@ class ReplicaStep:
         # A user's own function keeps the copies that it was traced with.
         read = [(variable, copy) for variable in variables for copy in copies(variable)]
         sources = [*sent.values(), *(copy for _, copy in read)]
+        self._gathers.begin_backward(index)
         gradients = self._gradients(record.tape, targets, sources, seeds)
-        done: list[Any] = of_loss
+        done = of_loss + self._gathers.take_added()
         of_whom = [*sent, *(variable for variable, _ in read)]
         for source, gradient in zip(of_whom, gradients, strict=True):
             if gradient is None:
                 continue
             if isinstance(source, keras.Variable):
-                done += self._sums.add(source, gradient, index)
+                done += self._gathers.add(source, gradient, index)
                 continue
             if not isinstance(gradient, tf.RaggedTensor):
                 gradient = tf.convert_to_tensor(gradient)
@@ -287,7 +258,8 @@ class ReplicaStep:
     def _run_stage(self, stage, m, inputs) -> _Recorded:
         """Calls the stage's layers, and after the last stage the loss, under a tape."""
         shard, loss, grown, before = self._shards[m], None, [], len(operations_here())
-        with tf.GradientTape() as tape:
+        self._gathers.begin()
+        with within(gathers=self._gathers), tf.GradientTape() as tape:
             tape.watch(list(self._with_gradient(inputs).values()))
             tape.watch([copy for v in self._variables_of(stage) for copy in copies(v)])
             out = self._calls[stage.index](inputs, shard)
@@ -295,7 +267,7 @@ class ReplicaStep:
             added = [(loss, tf.ones_like(loss) * shard.weight(loss.dtype)) for loss in out.losses]
         values = out.values | inputs
         if self._is_last(stage.index) and not self._options.begins_joined:
-            with tf.GradientTape() as tape_of_loss:
+            with within(gathers=self._gathers), tf.GradientTape() as tape_of_loss:
                 tape_of_loss.watch([t for t in values.values() if is_differentiable(t)])
                 part, grown = self.loss(values, self._targets[m], shard)
             loss = None if part is None else (tape_of_loss, part)
@@ -314,13 +286,15 @@ class ReplicaStep:
         sources = self._with_gradient(record.values)
         read, done = read_by(tape, self._trained), []
         values = [*sources.values(), *(copy for _, copy in read)]
+        self._gathers.begin_backward(OF_LOSS)
         gradients = iter(self._gradients(tape, part.loss, values, seed))
+        done += self._gathers.take_added()
         for key, gradient in zip(sources, gradients, strict=False):
             if gradient is not None:
                 gradient = tf.convert_to_tensor(gradient)
                 self._upstream.setdefault((self._maker(key), m, key), []).append(gradient)
         for (variable, _), gradient in zip(read, gradients, strict=True):
-            done += self._sums.add(variable, gradient, OF_LOSS)
+            done += self._gathers.add(variable, gradient, OF_LOSS)
         return done
 
     def _seeds(self, index, m, record: _Recorded) -> tuple[list[Key], list, list]:

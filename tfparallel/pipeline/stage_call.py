@@ -69,8 +69,7 @@ class StageCall:
         self._batch = batch
         self._memory = memory
         self._scope = scope
-        values = list(map(storage_of, weights))
-        self._call = TracedOnce(self._run, batch.shards, values, each=each)
+        self._call = TracedOnce(self._run, batch.shards, map(storage_of, weights), each=each)
         self._input_keys: list[Key] = []
         # The results of `_run`: values by these keys, losses, and the moments of batch norms.
         self._output_keys: list[Key] = []

@@ -44,7 +44,7 @@ class TracedOnce:
             tensors, and the indices of the targets among them: those that get a gradient. Keras
             masks go in and out with their tensors.
         shards: The rows of all micro-batches.
-        weights: Trainable variables.
+        weights: Trainable variables; not read if each micro-batch is traced.
         each: Whether to trace each micro-batch anyway.
 
     Attributes:
@@ -65,8 +65,8 @@ class TracedOnce:
         # If known and the same for all, a layer sees that no micro-batch is empty.
         sizes = {s.num_rows if isinstance(s.num_rows, int) else None for s in shards}
         self._num_rows = sizes.pop() if len(sizes) == 1 else None
-        self._handles = {id(weight.handle) for weight in weights}
         self._is_direct = each or tf.executing_eagerly()
+        self._handles = set() if self._is_direct else {id(each.handle) for each in weights}
         self._traced: tf.types.experimental.ConcreteFunction | None = None
         self._types: list[tf.TypeSpec] = []
         self._masked: list[int] = []  # The indices of the results with masks.

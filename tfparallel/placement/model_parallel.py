@@ -97,6 +97,7 @@ def place(
     *,
     needs_storage: bool = False,
     finish: Callable[[keras.Model], None] = lambda model: None,
+    store: Callable[[StoragelessModel, Layout], None] = lambda built, layout: None,
 ) -> keras.Model:
     """Builds or copies a model, each layer on its device.
 
@@ -107,6 +108,7 @@ def place(
         attributes: Attributes of the extended model, besides its layout.
         needs_storage: Whether `decide` needs a model with storage.
         finish: Called with the extended model, before it is compiled like the original.
+        store: Called with a model without storage, to store some variables in its own way.
 
     Raises:
         ValueError: If the model's layers cannot be placed.
@@ -136,6 +138,7 @@ def place(
         # A layer created elsewhere already has variables, on its own device.
         built.initialize_rest()
         return _copy_of(built.model, lambda _: layout, *how)
+    store(built, layout)
     for layer in layers:
         built.initialize(layer.variables, placement[layer.name])
         extend(layer, PlacedLayer, _device=placement[layer.name])

@@ -40,6 +40,7 @@ from tfparallel.seams.keras import layers_in
 from tfparallel.seams.tensorflow import ResourceVariable
 from tfparallel.step.one_step import PassResult
 from tfparallel.update.built_optimizers import wrapped_by
+from tfparallel.update.places import Places
 from tfparallel.update.shares import in_shares, summed
 from tfparallel.user_log import notice
 from tfparallel.variables.sharded import ShardedGradient, joined_rows
@@ -89,6 +90,11 @@ class Accumulate(EveryStep):
     def _in_shares(self) -> bool:
         """Whether each replica accumulates a share of the gradients, summed in each step."""
         return self.model._shards_gradients
+
+    @property
+    def places(self) -> Places:
+        """The places of the shares."""
+        return ReplicaPlaces(self.model.strategy)
 
     @property
     def is_silent(self) -> bool:
@@ -259,7 +265,7 @@ class Accumulate(EveryStep):
         gradients = list(result.gradients)
         if not self._in_shares:
             return gradients
-        places, pending = ReplicaPlaces(self.model.strategy), self.model._partial_gradients()
+        places, pending = self.places, self.model._partial_gradients()
         if pending is not None:
             gradients = summed(pending, gradients, result.variables, places)
         return in_shares(gradients, result.variables, places)
@@ -277,13 +283,13 @@ class Accumulate(EveryStep):
 
     def _make_accumulators(self, variable, terms) -> list[tf.Variable]:
         """Makes the accumulators of a gradient's terms; a share's lies on the share's device."""
-        is_whole, accumulators = not self._in_shares, []
-        devices = [self.device_of_sum(variable)] if is_whole else self.model.strategy.devices
+        copies, accumulators = self.places.copies(variable) if self._in_shares else [], []
+        devices = [copy.device for copy in copies] or [self.device_of_sum(variable)]
         for term, device in zip(terms, devices, strict=False):
             # In 16 bits, a large sum would lose small terms.
             dtype = tf.float32 if term.dtype.size == 2 else term.dtype
             with tf.init_scope(), tf.device(device):
-                zeros = tf.zeros(variable.shape if is_whole else term.shape, dtype)
+                zeros = tf.zeros(term.shape if copies else variable.shape, dtype)
                 accumulators.append(ResourceVariable(zeros, trainable=False))
         return accumulators
 
@@ -339,7 +345,7 @@ class Accumulate(EveryStep):
             return means_of_weight[0] if means_of_weight else None
         if not wrapped_by(self.model.optimizer):
             return ShardedGradient(means_of_weight)
-        return joined_rows([means_of_weight], [variable], ReplicaPlaces(self.model.strategy))[0]
+        return joined_rows([means_of_weight], [variable], self.places)[0]
 
     def of_all_workers(self, variables, sums, divisor):
         """The sums of the gradients and of the divisors over all workers."""

@@ -31,15 +31,16 @@ from tfparallel.seams.tensorflow import (
     waiting_for,
 )
 from tfparallel.tracing.graphs import is_in_function
-from tfparallel.tracing.static_shapes import reshaped, split
+from tfparallel.tracing.static_shapes import concatenated, reshaped, split
 from tfparallel.variables.sharded import (
     ShardedVariable,
     joined_rows,
+    of_shape,
     rows_of_share,
     shape_shared_out,
 )
 
-__all__ = ["Gathers"]
+__all__ = ["Gathers", "between_replicas", "unsummed"]
 
 _AT_ONCE = 2  # The most whole weights at a time.
 
@@ -75,12 +76,17 @@ class Gathers:
     """The gathers of one replicated call.
 
     Args:
-        strategy: The strategy of the replicas.
+        exchange: Passes tensors of all local replicas, each in a list, to a function that returns a
+            tuple for each; returns this replica's.
     """
 
-    def __init__(self, strategy):
-        self._strategy = strategy
-        self._gathered_weights: list[_Whole] = []
+    _sums_rows = True  # Whether to sum sparse gradients, too.
+
+    def __init__(self, exchange: Callable[..., tuple]):
+        self._exchange = exchange
+        # By device of the first replica, where they take turns; and those not yet looked at.
+        self._gathered_weights: dict[str, list[_Whole]] = collections.defaultdict(list)
+        self._new: list[_Whole] = []
         self._sums: dict[int, tf.Tensor] = {}  # The terms of the shares' gradients, by id,
         self._summed_variables: set[int] = set()  # and the ids of their variables.
         self._names_of_exchanges: set[str] = set()  # Of the results of gathers and of sums.
@@ -103,8 +109,9 @@ class Gathers:
                 `Reducer.slices`.
         """
         self._is_backward, self._kinds_of = True, kinds_of
-        for whole in self._gathered_weights:
+        for whole in self._new:
             whole.readers = [{op.name for op in t.consumers()} for t in whole.tensors]
+        self._new.clear()
 
     def read(self, variable: ShardedVariable) -> tf.Tensor:
         """The whole value of a variable, in the compute dtype of the layer."""
@@ -132,16 +139,7 @@ class Gathers:
     def _read(self, variable, dtype) -> tf.Tensor:
         share = tf.convert_to_tensor(storage_of(variable.share))
         with not_recording():
-            weights = {}
-
-            def gather(_, shares):
-                weights["whole"] = whole = self._gathered(variable, shares, dtype)
-                return _by_replica(whole.tensors)
-
-            result = _merge(gather, tf.identity(share))
-            whole = weights["whole"] if tf.is_symbolic_tensor(result) else None
-            if whole is not None:
-                whole.tensors[0] = result
+            result, whole = self._joined(variable, share, dtype)
         key = share.device, id(variable)
         reading = self._num_read[key]
         self._num_read[key] += 1
@@ -154,55 +152,80 @@ class Gathers:
             )
         return result
 
-    def _gathered(self, variable, values, dtype, after: Sequence[Iterable] = ()) -> _Whole:
-        """Joins the shares of all replicas, in the cross-replica context.
+    def _joined(self, variable, share, dtype) -> tuple[tf.Tensor, _Whole | None]:
+        """The value of a variable in this replica; in a graph, with its gather."""
+        weights = {}
+
+        def gather(shares):
+            weights["whole"] = whole = self._gathered(variable, shares, dtype)
+            return [(tensor,) for tensor in whole.tensors]
+
+        (result,) = self._exchange(gather, tf.identity(share))
+        if not tf.is_symbolic_tensor(result):  # Another replica's thread may have gathered.
+            return result, None
+        whole = weights["whole"]
+        whole.tensors[0] = result
+        self._new.append(whole)
+        return result, whole
+
+    def _gathered(self, variable, shares, dtype, after: Sequence[Iterable] = ()) -> _Whole:
+        """Joins the shares of all replicas, outside of them.
 
         Args:
             variable: The sharded variable.
-            values: The share of each local replica.
+            shares: The share of each local replica, on the device of the reader.
             dtype: The dtype of the result.
             after: For each local replica, the operations that the gather waits for.
         """
-        strategy = self._strategy
-        shares = [tf.cast(share, dtype) for share in strategy.experimental_local_results(values)]
-        waits = [list(after[k]) if after else [] for k in range(len(strategy.devices))]
-        if not tf.executing_eagerly() and len(self._gathered_weights) >= _AT_ONCE:
-            for k, wait in enumerate(waits):
-                wait += self._gathered_weights[-_AT_ONCE].freed_by(k)
+        devices = [share.device for share in shares]
+        waits = [list(after[k]) if after else [] for k in range(len(shares))]
+        before = self._before(devices[0])
+        for k, wait in enumerate(waits):
+            wait += [] if before is None else before.freed_by(k)
+        casts = []
+        for share in shares:
+            with tf.device(share.device):
+                casts.append(tf.cast(share, dtype))
         tensors = []
-        if strategy.workers is None:
-            for device, wait in zip(strategy.devices, waits, strict=True):
+        if variable.places.workers is None:
+            for device, wait in zip(devices, waits, strict=True):
                 with tf.device(device), tf.control_dependencies(wait):
-                    tensors += joined_rows([shares], [variable], variable.places)
+                    tensors.append(of_shape(concatenated(casts, 0), variable.shape))
         else:
             with tf.control_dependencies([op for wait in waits for op in wait]):
-                (joined,) = joined_rows([shares], [variable], variable.places)
-            for device in strategy.devices:
+                (joined,) = joined_rows([casts], [variable], variable.places)
+            for device in devices:
                 with tf.device(device):
                     tensors.append(tf.identity(joined))
         whole = _Whole(tensors)
         if not tf.executing_eagerly():
-            self._gathered_weights.append(whole)
+            self._gathered_weights[devices[0]].append(whole)
             self._names_of_exchanges.add(tensors[0].op.name)
         return whole
+
+    def _before(self, device: str) -> _Whole | None:
+        """The weight that must be freed before a device of the first replica gathers another."""
+        weights = [] if tf.executing_eagerly() else self._gathered_weights[device]
+        return weights[-_AT_ONCE] if len(weights) >= _AT_ONCE else None
 
     def _scattered(self, variable, whole: _Whole | None, upstream, reading: int):
         """Sums a gradient over all replicas, and returns each replica's share.
 
         A frozen weight has no gradient, but its readers in the backward pass still get a gather.
         """
-        is_frozen, is_sparse = not variable.trainable, isinstance(upstream, tf.IndexedSlices)
+        is_sparse = isinstance(upstream, tf.IndexedSlices)
+        is_left_out = not variable.trainable or (is_sparse and not self._sums_rows)
         if is_sparse:
             values = [upstream.values, upstream.indices]
         else:
             upstream.set_shape(variable.shape)  # TensorFlow does not know every gradient's shape.
             values = [upstream]
 
-        def scatter(_, local_shares, *values):
+        def scatter(local_shares, *values):
             if whole is not None and self._is_backward:
                 self._gather_again(variable, whole, local_shares)
-            if is_frozen:
-                return (local_shares,)
+            if is_left_out:
+                return [(share,) for share in local_shares]
             if is_sparse:
                 sums = self._summed_rows(variable, *values, self._kinds_of(variable, reading))
             else:
@@ -210,12 +233,13 @@ class Gathers:
             if whole is not None:
                 (whole.second or whole).sums = [tensors[0].op for tensors in sums]
                 self._names_of_exchanges.add(sums[0][0].op.name)
-            return tuple(map(_by_replica, zip(*sums, strict=True)))
+            return sums
 
         local_share = tf.convert_to_tensor(storage_of(variable.share))
         with not_recording():
-            first, *rest = _merge(scatter, tf.identity(local_share), *map(tf.identity, values))
-        if is_frozen:
+            same = map(tf.identity, values)
+            first, *rest = self._exchange(scatter, tf.identity(local_share), *same)
+        if is_left_out:
             return None
         self._sums[id(first)] = first
         self._summed_variables.add(id(variable))
@@ -228,13 +252,7 @@ class Gathers:
     ) -> None:
         """Raises unless the gradient of a share consists only of sums over all replicas."""
         if gradient is not None and not self._is_of_sums(variable, gradient):
-            raise PlacementError(
-                "Under shard='parameters', gradients are reduced where a weight is read, so a "
-                "function with a custom gradient must take the weight as an argument. Received: "
-                f"'{variable.path}', read inside a function under `tf.custom_gradient` or "
-                "`keras.remat`, to which TensorFlow passes only the shard. Use shard='optimizer', "
-                "or pass the weight's value to the function."
-            )
+            raise PlacementError(unsummed(variable))
 
     def _is_of_sums(self, variable, gradient) -> bool:
         if tf.executing_eagerly():  # The terms are unknown; only whether there was a sum.
@@ -263,7 +281,10 @@ class Gathers:
             {value.op for op in ops for value in op.inputs if value is not tensor}
             for ops, tensor in pairs
         ]
-        if not readers[0] or self._would_wait_for_itself(readers[0], after[0]):
+        waited_for = self._names_of_exchanges | {op.name for op in after[0]}
+        before = self._before(shares[0].device)
+        waited_for |= set() if before is None else {op.name for op in before.freed_by(0)}
+        if not readers[0] or _reach(readers[0], waited_for):
             return
         second = self._gathered(variable, shares, whole.tensors[0].dtype, after)
         for (ops, tensor), fresh in zip(pairs, second.tensors, strict=True):
@@ -273,74 +294,81 @@ class Gathers:
                         set_input(op, index, fresh)
         whole.second = second
 
-    def _would_wait_for_itself(self, readers, after) -> bool:
-        """Whether a gather, or a collective before it, would wait for the gather's readers."""
-        waited_for = self._names_of_exchanges | {op.name for op in after}
-        if len(self._gathered_weights) >= _AT_ONCE:
-            waited_for |= {op.name for op in self._gathered_weights[-_AT_ONCE].freed_by(0)}
-        reached, to_look_at = {op.name for op in readers}, list(readers)
-        while to_look_at:
-            op = to_look_at.pop()
-            if op.name in waited_for:
-                return True
-            consumers = [reader for out in op.outputs for reader in out.consumers()]
-            for other in (*consumers, *waiting_for(op)):
-                if other.name not in reached:
-                    reached.add(other.name)
-                    to_look_at.append(other)
-        return False
-
-    def _summed(self, variable, upstream) -> list[tuple[tf.Tensor]]:
+    def _summed(self, variable, upstream: Sequence[tf.Tensor]) -> list[tuple[tf.Tensor]]:
         """The share of each local replica in the sum over all replicas."""
-        strategy, places = self._strategy, variable.places
+        places = variable.places
         size, *rest = variable.share.shape
         terms = []
-        for term in strategy.experimental_local_results(upstream):
+        for term in upstream:
             with tf.device(term.device):
                 flat = tf.cast(term, variable.share.value.dtype)
                 flat = reshaped(flat, shape_shared_out(variable.shape))
                 missing = places.number * size - flat.shape[0]
                 pads = [[0, missing]] + [[0, 0]] * len(rest)
                 terms.append(tf.pad(flat, pads) if missing else flat)
-        if strategy.workers is None:
+        if places.workers is None:
             splits = []
             for term in terms:
                 with tf.device(term.device):
-                    splits.append(tf.split(term, len(terms)))
+                    splits.append(tf.split(term, len(places)))
             sums = []
-            for device, pieces in zip(strategy.devices, zip(*splits, strict=True), strict=True):
-                with tf.device(device):
+            for share, pieces in zip(variable.pieces, zip(*splits, strict=True), strict=True):
+                with tf.device(share.device):
                     sums.append((tf.add_n(pieces),))
             return sums
         with tf.device(terms[0].device):
             total = tf.add_n(terms) if terms[1:] else terms[0]
-            (pieces,) = strategy.workers.reduce_scatter([total])
-            return [(each,) for each in split(pieces, len(terms))]
+            (pieces,) = places.workers.reduce_scatter([total])
+            return [(each,) for each in split(pieces, len(places))]
 
     def _summed_rows(self, variable, values, indices, kinds) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """For a table that is read by rows: each local replica's part of all readings' sum."""
-        strategy, places, terms = self._strategy, variable.places, []
+        places, terms = variable.places, []
         shape = shape_shared_out(variable.shape)
-        of_replicas = map(strategy.experimental_local_results, (values, indices))
-        for local_rows, rows in zip(*of_replicas, strict=True):
+        for local_rows, rows in zip(values, indices, strict=True):
             with tf.device(local_rows.device):
                 local_rows = tf.cast(local_rows, variable.share.value.dtype)
                 terms.append(tf.IndexedSlices(local_rows, rows, tf.constant(shape, rows.dtype)))
-        reducer = Reducer(strategy.all_reduce_ops, strategy.workers)
-        total = reducer.slices([terms], kinds)
-        sums = []
-        for device, bounds in zip(
-            strategy.devices, places.bounds(variable.share.shape[0]), strict=True
-        ):
-            with tf.device(device):
+        total = Reducer(places.all_reduce_ops, places.workers).slices([terms], kinds)
+        sums, all_bounds = [], places.bounds(variable.share.shape[0])
+        for share, bounds in zip(variable.pieces, all_bounds, strict=True):
+            with tf.device(share.device):
                 local_rows = rows_of_share(total, shape, *bounds)
                 sums.append((local_rows.values, local_rows.indices))
         return sums
 
 
-def _merge(function, *args):
-    return tf.distribute.get_replica_context().merge_call(function, args=args)
+def _reach(readers: Sequence[tf.Operation], names: set[str]) -> bool:
+    """Whether one of the operations with these names waits for the readers."""
+    reached, to_look_at = {op.name for op in readers}, list(readers)
+    while to_look_at:
+        op = to_look_at.pop()
+        if op.name in names:
+            return True
+        consumers = [reader for out in op.outputs for reader in out.consumers()]
+        for other in (*consumers, *waiting_for(op)):
+            if other.name not in reached:
+                reached.add(other.name)
+                to_look_at.append(other)
+    return False
 
 
-def _by_replica(tensors: Sequence[tf.Tensor]):
-    return regroup(tensors, PerReplica)
+def unsummed(variable: ShardedVariable) -> str:
+    """Says why a gradient of a share is no sum over the replicas."""
+    return (
+        "Under shard='parameters', gradients are reduced where a weight is read, so a "
+        "function with a custom gradient must take the weight as an argument. Received: "
+        f"'{variable.path}', read inside a function under `tf.custom_gradient` or "
+        "`keras.remat`, to which TensorFlow passes only the shard. Use shard='optimizer', "
+        "or pass the weight's value to the function."
+    )
+
+
+def between_replicas(function: Callable[..., Sequence[tuple]], *tensors: tf.Tensor) -> tuple:
+    """The exchange of `Gathers` between the replicas of a strategy."""
+
+    def merged(strategy, *values):
+        results = function(*map(strategy.experimental_local_results, values))
+        return tuple(regroup(each, PerReplica) for each in zip(*results, strict=True))
+
+    return tf.distribute.get_replica_context().merge_call(merged, args=tensors)

@@ -1,7 +1,7 @@
 """Shards the large weights of a model over the replicas, or builds the model in shares."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -11,11 +11,12 @@ from tfparallel.replication.places import ReplicaPlaces
 from tfparallel.seams.keras import layers_in, weights_held_by
 from tfparallel.update.built_optimizers import optimizers_of, trained_by
 from tfparallel.update.optimizer import UnitOptimizer
+from tfparallel.update.places import Places
 from tfparallel.update.shares import shard
 from tfparallel.variables.deferred_build import NeedsStorage, StoragelessModel
 from tfparallel.variables.sharded import ShardedVariable
 
-__all__ = ["build_in_shares", "large_weights", "shard_weights"]
+__all__ = ["build_in_shares", "large_weights", "shard_all", "shard_weights"]
 
 # A weight of fewer elements is not worth a collective, like DeepSpeed's
 # `stage3_param_persistence_threshold`; its optimizer state is sharded anyway.
@@ -63,13 +64,19 @@ def shard_weights(model: keras.Model) -> None:
     places = ReplicaPlaces(model.strategy)
     extended = [each for each in optimizers_of(model) if isinstance(each, UnitOptimizer)]
     in_optimizers = {key for optimizer in extended for key in trained_by(optimizer)}
-    for weight in large_weights(model):
-        if not isinstance(weight, ShardedVariable) and id(weight) not in in_optimizers:
+    weights = [weight for weight in large_weights(model) if id(weight) not in in_optimizers]
+    shard_all(weights, places)
+
+
+def shard_all(weights: Iterable[keras.Variable], places: Places) -> None:
+    """Shards weights over places, except those that are sharded already."""
+    for weight in weights:
+        if not isinstance(weight, ShardedVariable):
             shard(weight, places, tf.convert_to_tensor(weight.value))
 
 
-def large_weights(model: keras.Model) -> Iterator[keras.Variable]:
-    """The weights that are worth sharding, and that no call writes."""
+def large_weights(model: keras.Layer) -> Iterator[keras.Variable]:
+    """The weights of a model or layer that are worth sharding, and that no call writes."""
     layers, writing = layers_in(model), keras.layers.SpectralNormalization
     wrapped = [layer.layer for layer in layers if isinstance(layer, writing)]
     written = {id(weight) for layer in wrapped for weight in weights_held_by(layer)}

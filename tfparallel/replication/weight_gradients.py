@@ -16,7 +16,7 @@ from tfparallel.collectives import indexed_slices
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.extend import attach
 from tfparallel.replication import state
-from tfparallel.replication.gathers import Gathers
+from tfparallel.replication.gathers import Gathers, between_replicas
 from tfparallel.replication.row_sums import Sums
 from tfparallel.seams.keras import storage_of
 from tfparallel.strategies import variables
@@ -48,7 +48,7 @@ class WeightGradients:
     ):
         self._layer, self._call, self._strategy, self._pending = layer, call, strategy, pending
         self._trained = [variable for variable in layer.variables if variable.trainable]
-        self.gathers = Gathers(strategy)
+        self.gathers = Gathers(between_replicas)
 
     @property
     def _whole(self) -> list[keras.Variable]:

@@ -24,6 +24,7 @@ from tfparallel.step.jit_compile import CompiledByDevice
 from tfparallel.step.logs import LogsWhereTheyAre
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.tracing.trial_trace import traced_apart
+from tfparallel.variables.sharded import ShardedGradient
 
 __all__ = ["PassResult", "OneStep"]
 
@@ -200,6 +201,8 @@ def _where_it_is(gradient):
     """Copies a gradient on its own device; a sparse one stays sparse."""
     if gradient is None:
         return None
+    if isinstance(gradient, ShardedGradient):
+        return ShardedGradient(list(map(_where_it_is, gradient.terms)))
     if isinstance(gradient, tf.IndexedSlices):
         values = _where_it_is(gradient.values)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)

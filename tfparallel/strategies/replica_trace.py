@@ -64,7 +64,7 @@ class ReplicaTrace(OneTrace):
 
 
 class MeshTrace(OneTrace):
-    """Runs functions for each replica of a mesh in this process, without exchanges.
+    """Runs functions for each replica of a mesh in this process.
 
     A replica has several devices, and a copy of each variable on one of them. In an eager step, the
     replicas run in turn. `index` is that of the first replica, among those of all processes.
@@ -97,7 +97,7 @@ class _FirstReplica(tf.distribute.ReplicaContext):
 
     def __init__(self, strategy, trace, others):
         super().__init__(strategy, strategy.first_in_job)  # TensorFlow finds its copies by it.
-        self._trace, self._others = trace, others
+        self._trace = trace
         self._outside = context()
         with tf.device(None):
             first, *rest = [
@@ -119,17 +119,14 @@ class _FirstReplica(tf.distribute.ReplicaContext):
                 "collective outside of it is required. Received: `merge_call`, of "
                 f"{getattr(fn, '__qualname__', fn)}."
             )
-        self._trace.make_others()
-        arguments = [(args, kwargs), *(other.of((args, kwargs)) for other in self._others)]
-        args, kwargs = distribute(arguments)
-        with not_recording(), within(**vars(self._outside)):
-            merged = super()._merge_call(fn, args, kwargs)
-        results = [of_replica(k, merged) for k in range(1 + len(self._others))]
-        first = tf.nest.map_structure(_apart, results[0], expand_composites=True)
-        for other, result in zip(self._others, results[1:], strict=True):
-            other.take(first, result)
-        self._trace.pass_over()
-        return first
+        merge_call = super()._merge_call
+
+        def merged(arguments):
+            with not_recording(), within(**vars(self._outside)):
+                result = merge_call(fn, *distribute(arguments))
+            return [of_replica(k, result) for k in range(len(arguments))]
+
+        return self._trace.exchange(merged, (args, kwargs))
 
 
 def _other(strategy, index: int) -> Again:
@@ -153,8 +150,3 @@ def _other_of_mesh(replica: Replica) -> Again:
         device_of,
         lambda handle: variables.copy_of(handle, replica.index, replica.number),
     )
-
-
-def _apart(leaf):
-    """Copies a tensor, so that other replicas can replace it even if all received the same."""
-    return tf.identity(leaf) if tf.is_symbolic_tensor(leaf) else leaf

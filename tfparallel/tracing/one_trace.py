@@ -65,9 +65,33 @@ class OneTrace:
             other.make(operations)
         self.pass_over()
 
+    def exchange(self, function: Callable[[list[Any]], Sequence[Any]], argument: Any) -> Any:
+        """Exchanges tensors between the replicas, while the first is traced.
+
+        Args:
+            function: Takes the argument of every replica, and returns the result of every replica:
+                nested structures of the same form.
+            argument: The argument of the first replica.
+
+        Returns:
+            The result of the first replica.
+        """
+        self.make_others()
+        results = function([argument, *(other.of(argument) for other in self._others)])
+        first = tf.nest.map_structure(_apart, results[0], expand_composites=True)
+        for other, result in zip(self._others, results[1:], strict=True):
+            other.take(first, result)
+        self.pass_over()
+        return first
+
     def pass_over(self) -> None:
         """Skips the operations since the last time, which belong to no replica."""
         self._num_seen = len(operations_here())
+
+
+def _apart(leaf):
+    """Copies a tensor, so that other replicas can replace it even if all received the same."""
+    return tf.identity(leaf) if tf.is_symbolic_tensor(leaf) else leaf
 
 
 def _of_components(structure):

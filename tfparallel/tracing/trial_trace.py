@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
+from tfparallel.compute_context import within
 from tfparallel.seams.tensorflow import FuncGraph, functions_traced_anew
 
 __all__ = ["traced_apart"]
@@ -22,4 +23,5 @@ def traced_apart() -> Iterator[None]:
         if tf.executing_eagerly():
             stack.enter_context(FuncGraph("traced_apart").as_default())
         stack.enter_context(functions_traced_anew())
+        stack.enter_context(within(gathers=None))  # Nothing that runs reads a weight here.
         yield

@@ -100,7 +100,8 @@ class Places:
 
     def beside(self, variable: keras.Variable) -> AbstractContextManager:
         """The device for slots and joined shares, so that stages do not wait for each other."""
-        return tf.device(getattr(variable, "_value", variable).device)
+        stored = getattr(variable, "_value", variable)
+        return contextlib.nullcontext() if stored is None else tf.device(stored.device)
 
     @contextlib.contextmanager
     def updating(self, gradient: Any, variable: tf.Variable) -> Iterator[None]:

@@ -232,7 +232,9 @@ def shard(variable: keras.Variable, places: Places, value: tf.Tensor) -> None:
         places: The places.
         value: The whole value of the weight.
     """
-    shard_variable(variable, _share_of(variable, places), places)
+    share = _share_of(variable, places)
+    places.copy([share])
+    shard_variable(variable, share, places)
     variable.assign(value)
 
 

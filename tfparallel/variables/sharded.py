@@ -36,6 +36,7 @@ __all__ = [
     "cut_out",
     "joined",
     "joined_rows",
+    "of_shape",
     "rows_of_share",
     "shape_shared_out",
     "shard_variable",
@@ -96,7 +97,8 @@ class ShardedVariable(ComposedVariable):
         gathers = context().gathers
         if gathers is not None:
             return gathers.read(self)
-        if is_in_replica() and not in_stateless_scope():
+        in_trace = context().replica is not None and not tf.executing_eagerly()
+        if (is_in_replica() or in_trace) and not in_stateless_scope():
             raise PlacementError(
                 "Under shard='parameters', weights can be read only in the forward pass of Keras's "
                 f"`fit`. Received: a read of '{self.path}' in `strategy.run`, or in a backward "
@@ -146,7 +148,7 @@ class ShardedVariable(ComposedVariable):
         """A tensor of the whole shape, without communication, for a trace that never runs."""
         rows = tf.concat([tf.convert_to_tensor(copy) for copy in self.pieces], 0)
         rows = tf.concat([rows] * self.places.workers.num_workers, 0)
-        return _of_shape(rows, self.shape)
+        return of_shape(rows, self.shape)
 
     def _direct_assign(self, value):
         value = tf.cast(value, self.share.dtype)
@@ -193,11 +195,11 @@ def joined_rows(
     wholes = []
     for row, weight in zip(rows, weights, strict=True):
         with places.beside(weight):
-            wholes.append(_of_shape(row, weight.shape))
+            wholes.append(of_shape(row, weight.shape))
     return wholes
 
 
-def _of_shape(rows: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
+def of_shape(rows: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
     """Reshapes the rows of all shares to the weight's shape, without the padding."""
     if rows.shape.num_elements() != math.prod(shape):
         size, *rest = shape_shared_out(shape)
