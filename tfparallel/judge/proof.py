@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.extend import attach
 from tfparallel.judge.arguments import placeholder_of, type_of_argument
 from tfparallel.judge.kept_attributes import attributes_kept, kept_tensors, plain_attributes
 from tfparallel.judge.metric_sums import SUMS, growth_of
@@ -25,7 +24,8 @@ from tfparallel.judge.propagation import (
     exchanges_of,
     judged_graph,
 )
-from tfparallel.judge.rules.draws import axis_of_rows, draws
+from tfparallel.judge.random_layers import drawing_layers, draws_in
+from tfparallel.judge.rules.draws import draws
 from tfparallel.judge.size import ROWS, depends_on_rows
 from tfparallel.judge.where import line_of, place_in
 from tfparallel.seams.keras import layers_in, mask_of, seed_generators_of
@@ -292,37 +292,8 @@ def _judged(layer, trace: _Trace) -> Proof:
         )
     outputs = [each for each in judged if each is not None]
     fault, exchanges = faults[0] if faults else None, bool(exchanges_of(judge.graph))
-    number, drawing = len(judge.graph.get_operations()), _drawing(layer, judge)
+    number, drawing = len(judge.graph.get_operations()), drawing_layers(layer, judge)
     return Proof(fault, outputs, number, drawing, stored, counted, exchanges)
-
-
-def _drawing(layer, judge) -> list[keras.Layer]:
-    """Returns the layers that draw other random values in pieces than on one device.
-
-    Tells their seed generators how to draw.
-    """
-    layers, axes, is_eager = {}, {}, tf.executing_eagerly()
-    for op, drawn, innermost in _draws(layer, judge.graph):
-        rows = axis_of_rows(drawn)
-        if op is drawn:
-            is_by_row = rows == judge.of(op.outputs[0]).placement
-        else:  # The trace of a function may be used again, for other rows.
-            is_by_row = rows is not None and not is_in_function(drawn.graph, judge.graph)
-        row_axes = {getattr(rows, "axis", None)}
-        is_model = isinstance(innermost, keras.Model)  # Its layers draw for themselves.
-        parts = [innermost] if is_model else layers_in(innermost)  # A recurrent layer has a cell.
-        generators = [generator for part in parts for generator in seed_generators_of(part)]
-        for generator in generators:
-            row_axes |= axes.get(id(generator), set())
-            axes[id(generator)] = row_axes
-            attach(generator, _row_axes=frozenset(row_axes))
-            if not is_by_row:
-                attach(generator, _draws_by_row=False)
-        # The shape of an eager draw does not tell where its rows are.
-        if not is_by_row or (is_eager and not (generators and len(row_axes) == 1)):
-            part, _ = place_in(layer, op, of_models=True)
-            layers[id(part)] = part
-    return list(layers.values())
 
 
 def _dropped_in_functions(layer, graph) -> Iterator[Fault]:
@@ -331,20 +302,11 @@ def _dropped_in_functions(layer, graph) -> Iterator[Fault]:
     The function may have been traced before the judged call, when its layers had other names, so
     the layer that draws is unknown.
     """
-    for op, drawn, _ in _draws(layer, graph):
+    for op, drawn, _ in draws_in(layer, graph):
         if is_in_function(drawn.graph, graph):
             for part in layers_in(place_in(layer, op)[0]):
                 if isinstance(part, keras.layers.Dropout) and part.rate:
                     yield Fault(part, "its mask", Mixed(drawn, f"draws {_IN_FUNCTION}"))
-
-
-def _draws(layer, graph) -> Iterator[tuple[tf.Operation, tf.Operation, keras.Layer]]:
-    """Yields operations of the graph, the draws in them, and the layers of these."""
-    for op in graph.get_operations():
-        for drawn in filter(draws, with_inner([op])):
-            # In a function, name scopes start anew.
-            innermost, _ = place_in(place_in(layer, op)[0], drawn)
-            yield op, drawn, innermost
 
 
 def _written(judge, scope, layer, sums) -> Iterator[tuple[str, Placement, tf.Tensor]]:
