@@ -13,7 +13,7 @@ import contextlib
 import keras
 
 from tfparallel.collectives.reducer import Reducer
-from tfparallel.pipeline.gradient_sums import held
+from tfparallel.pipeline.gradient_sums import local_storage
 from tfparallel.replication.accumulate import Accumulate
 from tfparallel.update.places import Places
 
@@ -53,7 +53,7 @@ class AccumulateBatches(Accumulate):
 
     def device_of_sum(self, variable: keras.Variable) -> str:
         """Returns the device on which a weight's gradients are added up."""
-        return held(variable).device
+        return local_storage(variable).device
 
     def of_all_workers(self, variables, sums, divisor):
         """Returns the sums over all workers; each worker knows the divisor of the whole batch."""

@@ -77,10 +77,10 @@ class ExtraLosses:
                 if seed is None:
                     continue
                 seed = tf.cast(seed, term.loss.dtype)
-                held = _held(term.parts)
-                values = [value for _, value in held]
+                in_memory = _storage_in(term.parts)
+                values = [value for _, value in in_memory]
                 gradients = term.tape.gradient(term.loss, values, output_gradients=seed)
-            for (part, value), gradient in zip(held, gradients, strict=True):
+            for (part, value), gradient in zip(in_memory, gradients, strict=True):
                 _add(sums, part, value, gradient, self._others, _BESIDE)
 
 
@@ -165,7 +165,7 @@ class WholeLoss:
         return None if gradient is None else tf.convert_to_tensor(gradient)
 
 
-def _held(parts: Sequence[keras.Variable]) -> list[tuple[keras.Variable, tf.Variable]]:
+def _storage_in(parts: Sequence[keras.Variable]) -> list[tuple[keras.Variable, tf.Variable]]:
     """The memory of weights or parts; of sharded weights, all shares."""
     return [
         (part, value)
@@ -175,7 +175,7 @@ def _held(parts: Sequence[keras.Variable]) -> list[tuple[keras.Variable, tf.Vari
 
 
 def _device_of(part: keras.Variable) -> str:
-    return _held([part])[0][1].device
+    return _storage_in([part])[0][1].device
 
 
 def _add(sums: GradientSums, variable, value, gradient, others: Others, reader: int) -> None:
@@ -213,6 +213,6 @@ def _regularized(model):
         if variable.regularizer is not None:
             parts = model._parts([variable])
             with tf.device(_device_of(parts[0])), tf.GradientTape() as tape:
-                tape.watch([value for _, value in _held(parts)])
+                tape.watch([value for _, value in _storage_in(parts)])
                 loss = variable.regularizer(variable)
             yield Regularized(loss, tape, parts)

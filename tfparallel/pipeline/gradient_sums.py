@@ -18,7 +18,7 @@ from tfparallel.seams.keras import storage_of
 from tfparallel.strategies.variables import copies
 from tfparallel.variables.sharded import ShardedVariable, rows_of_share, shape_shared_out
 
-__all__ = ["OF_LOSS", "Added", "GradientSums", "held", "read_by", "summed", "totals"]
+__all__ = ["OF_LOSS", "Added", "GradientSums", "local_storage", "read_by", "summed", "totals"]
 
 
 OF_LOSS = -2  # The reader of a weight in the loss: no stage.
@@ -64,7 +64,7 @@ class GradientSums:
         key = id(variable)
         if gradient is None:
             return []
-        with tf.device(held(variable).device):
+        with tf.device(local_storage(variable).device):
             if isinstance(gradient, tf.IndexedSlices):
                 # An identity copies the values to the weight's device.
                 slices = tf.IndexedSlices(
@@ -90,7 +90,7 @@ class GradientSums:
         return added
 
 
-def held(variable) -> tf.Variable:
+def local_storage(variable) -> tf.Variable:
     """The memory of a weight, or of its share."""
     if isinstance(variable, tf.Variable):
         return variable
@@ -159,7 +159,7 @@ def totals(
         for each in of_one:
             for reader, slices in each.sparse.items():
                 readers.setdefault(reader, []).extend(slices)
-        with tf.device(held(variable).device):
+        with tf.device(local_storage(variable).device):
             if total is not None and workers is not None:
                 total = tf.identity(total)
             slices = None
