@@ -21,7 +21,7 @@ DOCS_VENV := .venv-docs
 # With one: make demo DEMO_DEVICES=--split_gpu
 DEMO_DEVICES ?= --device_type=cpu
 
-.PHONY: setup demo test test-fast test-all test-versions test-gpu parity networks fuzz lint docs pictures \
+.PHONY: setup demo test test-fast test-all test-versions test-others test-gpu parity networks fuzz lint docs pictures \
   notebooks bench
 
 setup: $(READY)
@@ -63,6 +63,13 @@ test-all: $(READY)
 # release candidate of TensorFlow and the nightly Keras, to which setup.cfg is not open yet.
 test-versions:
 	$(PYTHON) -m tests.versions $(PAIRS)
+
+# Ray, Grain, Hugging Face's datasets, W&B and MLflow, which are installed into .venv: 1 GB.
+OTHERS := tests/ray tests/data/test_examples.py tests/workers/test_loggers.py tests/workers/test_outside_data.py \
+  tests/diagnostics/test_engine.py
+test-others: $(READY)
+	$(BIN)/python $(INSTALL) --editable '.[others]'
+	$(BIN)/python -m pytest $(OTHERS)
 
 parity: $(READY)
 	$(BIN)/python -m tests.parity.table --write
