@@ -87,6 +87,11 @@ def of_all_rows(shape, seed):
     return keras.ops.cast(keras.random.randint((1, *shape[1:]), 0, 99, seed=seed), "float32")
 
 
+def around_each(shape, seed):
+    means = keras.ops.reshape(keras.ops.arange(5.0), (1, 5, 1)) + keras.ops.ones((shape[0], 1, 1))
+    return keras.random.normal(shape, means, seed=seed)
+
+
 class TimeFirst(keras.layers.GaussianNoise):
     def call(self, x, training=False):
         swapped = super().call(keras.ops.transpose(x, (1, 0, 2)), training=training)
@@ -108,6 +113,7 @@ class Folded(keras.layers.GaussianNoise):
         lambda: Draws(lambda shape, seed: keras.random.truncated_normal(shape, 1.0, seed=seed)),
         lambda: Draws(of_each_row),
         lambda: Draws(of_all_rows),
+        lambda: Draws(around_each),
         lambda: TimeFirst(1.0, seed=5),
         lambda: Folded(1.0, seed=5),
         lambda: keras.layers.Dropout(0.4, seed=3),
@@ -116,8 +122,8 @@ class Folded(keras.layers.GaussianNoise):
         lambda: keras.layers.SpatialDropout1D(0.4, seed=3),
     ],
     ids=[
-        *("noise", "noisy units", "uniform", "truncated", "row", "all", "time first", "folded"),
-        *("dropout", "dropped steps", "one mask", "spatial"),
+        *("noise", "noisy units", "uniform", "truncated", "row", "all", "means", "time first"),
+        *("folded", "dropout", "dropped steps", "one mask", "spatial"),
     ],
 )
 def test_draws_of_the_shards_join_to_those_of_the_batch(layer):

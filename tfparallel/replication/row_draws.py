@@ -89,42 +89,42 @@ tf.register_tensor_conversion_function(Seed, _as_tensor)
 @tf.experimental.dispatch_for_api(tf.random.stateless_uniform, {"seed": Seed})
 def _uniform(shape, seed, minval=0, maxval=None, dtype=tf.float32, name=None, alg="auto_select"):
     dtype = tf.as_dtype(dtype)
-
-    def draw(sizes, numbers):
-        return tf.random.stateless_uniform(sizes, numbers, minval, maxval, dtype, name, alg)
-
-    def draw_rows(sizes, shard):
-        low = tf.convert_to_tensor(minval, dtype)
-        high = tf.convert_to_tensor(1 if maxval is None else maxval, dtype)
-        return uniform_of_rows(sizes, dtype, seed.of_batch, shard) * (high - low) + low
-
-    return _drawn(seed, shape, draw, draw_rows if dtype.is_floating else None)
+    if dtype.is_integer:
+        return _drawn(
+            seed,
+            shape,
+            lambda sizes, numbers: tf.random.stateless_uniform(
+                sizes, numbers, minval, maxval, dtype, name, alg
+            ),
+        )
+    values = _drawn(
+        seed,
+        shape,
+        lambda sizes, numbers: tf.random.stateless_uniform(sizes, numbers, dtype=dtype, alg=alg),
+        lambda sizes, shard: uniform_of_rows(sizes, dtype, seed.of_batch, shard),
+    )
+    low = tf.convert_to_tensor(minval, dtype)
+    high = tf.convert_to_tensor(1 if maxval is None else maxval, dtype)
+    return tf.add(values * (high - low), low, name)
 
 
 @tf.experimental.dispatch_for_api(tf.random.stateless_normal, {"seed": Seed})
-def _normal(
-    shape, seed, mean=0.0, stddev=1.0, dtype=tf.float32, name=None, alg="auto_select"
-):
-    return _drawn(
-        seed,
-        shape,
-        lambda sizes, numbers: tf.random.stateless_normal(
-            sizes, numbers, mean, stddev, dtype, name, alg
-        ),
-    )
+def _normal(shape, seed, mean=0.0, stddev=1.0, dtype=tf.float32, name=None, alg="auto_select"):
+    return _scaled(tf.random.stateless_normal, shape, seed, mean, stddev, dtype, name, alg)
 
 
 @tf.experimental.dispatch_for_api(tf.random.stateless_truncated_normal, {"seed": Seed})
 def _truncated_normal(
     shape, seed, mean=0.0, stddev=1.0, dtype=tf.float32, name=None, alg="auto_select"
 ):
-    return _drawn(
-        seed,
-        shape,
-        lambda sizes, numbers: tf.random.stateless_truncated_normal(
-            sizes, numbers, mean, stddev, dtype, name, alg
-        ),
-    )
+    draw = tf.random.stateless_truncated_normal
+    return _scaled(draw, shape, seed, mean, stddev, dtype, name, alg)
+
+
+def _scaled(draw, shape, seed, mean, stddev, dtype, name, alg):
+    """Draws standard values, and scales them here: the piece knows its own means only."""
+    values = _drawn(seed, shape, lambda sizes, numbers: draw(sizes, numbers, dtype=dtype, alg=alg))
+    return tf.add(values * tf.convert_to_tensor(stddev, dtype), mean, name)
 
 
 @tf.experimental.dispatch_for_api(tf.nn.experimental.stateless_dropout, {"seed": Seed})
