@@ -73,7 +73,7 @@ class Draws(keras.layers.Layer):
 
     def __init__(self, draw):
         super().__init__()
-        self.draw, self.seed = draw, keras.random.SeedGenerator(11)
+        self.draw, self.seed = draw, keras.random.SeedGenerator(2**40 + 11)
 
     def call(self, x, training=False):
         return x + self.draw(keras.ops.shape(x), self.seed)
@@ -90,6 +90,22 @@ def of_all_rows(shape, seed):
 def around_each(shape, seed):
     means = keras.ops.reshape(keras.ops.arange(5.0), (1, 5, 1)) + keras.ops.ones((shape[0], 1, 1))
     return keras.random.normal(shape, means, seed=seed)
+
+
+class DrawsInALoop(Draws):
+    """Once for each row."""
+
+    def call(self, x, training=False):
+        return tf.map_fn(lambda row: row + keras.random.normal((5, 3), seed=self.seed), x)
+
+
+class DrawsInItsGradient(Draws):
+    def call(self, x, training=False):
+        @tf.custom_gradient
+        def noisy(x):
+            return x * 1, lambda dy: dy + keras.random.normal(keras.ops.shape(x), seed=self.seed)
+
+        return noisy(x)
 
 
 class TimeFirst(keras.layers.GaussianNoise):
@@ -114,6 +130,7 @@ class Folded(keras.layers.GaussianNoise):
         lambda: Draws(of_each_row),
         lambda: Draws(of_all_rows),
         lambda: Draws(around_each),
+        lambda: Draws(lambda shape, seed: tf.random.stateless_normal(shape, seed.next())),
         lambda: TimeFirst(1.0, seed=5),
         lambda: Folded(1.0, seed=5),
         lambda: keras.layers.Dropout(0.4, seed=3),
@@ -122,8 +139,8 @@ class Folded(keras.layers.GaussianNoise):
         lambda: keras.layers.SpatialDropout1D(0.4, seed=3),
     ],
     ids=[
-        *("noise", "noisy units", "uniform", "truncated", "row", "all", "means", "time first"),
-        *("folded", "dropout", "dropped steps", "one mask", "spatial"),
+        *("noise", "noisy units", "uniform", "truncated", "row", "all", "means", "direct"),
+        *("time first", "folded", "dropout", "dropped steps", "one mask", "spatial"),
     ],
 )
 def test_draws_of_the_shards_join_to_those_of_the_batch(layer):
@@ -147,10 +164,14 @@ def test_draws_of_the_shards_join_to_those_of_the_batch(layer):
     ("layer", "shape"),
     [
         (lambda: Draws(lambda shape, seed: keras.random.gamma(shape, 2.0, seed=seed)), (5, 3)),
+        (lambda: Draws(lambda shape, seed: keras.random.beta(shape, 2.0, 1.0, seed=seed)), (5, 3)),
         # The rows are on axis 1; axis 0, which is of unknown size too, looks like theirs.
         (lambda: TimeFirst(1.0, seed=5), (None, 3)),
+        (lambda: DrawsInALoop(None), (5, 3)),
+        (lambda: Draws(lambda shape, seed: tf.cast(seed.next()[0] % 5, "float32")), (5, 3)),
+        (lambda: DrawsInItsGradient(None), (5, 3)),
     ],
-    ids=["gamma", "time of any length first"],
+    ids=["gamma", "beta", "time of any length first", "loop", "number", "gradient"],
 )
 def test_a_layer_whose_draws_cannot_be_divided_is_named(layer, shape):
     def drawn():

@@ -6,8 +6,9 @@ import keras
 import tensorflow as tf
 
 from tfparallel.extend import attach
+from tfparallel.judge.placements import Shard
 from tfparallel.judge.propagation import Judge
-from tfparallel.judge.rules.draws import axis_of_rows, draws
+from tfparallel.judge.rules.draws import GLOBAL_SEED, draws, is_seed_as_number, row_draw_of
 from tfparallel.judge.where import place_in
 from tfparallel.seams.keras import layers_in, seed_generators_of
 from tfparallel.tracing.graphs import is_in_function, with_inner
@@ -20,28 +21,36 @@ def drawing_layers(layer: keras.Layer, judge: Judge) -> list[keras.Layer]:
 
     Tells their seed generators how to draw.
     """
-    layers, axes, is_eager = {}, {}, tf.executing_eagerly()
+    layers: dict[int, keras.Layer] = {}
+    axes: dict[int, set] = {}
     for op, drawn, innermost in draws_in(layer, judge.graph):
-        rows = axis_of_rows(drawn)
-        if op is drawn:
-            is_by_row = rows == judge.of(op.outputs[0]).placement
-        else:  # The trace of a function may be used again, for other rows.
-            is_by_row = rows is not None and not is_in_function(drawn.graph, judge.graph)
-        row_axes = {getattr(rows, "axis", None)}
-        is_model = isinstance(innermost, keras.Model)  # Its layers draw for themselves.
-        parts = [innermost] if is_model else layers_in(innermost)  # A recurrent layer has a cell.
-        generators = [generator for part in parts for generator in seed_generators_of(part)]
-        for generator in generators:
-            row_axes |= axes.get(id(generator), set())
-            axes[id(generator)] = row_axes
-            attach(generator, _row_axes=frozenset(row_axes))
-            if not is_by_row:
-                attach(generator, _draws_by_row=False)
-        # The shape of an eager draw does not tell where its rows are.
-        if not is_by_row or (is_eager and not (generators and len(row_axes) == 1)):
+        # The layers of a model draw for themselves; a recurrent layer has a cell.
+        parts = [innermost] if isinstance(innermost, keras.Model) else layers_in(innermost)
+        generators = {str(id(each)): each for part in parts for each in seed_generators_of(part)}
+        draw = row_draw_of(drawn)
+        if draw is not None and draw.source in generators:
+            generator = generators[draw.source]
+            axes.setdefault(id(generator), set()).add(getattr(draw.rows, "axis", None))
+            attach(generator, _row_axes=frozenset(axes[id(generator)]))
+            # The shape of an eager draw does not tell where its rows are.
+            is_by_row = not tf.executing_eagerly() or len(axes[id(generator)]) == 1
+        else:  # A draw of another layer's generator is one in a backward pass.
+            is_global = draw is not None and draw.source == GLOBAL_SEED
+            is_by_row = is_global and not tf.executing_eagerly()
+        if not is_by_row or not _is_right(judge, op, drawn, draw.rows):
             part, _ = place_in(layer, op, of_models=True)
             layers[id(part)] = part
+            for generator in generators.values():
+                attach(generator, _draws_by_row=False)
     return list(layers.values())
+
+
+def _is_right(judge, op, drawn, rows) -> bool:
+    """Whether the judge sees the rows where the draw has them."""
+    if op is drawn:
+        return rows == judge.of(op.outputs[0]).placement
+    # A loop may run once for each row, and the trace of a function be used for other rows.
+    return isinstance(rows, Shard) and not is_in_function(drawn.graph, judge.graph)
 
 
 def draws_in(
@@ -49,7 +58,9 @@ def draws_in(
 ) -> Iterator[tuple[tf.Operation, tf.Operation, keras.Layer]]:
     """Yields operations of the graph, the draws in them, and the layers of these."""
     for op in graph.get_operations():
-        for drawn in filter(draws, with_inner([op])):
+        for drawn in with_inner([op]):
+            if not (draws(drawn) or is_seed_as_number(drawn)):
+                continue
             # In a function, name scopes start anew.
             innermost, _ = place_in(place_in(layer, op)[0], drawn)
             yield op, drawn, innermost

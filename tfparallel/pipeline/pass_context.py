@@ -8,7 +8,6 @@ On one device, a layer is called once per step; here M times, and again in a rec
 """
 
 import contextlib
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +19,7 @@ from tfparallel.data import rows_of_replica as shards
 from tfparallel.extend import extend
 from tfparallel.judge.propagation import is_judging
 from tfparallel.placement.layer_devices import PlacementError
-from tfparallel.replication.random import drawing_by, global_seed_generator
+from tfparallel.replication.random import drawing_by, global_seed_generator, in_pieces
 from tfparallel.replication.row_draws import DividedSeeds
 from tfparallel.seams.keras import layers_in, seed_generators_of
 
@@ -39,7 +38,7 @@ class StepMemory:
 
     def __init__(self):
         self.seeds: dict[Any, tf.Tensor] = {}
-        self.global_seeds = extend(copy.copy(global_seed_generator()), MicroBatchSeedGenerator)
+        self.global_seeds = in_pieces(global_seed_generator(), MicroBatchSeedGenerator)
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
     def outside(self) -> contextlib.AbstractContextManager:

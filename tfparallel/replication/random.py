@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.extend import extend
 from tfparallel.judge.propagation import is_judging
+from tfparallel.judge.rules.draws import GLOBAL_SEED
 from tfparallel.replication.row_draws import DividedSeeds
 from tfparallel.seams.keras import (
     GLOBAL_SEED_GENERATOR,
@@ -56,6 +57,13 @@ def global_seed_generator() -> keras.random.SeedGenerator:
     return get_global(GLOBAL_SEED_GENERATOR)
 
 
+def in_pieces(
+    global_seed: keras.random.SeedGenerator, mixin: type[DividedSeeds]
+) -> keras.random.SeedGenerator:
+    """Returns a copy of Keras's global generator, extended; the original stays as it is."""
+    return extend(copy.copy(global_seed), mixin, _source=GLOBAL_SEED)
+
+
 @contextlib.contextmanager
 def drawing_by(generator: keras.random.SeedGenerator) -> Iterator[None]:
     """Makes a generator Keras's global one in this thread, within the block."""
@@ -72,7 +80,7 @@ def drawing_by_row(call: Callable) -> Callable:
 
     @functools.wraps(call)
     def wrapped(*args, **kwargs):
-        with drawing_by(by_replica(copy.copy(global_seed_generator()))):
+        with drawing_by(in_pieces(global_seed_generator(), ReplicaSeedGenerator)):
             return call(*args, **kwargs)
 
     return wrapped

@@ -5,9 +5,9 @@ shape holds the number of rows is made for the whole batch, and a piece keeps it
 other draw is that of one device. So a layer that draws through a `keras.random.SeedGenerator`, such
 as `GaussianNoise`, `LSTM(dropout=…)`, `RandomFlip` or your own, trains as on one device.
 
-Some draws do not say which of their rows belong to which example: those in a loop, and
-distributions other than those below. There, each piece folds its index into the seed: reproducible,
-but not what one device draws.
+Some draws do not say which of their rows belong to which example: those in a loop over examples,
+and distributions other than those below. There, each piece folds its index into the seed:
+reproducible, but not what one device draws.
 """
 
 import math
@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfparallel.data import provenance
 from tfparallel.data import rows_of_replica as shards
-from tfparallel.judge.rules.draws import by_row
+from tfparallel.judge.rules.draws import as_number, by_row
 
 __all__ = ["DividedSeeds", "Seed", "narrowed", "uniform_of_rows"]
 
@@ -28,23 +28,67 @@ _UNKNOWN, _NONE = -2, -1  # Axes of a `Seed`.
 
 
 class Seed(tf.experimental.ExtensionType):
-    """The seed of a draw, as `keras.random` narrows it; converts to the seed of this piece alone.
+    """The seed of a draw. As a number, or in a function that is not below, it is this piece's own.
 
     Attributes:
-        of_batch: The seed that one device draws with, of shape `(2,)` and int32.
+        of_batch: The seed that one device draws with, of shape `(2,)`.
         of_piece: A seed with the piece's index folded in, for draws that cannot be divided.
+        source: The name by which the judge knows the generator.
         axis: For an eager step, whose shapes are plain numbers: the axis of the draw that holds the
             rows, or -1 for none.
     """
 
     of_batch: tf.Tensor
     of_piece: tf.Tensor
+    source: str
     axis: int = _UNKNOWN
 
     @property
     def dtype(self) -> tf.DType:
-        """The type of both, by which Keras sees that they are narrow."""
+        """The type of both."""
         return self.of_batch.dtype
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """The shape of both."""
+        return self.of_batch.shape
+
+    def both(self, function: Callable[[tf.Tensor], tf.Tensor]) -> "Seed":
+        """Returns a seed from a function of this one."""
+        seeds = function(self.of_batch), function(self.of_piece)
+        return Seed(*seeds, source=self.source, axis=self.axis)
+
+    def number(self) -> tf.Tensor:
+        """The seed as a number, which differs between pieces; the judge names the layer."""
+        with as_number():
+            return tf.identity(self.of_piece)
+
+    def __getitem__(self, key):
+        return self.number()[key]
+
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        return iter(tf.unstack(self.number()))
+
+    def __add__(self, other):
+        return self.number() + other
+
+    def __radd__(self, other):
+        return other + self.number()
+
+    def __sub__(self, other):
+        return self.number() - other
+
+    def __mul__(self, other):
+        return self.number() * other
+
+    def __rmul__(self, other):
+        return other * self.number()
+
+    def __mod__(self, other):
+        return self.number() % other
 
 
 class DividedSeeds:
@@ -59,6 +103,7 @@ class DividedSeeds:
 
     _draws_by_row = True
     _row_axes: frozenset[int | None] = frozenset()
+    _source = ""  # The name of the generator for the judge; its `id` by default.
 
     def _divided(self, of_batch: tf.Tensor, of_piece: tf.Tensor) -> Seed | tf.Tensor:
         """Returns the seed with which a piece draws, from those of Keras's, in 64 bits."""
@@ -68,22 +113,30 @@ class DividedSeeds:
             axis = _NONE if row_axis is None else row_axis
         if not self._draws_by_row or (tf.executing_eagerly() and axis == _UNKNOWN):
             return of_piece
-        return Seed(narrowed(of_batch), narrowed(of_piece), axis)
+        return Seed(of_batch, of_piece, self._source or str(id(self)), axis)
 
 
 def narrowed(seed: tf.Tensor | Seed) -> tf.Tensor | Seed:
     """Returns a seed in 32 bits, as `keras.random` narrows it before a draw."""
-    if isinstance(seed, Seed):
-        return seed
     return tf.cast(tf.math.floormod(seed, tf.int32.max - 1), tf.int32)
 
 
 def _as_tensor(seed, dtype=None, name=None, as_ref=False):
     del as_ref
-    return tf.cast(seed.of_piece, dtype or tf.int32, name)
+    return tf.cast(seed.number(), dtype or seed.dtype, name)
 
 
 tf.register_tensor_conversion_function(Seed, _as_tensor)
+
+
+@tf.experimental.dispatch_for_api(tf.math.floormod, {"x": Seed})
+def _floormod(x, y, name=None):
+    return x.both(lambda seed: tf.math.floormod(seed, y, name))
+
+
+@tf.experimental.dispatch_for_api(tf.cast, {"x": Seed})
+def _cast(x, dtype, name=None):
+    return x.both(lambda seed: tf.cast(seed, dtype, name))
 
 
 @tf.experimental.dispatch_for_api(tf.random.stateless_uniform, {"seed": Seed})
@@ -156,7 +209,7 @@ def _drawn(
         return draw(shape, seed.of_piece)
     axis = axes[0] if axes else None
     if shard is None or axis is None:
-        with by_row(axis):
+        with by_row(axis, seed.source):
             return draw(shape, seed.of_batch)
     if axis == 0 and draw_rows is not None:
         return draw_rows(sizes, shard)

@@ -10,7 +10,6 @@ A replica writes variables to its own copies (`ReplicaScope`). Afterwards
 """
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 
 import keras
@@ -18,7 +17,7 @@ import tensorflow as tf
 
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.problems import PlacementError
-from tfparallel.replication.random import by_replica, global_seed_generator
+from tfparallel.replication.random import ReplicaSeedGenerator, global_seed_generator, in_pieces
 from tfparallel.seams.keras import (
     DTYPE_POLICY,
     GLOBAL_SEED_GENERATOR,
@@ -90,10 +89,10 @@ class CallState:
     def inherited(self) -> Iterator[None]:
         """Gives a replica's thread the Keras state of the caller's thread, within the block.
 
-        With Keras's global seed, a replica draws different numbers, as with a layer's seed.
+        With Keras's global seed, a replica draws for its rows, as with a layer's seed.
         """
         before = {name: get_global(name) for name in self._thread_state}
-        seed = by_replica(copy.copy(self._thread_state[GLOBAL_SEED_GENERATOR]))
+        seed = in_pieces(self._thread_state[GLOBAL_SEED_GENERATOR], ReplicaSeedGenerator)
         for name, value in (self._thread_state | {GLOBAL_SEED_GENERATOR: seed}).items():
             set_global(name, value)
         try:

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -9,9 +10,21 @@ from tfparallel.judge.placements import OF_REPLICA, Mixed, Replicate, Shard
 from tfparallel.judge.rules.call import Call, first_mixed, spread
 from tfparallel.judge.size import depends_on_rows
 
-__all__ = ["axis_of_rows", "by_row", "drawn", "draws", "shape_argument"]
+__all__ = [
+    "GLOBAL_SEED",
+    "RowDraw",
+    "as_number",
+    "by_row",
+    "drawn",
+    "draws",
+    "is_seed_as_number",
+    "row_draw_of",
+    "shape_argument",
+]
 
-_OF_BATCH = "draw_of_batch"
+GLOBAL_SEED = "global"  # The name of Keras's global generator.
+
+_OF_BATCH, _AS_NUMBER = "draw_of_batch", "seed_as_number"
 
 _DRAWS = re.compile("Random|Multinomial|TruncatedNormal|StandardNormal|StatefulUniform|Binomial")
 _COUNTS = re.compile("GetKeyCounter|GetAlg|GetKey")
@@ -35,20 +48,40 @@ def draws(op) -> bool:
     return bool(_DRAWS.search(op.type)) and not _COUNTS.search(op.type)
 
 
-def by_row(axis: int | None) -> contextlib.AbstractContextManager:
+def by_row(axis: int | None, source: str) -> contextlib.AbstractContextManager:
     """Marks a draw, for the judge, of which each piece keeps its rows, on an axis of its shape.
 
-    None for a draw without rows, which is the same in all pieces.
+    Args:
+        axis: The axis; None for a draw without rows, which is the same in all pieces.
+        source: The name of the generator.
     """
-    return tf.name_scope(f"{_OF_BATCH}_{'all' if axis is None else axis}_")
+    return tf.name_scope(f"{_OF_BATCH}_{'all' if axis is None else axis}_by_{source}_")
 
 
-def axis_of_rows(op) -> Replicate | Shard | None:
-    """Returns where a draw that is marked `by_row` has its rows; None if it is not marked."""
-    marked = re.search(rf"(?:^|/){_OF_BATCH}_(all|\d+)_(?:_\d+)?/", op.name)
+def as_number() -> contextlib.AbstractContextManager:
+    """Marks, for the judge, the use of a seed as a number."""
+    return tf.name_scope(_AS_NUMBER)
+
+
+def is_seed_as_number(op) -> bool:
+    """Returns whether an operation is marked with `as_number`."""
+    return op.type == "Identity" and bool(re.search(rf"(?:^|/){_AS_NUMBER}(?:_\d+)?/", op.name))
+
+
+class RowDraw(NamedTuple):
+    """How a draw is marked: where its rows are, and the name of its generator."""
+
+    rows: Replicate | Shard
+    source: str
+
+
+def row_draw_of(op) -> RowDraw | None:
+    """Returns the mark of `by_row` on a draw; None if it has none."""
+    marked = re.search(rf"(?:^|/){_OF_BATCH}_(all|\d+)_by_(\w+?)_(?:_\d+)?/", op.name)
     if marked is None:
         return None
-    return Replicate() if marked[1] == "all" else Shard(int(marked[1]))
+    axis, source = marked.groups()
+    return RowDraw(Replicate() if axis == "all" else Shard(int(axis)), source)
 
 
 def shape_argument(op) -> int | None:
