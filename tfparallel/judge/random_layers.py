@@ -23,26 +23,34 @@ def drawing_layers(layer: keras.Layer, judge: Judge) -> list[keras.Layer]:
     """
     layers: dict[int, keras.Layer] = {}
     axes: dict[int, set] = {}
+    known = {str(id(each)): each for each in _generators_of(layers_in(layer))}
     for op, drawn, innermost in draws_in(layer, judge.graph):
         # The layers of a model draw for themselves; a recurrent layer has a cell.
-        parts = [innermost] if isinstance(innermost, keras.Model) else layers_in(innermost)
-        generators = {str(id(each)): each for part in parts for each in seed_generators_of(part)}
+        is_model = isinstance(innermost, keras.Model)
+        generators = _generators_of([innermost] if is_model else layers_in(innermost))
         draw = row_draw_of(drawn)
-        if draw is not None and draw.source in generators:
-            generator = generators[draw.source]
+        generator = None if draw is None else known.get(draw.source)
+        if generator is not None:
+            generators = [*generators, generator]
             axes.setdefault(id(generator), set()).add(getattr(draw.rows, "axis", None))
             attach(generator, _row_axes=frozenset(axes[id(generator)]))
             # The shape of an eager draw does not tell where its rows are.
             is_by_row = not tf.executing_eagerly() or len(axes[id(generator)]) == 1
-        else:  # A draw of another layer's generator is one in a backward pass.
+            # A layer's draw outside of all layers is one in a backward pass.
+            is_by_row &= not is_model or generator in generators[:-1]
+        else:
             is_global = draw is not None and draw.source == GLOBAL_SEED
             is_by_row = is_global and not tf.executing_eagerly()
         if not is_by_row or not _is_right(judge, op, drawn, draw.rows):
             part, _ = place_in(layer, op, of_models=True)
             layers[id(part)] = part
-            for generator in generators.values():
-                attach(generator, _draws_by_row=False)
+            for each in generators:
+                attach(each, _draws_by_row=False)
     return list(layers.values())
+
+
+def _generators_of(parts) -> list[keras.random.SeedGenerator]:
+    return [generator for part in parts for generator in seed_generators_of(part)]
 
 
 def _is_right(judge, op, drawn, rows) -> bool:
