@@ -80,7 +80,8 @@ def test_what_cannot_be_sent_is_refused_on_all_workers(job):
         "`op` must be 'sum', 'mean', 'max' or 'min'. Received: op='average'.",
         f"`root` must be an integer from 0 to {last}: .* Received: root={last + 1}.",
         "Received: root=True.",
-        "a: Dense tensors .* Received: NoneType None. b: Numbers .* of type complex128.",
+        "a: Dense tensors .* Received: NoneType None. "
+        "b: A numeric or boolean tensor .* of type complex128.",
         "Received: int 18446744073709551616.",
         "At least one axis is required, which is split. Received: a scalar.",
         "positive number of seconds. Received: timeout_seconds=0.",
