@@ -1,47 +1,25 @@
-"""What the workers of these tests train: digits in float64, with a record of each step.
-
-A unique number follows the label of each example. Its mean over a batch shows which examples the
-batch had.
-"""
+"""What the workers of these tests train: the network of `benchmarks/elastic_worker.py`, shorter."""
 
 import json
 import os
 import pathlib
+import sys
 import time
 
 import keras
-import numpy as np
-from sklearn.datasets import load_digits
 
 import tfparallel
 
-ROWS, STEPS, EPOCHS, EVERY = 60, 20, 3, 5
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "benchmarks"))
+from elastic_worker import EVERY, ROWS, build, examples, of_label  # noqa: E402
+from elastic_worker import data as all_data  # noqa: E402
+
+STEPS, EPOCHS = 20, 3
 SLOW_FROM = 8
 
 
 def data():
-    digits = load_digits()
-    x = digits.data[: ROWS * STEPS].astype("float64") / 16.0
-    numbers = np.arange(len(x), dtype="int64") * 2654435761 % 2**32
-    return x, np.stack([digits.target[: len(x)], numbers], 1).astype("float64")
-
-
-def build():
-    keras.utils.set_random_seed(7)
-    dense, dropout = keras.layers.Dense, keras.layers.Dropout
-    return keras.Sequential(
-        [keras.Input((64,)), dense(32, "relu"), dropout(0.2, seed=1), dense(10)]
-    )
-
-
-@keras.saving.register_keras_serializable()
-def of_label(y, logits):
-    return keras.losses.sparse_categorical_crossentropy(y[:, 0], logits, from_logits=True)
-
-
-@keras.saving.register_keras_serializable()
-def examples(y, logits):
-    return y[:, 1]
+    return tuple(part[: ROWS * STEPS] for part in all_data())
 
 
 class Keeps(keras.callbacks.Callback):
