@@ -14,6 +14,7 @@ import tfparallel
 from tfparallel.cluster.loopback import loopback_only
 from tfparallel.cluster.ports import free_ports
 from tfparallel.seams.functional import LEAVES_TRAINING
+from tfparallel.seams.keras import is_in_call
 from tfparallel.seams.tensorflow import ResourceVariable
 
 TOP = pathlib.Path(__file__).parents[1]
@@ -76,6 +77,24 @@ def test_a_variable_of_a_strategys_scope_has_copies():
     with strategy.scope():
         assert hasattr(tf.Variable(0.0), "values")
         assert not hasattr(ResourceVariable(0.0), "values")
+
+
+def test_a_backward_pass_is_no_call():
+    class Probe(keras.layers.Layer):
+        def call(self, x):
+            @tf.custom_gradient
+            def same(x):
+                seen.append(is_in_call())
+                return x * 1, lambda upstream: seen.append(is_in_call()) or upstream
+
+            return same(x)
+
+    seen = []
+    with tf.GradientTape() as tape:
+        x = tf.Variable(1.0)
+        y = Probe()(x)
+    tape.gradient(y, x)
+    assert seen == [True, False] and not is_in_call()
 
 
 def test_what_a_call_without_training_is_called_with():

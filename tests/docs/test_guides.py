@@ -126,6 +126,8 @@ def test_patterns_ignore_what_varies_between_runs():
 @pytest.mark.slow  # The forms are trained elsewhere; this is that the page can be copied.
 @pytest.mark.parametrize("script, on_workers, shown", SCRIPTS)
 def test_a_script_can_be_copied(script, on_workers, shown, tmp_path):
+    for package in re.findall(r"^import (\w+)", script, re.MULTILINE):
+        pytest.importorskip(package)
     (tmp_path / "train.py").write_text(script, encoding="utf-8")
     launcher = ["-m", "tfparallel", "launch", "--nproc_per_node=2", "--", sys.executable]
     command = [*launcher * on_workers, "train.py"]

@@ -36,8 +36,8 @@ def drawing_layers(layer: keras.Layer, judge: Judge) -> list[keras.Layer]:
             attach(generator, _row_axes=frozenset(axes[id(generator)]))
             # The shape of an eager draw does not tell where its rows are.
             is_by_row = not tf.executing_eagerly() or len(axes[id(generator)]) == 1
-            # A layer's draw outside of all layers is one in a backward pass.
-            is_by_row &= not is_model or generator in generators[:-1]
+            # A layer's seed that is not drawn in a call is drawn in a backward pass.
+            is_by_row &= draw.is_in_call or (is_model and generator in generators[:-1])
         else:
             is_global = draw is not None and draw.source == GLOBAL_SEED
             is_by_row = is_global and not tf.executing_eagerly()

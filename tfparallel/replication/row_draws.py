@@ -20,6 +20,7 @@ import tensorflow as tf
 from tfparallel.data import provenance
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.judge.rules.draws import as_number, by_row
+from tfparallel.seams.keras import is_in_call
 
 __all__ = ["DividedSeeds", "Seed", "narrowed", "uniform_of_rows"]
 
@@ -34,6 +35,7 @@ class Seed(tf.experimental.ExtensionType):
         of_batch: The seed that one device draws with, of shape `(2,)`.
         of_piece: A seed with the piece's index folded in, for draws that cannot be divided.
         source: The name by which the judge knows the generator.
+        is_in_call: Whether a layer's call asked for it; a backward pass may not know its rows.
         axis: For an eager step, whose shapes are plain numbers: the axis of the draw that holds the
             rows, or -1 for none.
     """
@@ -41,6 +43,7 @@ class Seed(tf.experimental.ExtensionType):
     of_batch: tf.Tensor
     of_piece: tf.Tensor
     source: str
+    is_in_call: bool = True
     axis: int = _UNKNOWN
 
     @property
@@ -56,7 +59,7 @@ class Seed(tf.experimental.ExtensionType):
     def both(self, function: Callable[[tf.Tensor], tf.Tensor]) -> "Seed":
         """Returns a seed from a function of this one."""
         seeds = function(self.of_batch), function(self.of_piece)
-        return Seed(*seeds, source=self.source, axis=self.axis)
+        return Seed(*seeds, self.source, self.is_in_call, self.axis)
 
     def number(self) -> tf.Tensor:
         """The seed as a number, which differs between pieces; the judge names the layer."""
@@ -113,7 +116,7 @@ class DividedSeeds:
             axis = _NONE if row_axis is None else row_axis
         if not self._draws_by_row or (tf.executing_eagerly() and axis == _UNKNOWN):
             return of_piece
-        return Seed(of_batch, of_piece, self._source or str(id(self)), axis)
+        return Seed(of_batch, of_piece, self._source or str(id(self)), is_in_call(), axis)
 
 
 def narrowed(seed: tf.Tensor | Seed) -> tf.Tensor | Seed:
@@ -209,7 +212,7 @@ def _drawn(
         return draw(shape, seed.of_piece)
     axis = axes[0] if axes else None
     if shard is None or axis is None:
-        with by_row(axis, seed.source):
+        with by_row(axis, seed.source, seed.is_in_call):
             return draw(shape, seed.of_batch)
     if axis == 0 and draw_rows is not None:
         return draw_rows(sizes, shard)

@@ -45,6 +45,7 @@ __all__ = [
     "in_stateless_scope",
     "initialize",
     "initializer_of",
+    "is_in_call",
     "layers_held_by",
     "layers_in",
     "logits_beside",
@@ -178,6 +179,11 @@ def get_global(name: str) -> Any:
 def set_global(name: str, value: Any) -> None:
     """Sets a value of Keras's thread-local state."""
     global_state.set_global_attribute(name, value)
+
+
+def is_in_call() -> bool:
+    """Returns whether a layer is being called in this thread."""
+    return get_global("current_call_ctx") is not None
 
 
 def arguments_of(layer: keras.Layer) -> dict[str, Any] | None:

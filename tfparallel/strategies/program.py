@@ -26,6 +26,7 @@ from tfparallel.data.rows_of_replica import Place
 from tfparallel.device_names import canonical
 from tfparallel.layout.layout import Layout, replicas_in_words
 from tfparallel.layout.mesh import Mesh
+from tfparallel.seams.datasets import copied_from_python
 from tfparallel.seams.distribute import replica_index, strategy_of
 from tfparallel.strategies import distributed_data, keras_trainer, variables
 
@@ -244,7 +245,7 @@ class ProgramStrategy:
         model = keras_trainer.calling_model()
         if model is not None:
             self.extend_model(model)
-            return dataset
+            return copied_from_python(dataset)
         distributed = super().experimental_distribute_dataset(dataset, options)
         return distributed_data.made_of(distributed, dataset)
 

@@ -48,14 +48,16 @@ def draws(op) -> bool:
     return bool(_DRAWS.search(op.type)) and not _COUNTS.search(op.type)
 
 
-def by_row(axis: int | None, source: str) -> contextlib.AbstractContextManager:
+def by_row(axis: int | None, source: str, is_in_call: bool) -> contextlib.AbstractContextManager:
     """Marks a draw, for the judge, of which each piece keeps its rows, on an axis of its shape.
 
     Args:
         axis: The axis; None for a draw without rows, which is the same in all pieces.
         source: The name of the generator.
+        is_in_call: Whether the seed was asked for in a layer's call.
     """
-    return tf.name_scope(f"{_OF_BATCH}_{'all' if axis is None else axis}_by_{source}_")
+    when = "in" if is_in_call else "after"
+    return tf.name_scope(f"{_OF_BATCH}_{'all' if axis is None else axis}_{when}_by_{source}_")
 
 
 def as_number() -> contextlib.AbstractContextManager:
@@ -69,19 +71,20 @@ def is_seed_as_number(op) -> bool:
 
 
 class RowDraw(NamedTuple):
-    """How a draw is marked: where its rows are, and the name of its generator."""
+    """How a draw is marked: where its rows are, its generator's name, and whether a call drew."""
 
     rows: Replicate | Shard
     source: str
+    is_in_call: bool
 
 
 def row_draw_of(op) -> RowDraw | None:
     """Returns the mark of `by_row` on a draw; None if it has none."""
-    marked = re.search(rf"(?:^|/){_OF_BATCH}_(all|\d+)_by_(\w+?)_(?:_\d+)?/", op.name)
+    marked = re.search(rf"(?:^|/){_OF_BATCH}_(all|\d+)_(in|after)_by_(\w+?)_(?:_\d+)?/", op.name)
     if marked is None:
         return None
-    axis, source = marked.groups()
-    return RowDraw(Replicate() if axis == "all" else Shard(int(axis)), source)
+    axis, when, source = marked.groups()
+    return RowDraw(Replicate() if axis == "all" else Shard(int(axis)), source, when == "in")
 
 
 def shape_argument(op) -> int | None:
