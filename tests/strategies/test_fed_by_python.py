@@ -59,6 +59,26 @@ def test_arrays_of_the_program_are_not_written_to(feed):
         np.testing.assert_array_equal(array, same)
 
 
+def test_nor_by_a_loop_in_a_function():
+    """TensorFlow's own strategy writes to them."""
+    arrays = tuple(aligned(np.full((24, 16), 3.0)) for _ in range(2))
+    strategy = tfparallel.MirroredStrategy(DEVICES)
+    data = strategy.experimental_distribute_dataset(from_generator(arrays))
+    with strategy.scope():
+        kernel = tf.Variable(tf.zeros((16, 16), tf.float64))
+
+    @tf.function
+    def loss_of_epoch():
+        total = tf.zeros((), tf.float64)
+        for x, y in data:
+            losses = strategy.run(lambda x, y: tf.reduce_sum((y - x @ kernel) ** 2), args=(x, y))
+            total += strategy.reduce("sum", losses, axis=None)
+        return total
+
+    loss_of_epoch()
+    assert all((array == 3).all() for array in arrays)
+
+
 def net():
     return keras.Sequential([keras.Input((16,)), layers.Dense(16)])
 

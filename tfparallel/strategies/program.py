@@ -246,7 +246,7 @@ class ProgramStrategy:
         if model is not None:
             self.extend_model(model)
             return copied_from_python(dataset)
-        distributed = super().experimental_distribute_dataset(dataset, options)
+        distributed = super().experimental_distribute_dataset(copied_from_python(dataset), options)
         return distributed_data.made_of(distributed, dataset)
 
     def distribute_datasets_from_function(self, dataset_fn, options=None):
