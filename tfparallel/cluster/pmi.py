@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from tfparallel.cluster.channel import keep_alive
+from tfparallel.cluster.connection import keep_alive
 from tfparallel.cluster.wire import MAX_BYTES, Lines, Secret, new_nonce
 
 __all__ = ["Server", "Watch", "connect"]

@@ -11,8 +11,7 @@ sender's role, the line's number and the message; no line can be replayed or reu
 numbers may have gaps: a signal may keep a line from being sent. The job's token, the key of the
 HMAC, is never sent. A message without a valid proof has no effect; it can only explain an error.
 
-Nothing here touches a socket. Launchers use a selector (channel.py), workers an event loop
-(messages.py).
+Nothing here touches a socket (connection.py).
 
 References:
     Hugo Krawczyk et al., "HMAC: Keyed-Hashing for Message Authentication", RFC 2104, 1997.
@@ -121,6 +120,7 @@ class Session:
     """Authenticates messages after the exchange of `nonces`, the caller's first."""
 
     def __init__(self, secret: Secret, job: str, nonces: tuple[str, str], *, is_caller: bool):
+        self.job = job
         self._secret, self._handshake = secret, (job, *nonces)
         speakers = ("caller", "listener")
         self._role, self._peer_role = speakers if is_caller else reversed(speakers)
