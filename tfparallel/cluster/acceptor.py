@@ -95,7 +95,7 @@ class Acceptor:
         def answered(done):
             self._strangers.pop(done, None)
             # Also if the task was cancelled before it began.
-            if done.cancelled() or not done.result():
+            if done.cancelled() or done.exception() is not None or not done.result():
                 connection.close()
 
         task.add_done_callback(answered)

@@ -19,12 +19,11 @@ from tfparallel.cluster import wire
 from tfparallel.cluster.address import split_address
 from tfparallel.cluster.wire import Secret
 
-__all__ = ["Connection", "connect", "keep_alive", "reason", "resolve", "run"]
+__all__ = ["Connection", "connect", "reason", "resolve", "run"]
 
 # For passing a message to the kernel: a peer that does not read must not block the sender.
 _SEND_SECONDS = 2.0
 _CHUNK_BYTES = 1 << 16
-_IDLE_SECONDS = 10
 _ASK_SECONDS, _NUM_ASKED = 5, 3
 
 
@@ -57,9 +56,28 @@ class Connection:
         """A descriptor for a selector, which reports when `read` has something to read."""
         return self._socket.fileno()
 
-    def keep_alive(self) -> None:
-        """Makes TCP detect a vanished host within half a minute."""
-        keep_alive(self._socket, _IDLE_SECONDS)
+    def detach(self) -> socket.socket:
+        """Returns the socket, which blocks; the caller closes it."""
+        self._socket.setblocking(True)
+        return self._socket
+
+    def keep_alive(self, idle_seconds: int = 10) -> None:
+        """Makes TCP probe the host after `idle_seconds` of silence, and give up after three probes.
+
+        Data that stays unacknowledged for as long also ends the connection.
+        """
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        options = {
+            "TCP_KEEPIDLE": idle_seconds,
+            "TCP_KEEPINTVL": _ASK_SECONDS,
+            "TCP_KEEPCNT": _NUM_ASKED,
+            # The same limit for unacknowledged data, in milliseconds.
+            "TCP_USER_TIMEOUT": 1000 * (idle_seconds + _NUM_ASKED * _ASK_SECONDS),
+        }
+        for name, value in options.items():
+            # Without this option the system's default applies, two hours.
+            if hasattr(socket, name):
+                self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     @property
     def has_hung_up(self) -> bool:
@@ -89,7 +107,10 @@ class Connection:
 
     async def send(self, message: dict[str, Any]) -> None:
         """Sends a JSON-serializable message; `OSError` if the connection is broken."""
-        line = wire.framed(message, self.session)
+        await self.send_line(wire.framed(message, self.session))
+
+    async def send_line(self, line: bytes) -> None:
+        """Sends a line as it is; `OSError` if the connection is broken."""
         try:
             await asyncio.get_running_loop().sock_sendall(self._socket, line)
         except BaseException:
@@ -221,25 +242,6 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno).lower()
     return str(error).rstrip(".").lower() or type(error).__name__
-
-
-def keep_alive(connected: socket.socket, idle_seconds: int) -> None:
-    """Makes TCP probe a host after `idle_seconds` of silence, and give up after three probes.
-
-    Data that stays unacknowledged for as long also ends the connection.
-    """
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    options = {
-        "TCP_KEEPIDLE": idle_seconds,
-        "TCP_KEEPINTVL": _ASK_SECONDS,
-        "TCP_KEEPCNT": _NUM_ASKED,
-        # The same limit for unacknowledged data, in milliseconds.
-        "TCP_USER_TIMEOUT": 1000 * (idle_seconds + _NUM_ASKED * _ASK_SECONDS),
-    }
-    for name, value in options.items():
-        # Without this option the system's default applies, two hours.
-        if hasattr(socket, name):
-            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _socket_apart_from(avoid_ports, family):
