@@ -609,7 +609,8 @@ def test_a_missing_node_is_named(endpoint):
     assert code == 1 and "Node 1 waited 0.5 s for node 0's launcher" in errors
 
 
-def test_a_signal_while_nodes_are_missing(endpoint):
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_nodes_are_missing(endpoint, signum):
     process = start(nodes(endpoint, 0), TELL)
     host, _, port = endpoint.rpartition(":")
 
@@ -618,9 +619,9 @@ def test_a_signal_while_nodes_are_missing(endpoint):
             return probe.connect_ex((host, int(port))) == 0
 
     wait_for(listens, "node 0 to listen")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signum)
     process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 130
+    assert process.returncode == 128 + signum
 
 
 @pytest.mark.parametrize(
