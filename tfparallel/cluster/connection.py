@@ -38,7 +38,7 @@ class Connection:
     def __init__(self, connected: socket.socket, address: str = ""):
         connected.setblocking(False)
         self._socket = connected
-        self._lines = wire.Lines()
+        self._received = bytearray()  # The start of a line.
         self.address = address
         self.session: wire.Session | None = None
 
@@ -160,16 +160,19 @@ class Connection:
 
     def read(self, max_bytes: int = wire.MAX_BYTES) -> bytes | None:
         """Returns the next line if it has arrived, without waiting. Raises as `receive`."""
-        while (line := self._lines.next(max_bytes)) is None:
+        while not self._received.endswith(b"\n"):
             try:
                 # Data after the line stays in the kernel, which then wakes the next selector.
                 peeked = self._socket.recv(_CHUNK_BYTES, socket.MSG_PEEK)
-                chunk = self._socket.recv(peeked.find(b"\n") + 1 or len(peeked)) if peeked else b""
+                if not peeked:
+                    raise ConnectionResetError("The other side closed the connection.")
+                self._received += self._socket.recv(peeked.find(b"\n") + 1 or len(peeked))
             except BlockingIOError:
                 return None
-            if not chunk:
-                raise ConnectionResetError("The other side closed the connection.")
-            self._lines.feed(chunk)
+            if len(self._received) > max_bytes + 1:
+                raise ValueError(f"A message of more than {max_bytes} bytes.")
+        line = bytes(self._received[:-1])
+        self._received.clear()
         return line
 
     def opened(self, line: bytes) -> dict[str, Any]:
@@ -269,7 +272,8 @@ def run(coroutine: Coroutine[Any, Any, Any], *, in_another_thread: bool = False)
 
     `asyncio.run` fails in a notebook, whose thread has a running loop, and elsewhere removes the
     main thread's loop. With `in_another_thread`, any exception that a signal handler raises cancels
-    the coroutine; an event loop in the same thread would swallow all but `KeyboardInterrupt`.
+    the coroutine; in the same thread, a callback of the loop would swallow it, unless it is a
+    `KeyboardInterrupt`.
     """
     if not in_another_thread:
         try:

@@ -132,7 +132,7 @@ async def _join(endpoint, hello, secret, job, timeout_seconds):
                             raise RuntimeError(answer["error"])
                         unless_answered.pop_all()
                         return answer, {0: connection}
-                except (ConnectionResetError, ValueError):
+                except (ConnectionResetError, BrokenPipeError, ValueError):
                     problem = _HUNG_UP
                 except OSError as error:
                     problem = reason(error)
@@ -163,30 +163,31 @@ class _Host:
         _allow_connections(num_others)
         listening = await self._listen(host, port)
         with contextlib.ExitStack() as unless_answered:
-            unless_answered.callback(self._close)
+            unless_answered.callback(lambda: self._drop(list(self._present)))
+            answer = None
             async with Acceptor(
                 listening, self._secret, self._job, self._admit, self._refused, num_others
             ):
-                problem = None
-                try:
+                with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._timeout_seconds):
                         while not self._are_all_here(num_others):
                             self._joined.clear()
                             await self._joined.wait()
-                except TimeoutError:
-                    problem = self._missing()
-                answer = {"error": problem} if problem else self._answer(host)
-                others = [self._present[node] for node in sorted(self._present)]
-                await asyncio.gather(*(_tell(connection, answer) for connection, _ in others))
+                        answer = self._answer(host)
+            # Nobody joins any more.
+            answer = answer or {"error": self._missing()}
+            connections = {node: connection for node, (connection, _) in self._present.items()}
+            await asyncio.gather(*(_tell(each, answer) for each in connections.values()))
             if "error" in answer:
                 raise RuntimeError(answer["error"])
             unless_answered.pop_all()
-        return answer, {node: connection for node, (connection, _) in self._present.items()}
+        return answer, connections
 
     async def _listen(self, host, port):
         listen_host = (self._hello["local_address"] and everywhere(host)) or host
         try:
-            family, location = (await resolve(join_address(listen_host, port)))[0]
+            async with asyncio.timeout(self._timeout_seconds):
+                family, location = (await resolve(join_address(listen_host, port)))[0]
             return socket.create_server(location, family=family)
         except OSError as error:
             place, by = join_address(host, port), ""
@@ -198,10 +199,6 @@ class _Host:
                 "port, or start node 0 on that host; if the address belongs to a gateway that "
                 f"forwards here, add --local_addr={host}."
             ) from error
-
-    def _close(self):
-        for connection, _ in self._present.values():
-            connection.close()
 
     def _are_all_here(self, num_others):
         if len(self._present) == num_others:
