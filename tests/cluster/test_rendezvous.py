@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import errno
 import itertools
 import json
 import resource
@@ -189,6 +190,21 @@ def test_who_ends_while_it_waits_may_be_started_again(pool, endpoint):
         start(pool, endpoint, 1, nnodes=3, timeout_seconds=1).result(30)
     calls = [start(pool, endpoint, node, nnodes=3) for node in (2, 1)]
     assert all(call.result(30) == host.result(30) for call in calls)
+
+
+def test_nobody_joins_while_the_answers_go_out(pool, endpoint, monkeypatch):
+    """It would take the place of a launcher that has been answered."""
+    tell, tries = rendezvous._tell, []
+
+    async def try_to_join(connection, message):
+        with socket.socket() as late:
+            tries.append(late.connect_ex(split_address(endpoint)))
+        await tell(connection, message)
+
+    monkeypatch.setattr(rendezvous, "_tell", try_to_join)
+    calls = [start(pool, endpoint, node) for node in (0, 1)]
+    assert calls[0].result(30) == calls[1].result(30)
+    assert tries == [errno.ECONNREFUSED]
 
 
 @pytest.mark.slow
