@@ -1,4 +1,4 @@
-"""The authenticated wire protocol between a job's launchers and between its workers, over TCP.
+"""The authenticated wire protocol of a job, over TCP: between launchers, workers, MPI processes.
 
     caller ──{"job": "train-17", "nonce": a, …}──> listener
     caller <──{"job": "train-17", "nonce": b, …}── listener    or {"refused": its own job}
