@@ -30,8 +30,6 @@ BENCHMARKS = {
     "sharded_memory": ["sharded_memory.py"],
     "restarts": ["restarts.py"],
     "restarts_standby": ["restarts.py", "--standby", "--num_kills=5"],
-    "elastic": ["elastic.py"],
-    "elastic_standby": ["elastic.py", "--standby"],
     "ray_elastic": ["ray_elastic.py"],
     "faults": ["faults.py"],
     "diagnosis": ["diagnosis.py"],

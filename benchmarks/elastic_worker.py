@@ -1,4 +1,4 @@
-"""The program of each worker of `elastic.py`: 200 steps with checkpoints, which the chief logs.
+"""The program of each worker of `ray_elastic.py`: 200 steps with checkpoints, which the chief logs.
 
 A unique number follows the label of each example. Their mean over a batch is recorded: it shows
 which examples the batch had.

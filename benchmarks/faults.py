@@ -10,20 +10,15 @@ a random step one fault strikes, from outside:
     damage       a byte of the newest checkpoint is turned, and then a worker is killed
     preemption   the launcher gets SIGTERM; the same command again
     full disk    the checkpoints' disk has no room any more; the same command again, with room
-    lost host    of three launchers (`--nnodes=2:3`) one gets SIGKILL and does not come back
-    partition    two hosts (network namespaces; `--nnodes=1:2`) whose link is cut
 
-The weights are compared with those of an undisturbed run: to the last bit, and for the last two
-faults, which continue with fewer workers, to 1e-9 in float64. (In float32 a batch divided
-differently rounds differently, by 1e-5 or 1e-4, depending on the processor.) `full disk` and
-`partition` need root, and are skipped otherwise.
+The weights are compared with those of an undisturbed run, to the last bit. `full disk` needs root,
+and is skipped otherwise.
 """
 
 import contextlib
 import os
 import pathlib
 import random
-import secrets
 import signal
 import subprocess
 import sys
@@ -35,18 +30,11 @@ import environment
 import keras
 import numpy as np
 import psutil
-import two_hosts
 from restarts import DEADLINE_SECONDS, EVERY, NUM_STEPS, STEPS_PER_EPOCH, newest
 
-sys.path.insert(0, str(contest.TOP))
-from tfparallel.cluster.ports import free_ports  # noqa: E402
-
-KINDS = ("kill", "stop", "damage", "preemption", "full disk", "lost host", "partition")
-ROOT_KINDS = ("full disk", "partition")
-WITH_FEWER = ("lost host", "partition")  # Compared in float64.
-TOLERANCE = 1e-9
+KINDS = ("kill", "stop", "damage", "preemption", "full disk")
+ROOT_KINDS = ("full disk",)
 TRY_AGAIN = 75
-_PORT = 29_777
 
 
 def main(arguments):
@@ -57,17 +45,14 @@ def main(arguments):
     kinds = [kind for kind in kinds if os.geteuid() == 0 or kind not in ROOT_KINDS]
     rows = []
     with tempfile.TemporaryDirectory() as top:
-        expected = {
-            dtype: Run(pathlib.Path(top) / dtype, dtype).to_the_end()
-            for dtype in sorted({dtype_of(kind) for kind in kinds})
-        }
+        expected = Run(pathlib.Path(top) / "undisturbed").to_the_end()
         for index in range(options.num_faults):
             kind = kinds[index % len(kinds)]
             victim, step = draw.randrange(2), draw.randrange(5, NUM_STEPS - 40)
-            run = Run(pathlib.Path(top) / f"run_{index}", dtype_of(kind), slow=True)
+            run = Run(pathlib.Path(top) / f"run_{index}", slow=True)
             try:
                 actual, seconds = getattr(run, kind.replace(" ", "_"))(victim, step)
-                pairs = zip(expected[dtype_of(kind)], actual, strict=True)
+                pairs = zip(expected, actual, strict=True)
                 largest = max(float(np.abs(a - b).max()) for a, b in pairs)
             except RuntimeError as error:
                 print(error, file=sys.stderr)
@@ -82,13 +67,8 @@ def main(arguments):
     return 0 if all(is_right(row) and not row[5] for row in rows) else 1
 
 
-def dtype_of(kind):
-    return "float64" if kind in WITH_FEWER else "float32"
-
-
 def is_right(row):
-    kind, _, _, difference, *_ = row
-    return difference <= TOLERANCE if kind in WITH_FEWER else difference == 0
+    return row[3] == 0
 
 
 def parse(arguments):
@@ -104,31 +84,30 @@ class Run:
 
     Args:
         folder: The folder of its checkpoints and output; it is created.
-        dtype: The type of its weights.
         slow: Whether a step waits a little, so that a fault can hit a given moment.
     """
 
-    def __init__(self, folder, dtype, slow=False):
+    def __init__(self, folder, slow=False):
         folder.mkdir()
-        self._folder, self._dtype, self._slow = folder, dtype, slow
+        self._folder, self._slow = folder, slow
         self.checkpoints = folder / "checkpoints"
         self.seen = []  # All of its processes that were ever seen.
 
-    def _start(self, *launch, prefix=()):
+    def _start(self, *launch):
         tfparallel = [sys.executable, "-m", "tfparallel"]
         train = [
             *(*tfparallel, "train", str(contest.TOP / "models/digits_cnn.py"), "--parallel=data"),
             *("--num_devices=1", "--device_type=cpu", "--seed=7", "--stall_timeout=10"),
             *(f"--steps_per_epoch={STEPS_PER_EPOCH}", f"--epochs={NUM_STEPS // STEPS_PER_EPOCH}"),
             *(f"--checkpoint_every_steps={EVERY}", f"--checkpoint_dir={self.checkpoints}"),
-            *(f"--dtype={self._dtype}", f"--save={self._folder / 'model.keras'}"),
+            f"--save={self._folder / 'model.keras'}",
         ]
         if self._slow:
             train.append("--inject=slow:worker=0,ms=20")
         threads = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
         with open(self._folder / "output", "ab") as output:
             return subprocess.Popen(
-                [*prefix, *tfparallel, "launch", *launch, "--", *train],
+                [*tfparallel, "launch", *launch, "--", *train],
                 cwd=contest.TOP,
                 env=os.environ | dict.fromkeys(threads, "1"),
                 stdout=output,
@@ -136,55 +115,50 @@ class Run:
             )
 
     @contextlib.contextmanager
-    def _running(self, *launches, prefixes=((),)):
-        """Yields launchers, and waits for them to end on exit."""
-        jobs = []
+    def _running(self, *launch):
+        """Yields a launcher, and waits for it to end on exit."""
+        job = self._start(*launch)
         try:
-            for launch, prefix in zip(launches, prefixes * len(launches), strict=False):
-                jobs.append(self._start(*launch, prefix=prefix))
-            yield jobs
-            for job in jobs:
-                job.wait(DEADLINE_SECONDS)
+            yield job
+            job.wait(DEADLINE_SECONDS)
         finally:
-            for job in jobs:
-                job.terminate()
-                job.wait(60)
+            job.terminate()
+            job.wait(60)
 
-    def _until(self, step, jobs):
+    def _until(self, step, job):
         """Waits for the checkpoint of a step, and records the processes."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         while newest(self.checkpoints) < step:
-            if all(job.poll() is not None for job in jobs) or time.monotonic() > deadline:
+            if job.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"The run never came to step {step}:\n{self.said()}")
             time.sleep(0.005)
-        for job in jobs:
-            with contextlib.suppress(psutil.Error):
-                self.seen += psutil.Process(job.pid).children(recursive=True)
+        with contextlib.suppress(psutil.Error):
+            self.seen += psutil.Process(job.pid).children(recursive=True)
 
-    def _seconds_to_a_new_step(self, jobs):
+    def _seconds_to_a_new_step(self, job):
         reached, started = newest(self.checkpoints), time.monotonic()
-        self._until(reached + 1, jobs)
+        self._until(reached + 1, job)
         return time.monotonic() - started
 
-    def _ended_well(self, jobs):
-        codes = [job.wait(DEADLINE_SECONDS) for job in jobs]
-        if any(codes):
-            raise RuntimeError(f"Launchers ended with {codes}:\n{self.said()}")
+    def _ended_well(self, job):
+        code = job.wait(DEADLINE_SECONDS)
+        if code:
+            raise RuntimeError(f"The launcher ended with {code}:\n{self.said()}")
         return keras.models.load_model(self._folder / "model.keras").get_weights()
 
     def said(self):
         return (self._folder / "output").read_text()[-3000:]
 
     def to_the_end(self):
-        with self._running(["--nproc_per_node=2"]) as jobs:
-            return self._ended_well(jobs)
+        with self._running("--nproc_per_node=2") as job:
+            return self._ended_well(job)
 
     def _strike(self, step, what):
-        with self._running(["--nproc_per_node=2", "--max_restarts=2"]) as jobs:
-            self._until(step, jobs)
-            what(jobs[0])
-            seconds = self._seconds_to_a_new_step(jobs)
-            return self._ended_well(jobs), seconds
+        with self._running("--nproc_per_node=2", "--max_restarts=2") as job:
+            self._until(step, job)
+            what(job)
+            seconds = self._seconds_to_a_new_step(job)
+            return self._ended_well(job), seconds
 
     def kill(self, victim, step):
         return self._strike(step, lambda job: os.kill(worker_of(job, victim), signal.SIGKILL))
@@ -204,66 +178,36 @@ class Run:
 
     def preemption(self, victim, step):
         launch = ["--nproc_per_node=2", "--grace_seconds=20"]
-        with self._running(launch) as jobs:
-            self._until(step, jobs)
-            jobs[0].send_signal(signal.SIGTERM)
-            code = jobs[0].wait(DEADLINE_SECONDS)
+        with self._running(*launch) as job:
+            self._until(step, job)
+            job.send_signal(signal.SIGTERM)
+            code = job.wait(DEADLINE_SECONDS)
         if code != TRY_AGAIN:
             raise RuntimeError(f"A run that was told to end ended with {code}:\n{self.said()}")
-        with self._running(launch) as jobs:
-            seconds = self._seconds_to_a_new_step(jobs)
-            return self._ended_well(jobs), seconds
+        with self._running(*launch) as job:
+            seconds = self._seconds_to_a_new_step(job)
+            return self._ended_well(job), seconds
 
     def full_disk(self, victim, step):
         self.checkpoints.mkdir()
         mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(self.checkpoints)]
         subprocess.run(mount, check=True)
         try:
-            with self._running(["--nproc_per_node=2"]) as jobs:
-                self._until(step, jobs)
+            with self._running("--nproc_per_node=2") as job:
+                self._until(step, job)
                 used = 64 * 2**20 - os.statvfs(self.checkpoints).f_bavail * 4096
                 filled = self.checkpoints / "filled"
                 with contextlib.suppress(OSError), open(filled, "wb") as file:
                     file.write(bytes(64 * 2**20 - used + 1))
-                code = jobs[0].wait(DEADLINE_SECONDS)
+                code = job.wait(DEADLINE_SECONDS)
             if code != 1 or "No space left on device" not in self.said():
                 raise RuntimeError(f"A full disk ended a run with {code}:\n{self.said()}")
             filled.unlink()
-            with self._running(["--nproc_per_node=2"]) as jobs:
-                seconds = self._seconds_to_a_new_step(jobs)
-                return self._ended_well(jobs), seconds
+            with self._running("--nproc_per_node=2") as job:
+                seconds = self._seconds_to_a_new_step(job)
+                return self._ended_well(job), seconds
         finally:
             subprocess.run(["umount", str(self.checkpoints)], check=True)
-
-    def lost_host(self, victim, step):
-        (port,) = free_ports(1)
-        os.environ.setdefault("TFPARALLEL_JOB_TOKEN", secrets.token_hex(16))
-        launch = ["--nnodes=2:3", f"--rdzv_endpoint=127.0.0.1:{port}", "--grace_seconds=10"]
-        with self._running(launch, launch, launch) as jobs:
-            self._until(step, jobs)
-            lost = next(job for job in jobs if worker_of(job, victim))
-            lost.kill()
-            survivors = [job for job in jobs if job is not lost]
-            seconds = self._seconds_to_a_new_step(survivors)
-            return self._ended_well(survivors), seconds
-
-    def partition(self, victim, step):
-        places = ",".join(f"{address}:{_PORT}" for address in two_hosts.ADDRESSES)
-        os.environ.setdefault("TFPARALLEL_JOB_TOKEN", secrets.token_hex(16))
-        launch = ["--nnodes=1:2", f"--rdzv_endpoint={places}", "--start_timeout=15"]
-        with two_hosts.linked() as names:
-            prefixes = [[*two_hosts.on_host(name)] for name in names]
-            with self._running(launch, launch, prefixes=prefixes) as jobs:
-                self._until(step, jobs)
-                two_hosts.cut(names)
-                seconds = self._seconds_to_a_new_step(jobs)
-                deadline = time.monotonic() + DEADLINE_SECONDS
-                while any(job.poll() is None for job in jobs) and time.monotonic() < deadline:
-                    time.sleep(0.1)
-                codes = sorted(job.returncode for job in jobs)
-                if codes != [0, 1]:
-                    raise RuntimeError(f"A cut link ended launchers with {codes}:\n{self.said()}")
-                return self._ended_well([job for job in jobs if job.returncode == 0]), seconds
 
 
 def worker_of(job, rank):
@@ -281,9 +225,8 @@ def page(rows, described, options):
     lines = [
         "## Faults: 40 at random moments",
         "",
-        f"`models/digits_cnn.py` for {NUM_STEPS} steps, a checkpoint each {EVERY}, on 2 workers (3 "
-        "for a lost host). What the faults are, `benchmarks/faults.py` says. Right means equal "
-        f"to the last bit, or to {TOLERANCE:.0e} in float64 where fewer workers go on.",
+        f"`models/digits_cnn.py` for {NUM_STEPS} steps, a checkpoint each {EVERY}, on 2 workers. "
+        "What the faults are, `benchmarks/faults.py` says. Right means equal to the last bit.",
         "",
         "| promise | measured | promised |",
         "| --- | --- | --- |",

@@ -78,11 +78,6 @@ def on_host(name):
     return ["env", f"{HOST_VARIABLE}={name}", *ON_HOST]
 
 
-def cut(names):
-    """Takes the link down."""
-    _run("ip", "-n", names[0], "link", "set", LINK, "down")
-
-
 def megabits(names):
     """Returns the rate that one TCP connection reaches between the hosts, in Mbit/s."""
     receive, send = (

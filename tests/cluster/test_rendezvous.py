@@ -14,11 +14,9 @@ import time
 import pytest
 
 from tfparallel.cluster import rendezvous, wire
-from tfparallel.cluster.acceptor import Acceptor
 from tfparallel.cluster.address import join_address, split_address
-from tfparallel.cluster.channel import Call, Channel
+from tfparallel.cluster.connection import Connection, run
 from tfparallel.cluster.control_channel import ControlChannel
-from tfparallel.cluster.elastic import ElasticMeetings
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.rendezvous import meet
 from tfparallel.cluster.supervisor import StopRequest
@@ -65,10 +63,10 @@ def test_another_version_is_named_by_both(endpoint, pool, monkeypatch):
     with pytest.raises(RuntimeError, match="different version of tfparallel"):
         host.result(30)
     near, there = connected()
-    with there, Call(near, Secret("right"), "blobs") as call:
+    with there, Connection(near) as caller:
         there.sendall(b'{"job": "blobs", "nonce": "b"}\n')
         with pytest.raises(wire.RefusedError, match="there has a different version of tfparallel"):
-            call.greet(time.monotonic() + 5)
+            run(caller.introduce(Secret("right"), "blobs"))
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
@@ -140,7 +138,7 @@ def test_node_0_is_missing(pool, endpoint):
     with pytest.raises(RuntimeError) as caught:
         start(pool, endpoint, 1, timeout_seconds=0.5).result(30)
     assert "Node 1 waited 0.5 s for node 0's launcher" in str(caught.value)
-    assert "Received: Connection refused" in str(caught.value)
+    assert "Received: connection refused" in str(caught.value)
 
 
 def test_who_listens_but_never_answers_does_not_hold_us(pool):
@@ -192,6 +190,21 @@ def test_who_ends_while_it_waits_may_be_started_again(pool, endpoint):
         start(pool, endpoint, 1, nnodes=3, timeout_seconds=1).result(30)
     calls = [start(pool, endpoint, node, nnodes=3) for node in (2, 1)]
     assert all(call.result(30) == host.result(30) for call in calls)
+
+
+def test_nobody_joins_while_the_answers_go_out(pool, endpoint, monkeypatch):
+    """It would take the place of a launcher that has been answered."""
+    tell, tries = rendezvous._tell, []
+
+    async def try_to_join(connection, message):
+        with socket.socket() as late:
+            tries.append(late.connect_ex(split_address(endpoint)))
+        await tell(connection, message)
+
+    monkeypatch.setattr(rendezvous, "_tell", try_to_join)
+    calls = [start(pool, endpoint, node) for node in (0, 1)]
+    assert calls[0].result(30) == calls[1].result(30)
+    assert tries == [errno.ECONNREFUSED]
 
 
 @pytest.mark.slow
@@ -351,25 +364,6 @@ def test_more_workers_than_a_variable_can_name_are_refused_on_all_hosts(pool, en
             call.result(30)
 
 
-def test_more_than_64_launchers_may_wait_where_the_job_can_have_more(endpoint):
-    meetings = ElasticMeetings([endpoint], min_nodes=90, max_nodes=90, token="right", job="blobs")
-    hello = HELLO | {"nnodes": [90, 90], "attempt": -1}
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with meetings, contextlib.ExitStack() as stack:
-        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
-        assert meetings._open()
-        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1))
-        for number in range(1, 71):
-            launcher = stack.enter_context(socket.create_connection(split_address(endpoint), 5))
-            call = Call(launcher, Secret("right"), "blobs")
-            answer = pool.submit(call.ask, hello, time.monotonic() + 10)
-            deadline = time.monotonic() + 10
-            while not meetings._admit(0.1):
-                assert time.monotonic() < deadline, f"launcher {number} was not let in"
-            answer.result(10)
-        assert len(meetings._waiting) == 70
-
-
 @pytest.mark.parametrize("num_workers", [6, pytest.param(64, marks=pytest.mark.slow)])
 def test_a_thousand_hosts_meet(pool, endpoint, monkeypatch, num_workers):
     """All hosts but node 0 are small. Of 6 workers each, TF_CONFIG can name almost no more."""
@@ -389,14 +383,13 @@ def test_a_thousand_hosts_meet(pool, endpoint, monkeypatch, num_workers):
         callers = []
         for node in range(1, number):
             connected = socket.create_connection(split_address(endpoint), timeout=20)
-            callers.append((connected, Call(connected, Secret("right"), "blobs")))
-            stack.callback(connected.close)
-            callers[-1][1].ask(hello | {"node_rank": node}, deadline)
+            callers.append((connected, stack.enter_context(Connection(connected))))
+            run(ask(callers[-1][1], hello | {"node_rank": node}))
         _, first = callers.pop()
         # To read a thousand times what each host reads once would take longest.
         lines = [read_to_the_end_of_a_line(connected) for connected, _ in callers]
         answers = {line.split(b" ", 2)[2] for line in lines}
-        answer = first.answer(deadline)
+        answer = run(first.receive(1 << 20))
         meeting = host.result(deadline - time.monotonic())
         meeting.news.close()
     assert [json.loads(each) for each in answers] == [answer]
@@ -404,32 +397,15 @@ def test_a_thousand_hosts_meet(pool, endpoint, monkeypatch, num_workers):
     assert [len(addresses) for addresses in meeting.addresses] == [num_workers] * number
 
 
+async def ask(connection, hello):
+    await connection.introduce(Secret("right"), "blobs")
+    await connection.send(hello)
+
+
 def read_to_the_end_of_a_line(connected):
     connected.setblocking(True)
     with connected.makefile("rb") as file:
         return file.readline()
-
-
-def test_many_strangers_are_dropped_and_a_launcher_still_comes_in(endpoint):
-    place = split_address(endpoint)
-    with Acceptor(*place, Secret("right"), "blobs") as acceptor, contextlib.ExitStack() as stack:
-        for number in range(150):
-            stranger = stack.enter_context(socket.create_connection(place, timeout=5))
-            if number % 2:
-                stranger.sendall(b"{")
-            acceptor.wait(0)
-        launcher = stack.enter_context(socket.create_connection(place, timeout=5))
-        call = Call(launcher, Secret("right"), "blobs")
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            answer = pool.submit(call.ask, HELLO, time.monotonic() + 10)
-            come, deadline = [], time.monotonic() + 10
-            while not come:
-                assert time.monotonic() < deadline
-                come = acceptor.wait(0.1)
-            answer.result(10)
-        assert come[0].hello["node_rank"] == 1
-        come[0].close()
-        assert len(acceptor._selector.get_map()) <= 65
 
 
 def test_an_endpoint_that_cannot_be_listened_at(pool):
@@ -472,9 +448,9 @@ def connected():
 NONCES = ("a", "b")
 
 
-def channel(connection, *, is_caller=False):
-    """One that has been let in."""
-    one = Channel(connection)
+def admitted(connected, *, is_caller=False):
+    """A connection that has been let in."""
+    one = Connection(connected)
     one.session = Session(Secret("right"), "blobs", NONCES, is_caller=is_caller)
     return one
 
@@ -488,30 +464,15 @@ def said(*messages):
 def lines(number):
     """Node 0's news, and the other end of each of its lines."""
     pairs = [connected() for _ in range(number)]
-    channels = {index + 1: channel(pair[0]) for index, pair in enumerate(pairs)}
-    return ControlChannel(0, number + 1, channels), [pair[1] for pair in pairs]
-
-
-def test_who_has_fallen_silent_is_told_to_the_others():
-    news, (first, second) = lines(2)
-    third, there = connected()
-    other = ControlChannel(2, 3, {0: channel(third, is_caller=True)})
-    with first, second, there:
-        news.lines[0].channel.is_silent = True  # As of a connection that has timed out.
-        news._lost(news.lines[0])
-        there.sendall(second.recv(4096))
-        while not other.gone:
-            other.lines[0].listen()
-        assert news.silent == other.silent == {1} and news.gone == other.gone == {1}
-        news.close()
-        other.close()
+    connections = {index + 1: admitted(pair[0]) for index, pair in enumerate(pairs)}
+    return ControlChannel(0, number + 1, connections), [pair[1] for pair in pairs]
 
 
 def test_whom_a_worker_had_lost_is_told_to_the_others():
     """Story: behind a link cut one way, the other host blamed the worker that had lost its own."""
     news, (there,) = lines(1)
     connection, far = connected()
-    other = ControlChannel(1, 2, {0: channel(connection, is_caller=True)})
+    other = ControlChannel(1, 2, {0: admitted(connection, is_caller=True)})
     with there, far:
         news.tell_failure(0, 75, 2.0, lost=1)
         far.sendall(there.recv(4096))
@@ -533,55 +494,35 @@ def test_a_launcher_that_does_not_read_its_answer_is_missed_by_all():
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     there.settimeout(5)
     with there, second_there:
-        visitor = channel(slow)
-        assert not visitor.send({"text": "1" * (1 << 24)}, 0.2)
-        news = ControlChannel(0, 3, {1: visitor, 2: channel(second)})
+        visitor = admitted(slow)
+        assert not visitor.send_now({"text": "1" * (1 << 24)}, 0.2)
+        news = ControlChannel(0, 3, {1: visitor, 2: admitted(second)})
         assert not news.lines[0].listen() and news.departure.node == 1
         message = unproved(second_there.recv(4096))
-        assert message == {"stopped": 1, "signum": None, "silent": True}
-        news.tell_newcomer()  # Goes to the other one alone.
+        assert message == {"stopped": 1, "signum": None}
+        news.tell_success()  # Goes to the other one alone.
         end = b""
         while chunk := there.recv(1 << 20):
             end = chunk[-20:]
-        assert b"newcomer" not in end
+        assert b"succeeded" not in end
         news.close()
 
 
 def test_a_line_that_nobody_reads_ends_with_the_first_message_that_does_not_go_out():
     news, (there,) = lines(1)
-    near = news.lines[0].channel
+    near = news.lines[0].connection
     near._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     with there:
-        assert not near.send({"text": "x" * (1 << 24)}, 0.2)
+        assert not near.send_now({"text": "x" * (1 << 24)}, 0.2)
         assert not news.lines[0].listen()
-        assert news.departure.node == 1 and news.silent == {1}
-        news.close()
-
-
-def test_an_error_of_a_send_is_remembered():
-    """The system tells an error once."""
-    news, (there,) = lines(1)
-    (line,) = news.lines
-
-    class TimedOut:
-        def __getattr__(self, name):
-            return getattr(line_socket, name)
-
-        def sendall(self, data):
-            raise TimeoutError(errno.ETIMEDOUT, "timed out")
-
-    line_socket = line.channel._socket
-    with there:
-        line.channel._socket = TimedOut()
-        news.tell_newcomer()
-        assert line.channel.is_silent
+        assert news.departure.node == 1
         news.close()
 
 
 def test_a_message_is_heard_once():
     """Whoever reads the wire can say again what was proved, and is not believed."""
     connection, there = connected()
-    news = ControlChannel(1, 3, {0: channel(connection, is_caller=True)})
+    news = ControlChannel(1, 3, {0: admitted(connection, is_caller=True)})
     (line,) = said({"failed": 0, "worker": 5, "returncode": 1, "time_seconds": 1.0})
     with there:
         there.sendall(line)
@@ -596,8 +537,8 @@ def test_a_message_is_heard_once():
 def test_a_signal_within_a_message_is_told_with_the_next(monkeypatch):
     """Story: the other hosts took it for a loss, and their workers had no time to save."""
     connection, there = connected()
-    news = ControlChannel(1, 2, {0: channel(connection, is_caller=True)})
-    others = ControlChannel(0, 2, {1: channel(there)})
+    news = ControlChannel(1, 2, {0: admitted(connection, is_caller=True)})
+    others = ControlChannel(0, 2, {1: admitted(there)})
     framed = wire.framed
 
     def interrupted(*said):
@@ -618,7 +559,7 @@ def test_a_signal_within_a_message_is_told_with_the_next(monkeypatch):
 def test_a_message_without_its_proof_ends_the_connection(token):
     """Whoever can write into it is not believed for what was proved before."""
     connection, there = connected()
-    news = ControlChannel(1, 3, {0: channel(connection, is_caller=True)})
+    news = ControlChannel(1, 3, {0: admitted(connection, is_caller=True)})
     message = encoded({"failed": 2, "worker": 5, "returncode": 1, "time_seconds": 1.0})
     session = Session(Secret(str(token)), "blobs", NONCES, is_caller=False)
     with there:
@@ -631,19 +572,19 @@ def test_a_message_without_its_proof_ends_the_connection(token):
 def test_bytes_after_a_line_are_left_for_a_selector():
     """Or the next message of node 0 would be heard with the one after it."""
     connection, there = connected()
-    first = channel(connection, is_caller=True)
+    first = admitted(connection, is_caller=True)
     with there, first, selectors.DefaultSelector() as selector:
-        there.sendall(b"".join(said({"nodes": []}, {"newcomer": True})))
-        assert first.session.opened(first.read_until(time.monotonic() + 5)) == {"nodes": []}
+        there.sendall(b"".join(said({"nodes": []}, {"succeeded": 0})))
+        assert run(first.receive()) == {"nodes": []}
         selector.register(first, selectors.EVENT_READ)
         assert selector.select(5)
-        assert first.session.opened(first.read()) == {"newcomer": True}
+        assert first.opened(first.read()) == {"succeeded": 0}
 
 
 def test_node_0_is_missed_though_its_own_workers_have_succeeded():
     """It would have handed on what the others say."""
     connection, there = connected()
-    news = ControlChannel(1, 3, {0: channel(connection, is_caller=True)})
+    news = ControlChannel(1, 3, {0: admitted(connection, is_caller=True)})
     with there:
         there.sendall(said({"succeeded": 0})[0])
     while news.lines[0].listen():

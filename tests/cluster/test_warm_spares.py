@@ -68,7 +68,7 @@ def test_the_next_worker_is_the_process_that_waits():
 
 
 @pytest.mark.slow
-def test_a_host_that_joins_has_loaded_before(standbys):
+def test_one_that_waits_has_loaded_tensorflow(standbys):
     standbys.prepare_now([program(1)])
     waits = started(standbys)
     assert psutil.Process(waits.pid).memory_info().rss > 250 << 20  # With TensorFlow.

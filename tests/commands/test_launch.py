@@ -478,12 +478,9 @@ def test_two_nodes_make_one_job(endpoint):
 
 
 @pytest.mark.parametrize(("token", "received"), [("", "none"), ("a-short-one", "11 characters")])
-@pytest.mark.parametrize("flags", [nodes("h:1", 0), ["--nnodes=1:2", "--rdzv_endpoint=h:1"]])
-def test_several_hosts_need_a_secret_and_are_given_the_line(
-    capsys, monkeypatch, flags, token, received
-):
+def test_several_hosts_need_a_secret_and_are_given_the_line(capsys, monkeypatch, token, received):
     monkeypatch.setenv("TFPARALLEL_JOB_TOKEN", token)
-    assert main(["launch", *flags, "--", "true"]) == 2
+    assert main(["launch", *nodes("h:1", 0), "--", "true"]) == 2
     shown = capsys.readouterr().err
     assert f"Received: {received} in TFPARALLEL_JOB_TOKEN." in shown
     assert "`export TFPARALLEL_JOB_TOKEN=$(openssl rand -hex 16)`, and copy its value" in shown
@@ -612,7 +609,8 @@ def test_a_missing_node_is_named(endpoint):
     assert code == 1 and "Node 1 waited 0.5 s for node 0's launcher" in errors
 
 
-def test_a_signal_while_nodes_are_missing(endpoint):
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_nodes_are_missing(endpoint, signum):
     process = start(nodes(endpoint, 0), TELL)
     host, _, port = endpoint.rpartition(":")
 
@@ -621,9 +619,9 @@ def test_a_signal_while_nodes_are_missing(endpoint):
             return probe.connect_ex((host, int(port))) == 0
 
     wait_for(listens, "node 0 to listen")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signum)
     process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 130
+    assert process.returncode == 128 + signum
 
 
 @pytest.mark.parametrize(
@@ -637,6 +635,8 @@ def test_a_signal_while_nodes_are_missing(endpoint):
         (["--", __file__], f"must be executable. Received: {__file__!r}. Use `-- python "),
         (["--nproc=2", "--", "true"], "nproc"),
         (["--nnodes=0", "--", "true"], "at least 1 host is required. Received: '0'"),
+        (["--nnodes=two", "--", "true"], "--nnodes: a number is required. Received: 'two'"),
+        (["--nnodes=1:2", "--num_ps=1", "--", "true"], "Drop --nnodes"),
         (["--job_name=a b", "--", "true"], "Received: --job_name=a b"),
         (["--nnodes=2", "--", "true"], "need --node_rank and --rdzv_endpoint"),
         (["--nnodes=2", "--node_rank=1", "--", "true"], "--rdzv_endpoint=None"),
@@ -656,6 +656,19 @@ def test_mistakes(capsys, arguments, message):
     assert main(["launch", *arguments]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("tfparallel launch: ") and message in shown
+
+
+@pytest.mark.parametrize("flags", [[], ["--rdzv_endpoint=h:1"], ["--emit=slurm"]])
+def test_a_number_of_hosts_that_changes_is_refused_and_the_three_ways_are_named(capsys, flags):
+    assert main(["launch", "--nnodes=2:4", *flags, "--", "true"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
+    assert "--nnodes: the number of hosts is fixed: N is required. Received: '2:4'." in shown
+    for way in (
+        "--on=ray --num_workers=2:4", "--emit=slurm --nnodes=4 --sbatch_args=--nodes=2-4",
+        "--emit=jobset --nnodes=4",
+    ):  # fmt: skip
+        assert f"`launch {way}`" in shown
 
 
 def test_all_mistakes_are_told_at_once(capsys):

@@ -34,7 +34,6 @@ NAMES = {
     "on_task": "runner",
     "participants": "group",
     "presence": "liveness",
-    "quorum": "membership",
     "screening": "output_filter",
     "sendable": "pickling",
     "standby": "warm_spares",

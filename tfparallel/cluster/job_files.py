@@ -29,7 +29,6 @@ _QUEUE = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
 VOLUME = re.compile(r"([a-z0-9][a-z0-9.-]*):(/[^:]+)")
 ENDS_SECONDS = 15  # For the launcher to end, beyond the workers' grace period.
 _MOST_SECONDS = 65_535  # Between Slurm's signal and its time limit.
-# With MIN:MAX, the addresses of all pods are one argument, and Linux limits that to 128 KiB.
 _MOST_NODES = 1_000
 
 _SLURM_SCRIPT = """\
@@ -56,13 +55,8 @@ TFPARALLEL_JOB_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')
 export TFPARALLEL_JOB_TOKEN
 
 """
-_SLURM_PORT = f"port=$(({_FIRST_PORT} + SLURM_JOB_ID % {_NUM_PORTS}))\n"
-_SLURM_NODES = """\
-names=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-nodes=$(sed "s/$/:$port/" <<< "$names" | paste -sd,)
-
-"""
-_SLURM_NODE_0 = """\
+_SLURM_NODE_0 = f"""\
+port=$(({_FIRST_PORT} + SLURM_JOB_ID % {_NUM_PORTS}))
 node_0=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
 """
@@ -76,8 +70,7 @@ class JobFile:
         name: The job's name: lower-case letters, digits and "-".
         command: The command of each worker.
         launch_flags: Further flags of `tfparallel launch`.
-        nnodes: The maximum number of hosts.
-        min_nnodes: The minimum number of hosts; None if the job needs all.
+        nnodes: The number of hosts.
         grace_seconds: How long the workers have to save their state.
         gpus_per_node: GPUs per host; 0 for none.
         sbatch_args: Further options of sbatch, such as "--partition=long".
@@ -95,7 +88,6 @@ class JobFile:
     command: Sequence[str]
     launch_flags: Sequence[str] = ()
     nnodes: int = 1
-    min_nnodes: int | None = None
     grace_seconds: float = 60.0
     gpus_per_node: int = 0
     sbatch_args: Sequence[str] = ()
@@ -108,7 +100,7 @@ class JobFile:
     @property
     def has_several_hosts(self) -> bool:
         """Whether there is more than one launcher, which must meet."""
-        return self.nnodes > 1 or self.min_nnodes is not None
+        return self.nnodes > 1
 
     def __post_init__(self):
         problems = []
@@ -169,14 +161,12 @@ def slurm_script(job: JobFile) -> str:
     seconds = math.ceil(job.grace_seconds + ENDS_SECONDS)
     options = [
         f"--job-name={job.name}",
-        f"--nodes={job.nnodes if job.min_nnodes is None else f'{job.min_nnodes}-{job.nnodes}'}",
+        f"--nodes={job.nnodes}",
         "--ntasks-per-node=1",
         *([f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []),
         "--requeue",
         "--open-mode=append",
         f"--signal=USR1@{seconds}",
-        # A failed node must not end the others' launchers.
-        *([] if job.min_nnodes is None else ["--no-kill"]),
         *job.sbatch_args,
     ]
     # Since Slurm 22.05, srun does not inherit --cpus-per-task of sbatch, and would use one core.
@@ -184,14 +174,9 @@ def slurm_script(job: JobFile) -> str:
     setup = hosts = ""
     if job.has_several_hosts:
         srun += " --export=ALL"  # Passes the token, also at sites that set SBATCH_EXPORT=NONE.
-        setup = _SLURM_TOKEN + _SLURM_PORT
-        if job.min_nnodes is None:
-            setup += _SLURM_NODE_0
-            hosts = f' --nnodes={job.nnodes} --rdzv_endpoint="$node_0:$port"'
-        else:
-            srun += " --no-kill --kill-on-bad-exit=0"
-            setup += _SLURM_NODES
-            hosts = f' --nnodes={job.min_nnodes}:{job.nnodes} --rdzv_endpoint="$nodes"'
+        setup = _SLURM_TOKEN + _SLURM_NODE_0
+        # A job submitted with `--nodes=2-4` may have another size after each requeue.
+        hosts = ' --nnodes="$SLURM_JOB_NUM_NODES" --rdzv_endpoint="$node_0:$port"'
         hosts += f' --job_name="{job.name}-$SLURM_JOB_ID"'
     return _SLURM_SCRIPT.format(
         options="\n".join(f"#SBATCH {option}" for option in options),

@@ -80,11 +80,6 @@ def _problems(job: JobFile, kind: str) -> list[str]:
             f"--emit={kind} needs --image=NAME, a container image that contains the program and "
             "tfparallel. Received: none."
         )
-    if kind in RESTARTED_BY_JOBSET and job.min_nnodes is not None:
-        problems.append(
-            f"--emit={kind} needs a fixed number of hosts: a JobSet recreates pods that are lost. "
-            f"Received: --nnodes={job.min_nnodes}:{job.nnodes}. Use --nnodes={job.nnodes}."
-        )
     if kind == "trainjob" and len(job.command) > _MOST_ARGUMENTS:
         problems.append(
             f"The command of a TrainJob must have at most {_MOST_ARGUMENTS} words. Received: "
@@ -96,8 +91,8 @@ def _problems(job: JobFile, kind: str) -> list[str]:
 def _job(job: JobFile) -> list[dict[str, Any]]:
     """A Service, whose DNS names let pods find each other before they are ready, and a Job."""
     service = {"clusterIP": "None", "selector": _labels(job), "publishNotReadyAddresses": True}
-    pods = [f"{job.name}-{index}.{job.name}:{_PORT}" for index in range(job.nnodes)]
-    spec = _job_spec(job, "kubernetes", _launch(job, _meet(job, pods), job.command))
+    meet = _meet(job, f"{job.name}-0.{job.name}:{_PORT}")
+    spec = _job_spec(job, "kubernetes", _launch(job, meet, job.command))
     spec["template"]["spec"]["subdomain"] = job.name
     return [
         _object(job, "v1", "Service", spec=service),
@@ -107,8 +102,8 @@ def _job(job: JobFile) -> list[dict[str, Any]]:
 
 def _job_set(job: JobFile) -> list[dict[str, Any]]:
     """A JobSet, which creates a headless Service of its own name for its pods."""
-    pods = [f"{job.name}-{_NODE}-0-{index}.{job.name}:{_PORT}" for index in range(job.nnodes)]
-    spec = _job_spec(job, "jobset", _launch(job, _meet(job, pods), job.command))
+    meet = _meet(job, f"{job.name}-{_NODE}-0-0.{job.name}:{_PORT}")
+    spec = _job_spec(job, "jobset", _launch(job, meet, job.command))
     return [_object(job, "jobset.x-k8s.io/v1alpha2", "JobSet", spec=_job_set_spec(job, spec))]
 
 
@@ -179,8 +174,7 @@ def _job_spec(job: JobFile, kind: str, command: Sequence[str]) -> dict[str, Any]
         "completionMode": "Indexed",
         "completions": job.nnodes,
         "parallelism": job.nnodes,
-        # In an elastic job, a host that returns after a failure counts as a new one.
-        "backoffLimit": 0 if job.min_nnodes is None else 3 * job.nnodes,
+        "backoffLimit": 0,
         "podFailurePolicy": {"rules": rules},
         "template": {"metadata": {"labels": _labels(job)}, "spec": pod},
     }
@@ -191,15 +185,11 @@ def _on_exit(action, code):
     return {"action": action, "onExitCodes": codes}
 
 
-def _meet(job, pods: Sequence[str]) -> list[str]:
+def _meet(job, pod_0: str) -> list[str]:
     """The flags with which the launchers find each other."""
-    if job.min_nnodes is not None:
-        flags = [f"--nnodes={job.min_nnodes}:{job.nnodes}", f"--rdzv_endpoint={','.join(pods)}"]
-    elif job.nnodes > 1:
-        flags = [f"--nnodes={job.nnodes}", f"--rdzv_endpoint={pods[0]}"]
-    else:
+    if job.nnodes == 1:
         return []
-    return [*flags, f"--job_name={job.name}"]
+    return [f"--nnodes={job.nnodes}", f"--rdzv_endpoint={pod_0}", f"--job_name={job.name}"]
 
 
 def _launch(job, meet: Sequence[str], command: Sequence[str]) -> list[str]:

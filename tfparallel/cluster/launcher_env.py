@@ -34,13 +34,13 @@ from tfparallel.cluster.config_error import EnvReader, refusal, shown
 
 __all__ = [
     "LauncherEnv",
-    "NodeRange",
     "is_slurm_step",
     "node_rank_of",
     "of_kubernetes",
     "of_mpi",
     "of_slurm",
     "of_torchrun",
+    "parse_nnodes",
     "without_counts",
 ]
 
@@ -226,7 +226,7 @@ def of_slurm(environ: Mapping[str, str]) -> LauncherEnv | None:
 def without_counts(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment without the process counts of Slurm, MPI and Kubernetes.
 
-    For the workers of an elastic job: those counts still include launchers that have left.
+    For workers on Ray, whose nodes may be tasks of Slurm: their number is another.
     """
     counts = {*_STEP_VARIABLES, *(names[0] for names in _MPI_VARIABLES), _NUM_WORKERS, _NUM_PODS}
     return {name: value for name, value in environ.items() if name not in counts}
@@ -271,38 +271,28 @@ def of_kubernetes(environ: Mapping[str, str], counted: bool = False) -> Launcher
     return LauncherEnv("Kubernetes", size, index, variables.received, addresses, 0, 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class NodeRange:
-    """The number of hosts of a job; if `is_elastic`, it may change while the job runs."""
-
-    minimum: int
-    maximum: int
-    is_elastic: bool
-
-    @property
-    def are_one(self) -> bool:
-        """Whether the job runs on this host alone."""
-        return self.maximum == 1 and not self.is_elastic
-
-    @classmethod
-    def parse(cls, text: str) -> "NodeRange":
-        """Parses "2" or "1:4"; raises `ValueError` for anything else."""
-        match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-        if match is None:
-            raise ValueError(f"a number, or MIN:MAX, is required. Received: {text!r}.")
-        least, most = int(match[1]), int(match[2] or match[1])
-        if least < 1:
-            raise ValueError(f"at least 1 host is required. Received: {text!r}.")
-        if most < least:
-            raise ValueError(
-                f"the maximum of MIN:MAX must not be less than the minimum. Received: {text!r}."
-            )
-        return cls(least, most, match[2] is not None)
+def parse_nnodes(text: str) -> int:
+    """Parses a fixed number of hosts, "2"; raises `ValueError` for anything else."""
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if match is not None:
+        least, most = match.groups()
+        raise ValueError(
+            f"the number of hosts is fixed: N is required. Received: {text!r}. If it must change, "
+            f"use Ray (`launch --on=ray --num_workers={text}`); or Slurm, which may requeue a job "
+            f"at another size (`launch --emit=slurm --nnodes={most} "
+            f"--sbatch_args=--nodes={least}-{most}`); or Kubernetes, where a JobSet replaces lost "
+            f"pods (`launch --emit=jobset --nnodes={most}`)."
+        )
+    if re.fullmatch(r"\d+", text) is None:
+        raise ValueError(f"a number is required. Received: {text!r}.")
+    if int(text) < 1:
+        raise ValueError(f"at least 1 host is required. Received: {text!r}.")
+    return int(text)
 
 
-def node_rank_of(flag_value: int | None, nodes: NodeRange) -> int | None:
+def node_rank_of(flag_value: int | None, nnodes: int) -> int | None:
     """Returns this host's index from the flag or the scheduler; `ValueError` if they disagree."""
-    if nodes.are_one:
+    if nnodes == 1:
         return flag_value
     variables = {name: os.environ.get(name, "") for name in _NODE_RANKS}
     name = next((name for name in _NODE_RANKS if variables[name].isdecimal()), None)

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Sequence
 
-from tfparallel.cluster import differences, messages
+from tfparallel.cluster import connection, differences
 from tfparallel.cluster.address import join_address, split_address
 from tfparallel.cluster.ports import is_free, owner
 
@@ -42,7 +42,7 @@ async def listen(
         address = join_address(listen_host, port)
     try:
         async with asyncio.timeout(timeout_seconds):
-            places = await messages.resolve(address)
+            places = await connection.resolve(address)
         if not listen_host and _is_loopback_to_itself_only(host, places, workers):
             places = [(socket.AF_INET, ("0.0.0.0", port))]
         return await _bind(places, port)
@@ -57,9 +57,10 @@ async def listen(
             ) from None
         raise RuntimeError(
             f"{worker} cannot listen on {address} on host {socket.gethostname()}: "
-            f"{messages.reason(error)}. A worker's address must belong to its own host. Received: "
-            f"workers={list(workers)}, worker_index={worker_index}. Correct the task index or the "
-            "address in TF_CONFIG; behind a gateway, or with a published container port, set "
+            f"{connection.reason(error)}. A worker's address must belong to its own host. "
+            f"Received: workers={list(workers)}, worker_index={worker_index}. Correct the task "
+            "index or the address in TF_CONFIG; behind a gateway, or with a published container "
+            "port, set "
             f"{LISTEN_ADDR}=0.0.0.0."
         ) from None
 

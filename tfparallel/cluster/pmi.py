@@ -7,8 +7,8 @@ manager is reduced to key-value pairs and a barrier, in the text protocol PMI-1.
     worker 1: MPI_Init ──"cmd=put key=… value=…", "cmd=barrier_in"──> server, a thread of worker 0
     worker 1: Watch    ──a silent connection─────────────────────────>
 
-A caller receives a nonce, and answers with a proof (wire.py) that it knows the job's secret. The
-server limits the number of unauthenticated callers and their time.
+A caller authenticates as in a rendezvous (wire.py, acceptor.py), and says which worker it is. The
+lines after that are those of PMI, or none.
 
 When a worker's connection ends, the server notifies the others within milliseconds; every worker
 detects the end of worker 0 directly.
@@ -18,43 +18,27 @@ References:
     Systems", EuroMPI 2010. The protocol: MPICH's `src/pmi`, PMI-1 wire protocol.
 """
 
+import asyncio
+import concurrent.futures
 import contextlib
-import dataclasses
 import itertools
-import json
 import secrets
-import selectors
 import socket
 import threading
-import time
 from collections.abc import Sequence
 
-from tfparallel.cluster.channel import keep_alive
-from tfparallel.cluster.wire import MAX_BYTES, Lines, Secret, new_nonce
+from tfparallel.cluster import connection
+from tfparallel.cluster.acceptor import RETRY_SECONDS, Acceptor
+from tfparallel.cluster.address import join_address
+from tfparallel.cluster.wire import RefusedError, Secret
 
 __all__ = ["Server", "Watch", "connect"]
 
+_JOB = "tfparallel-mpi-1"  # With the version of this protocol.
 _MAX_KEYS = 1024  # Of one worker; MPICH puts fewer than ten.
-_MAX_STRANGERS = 64  # The maximum of unauthenticated callers,
-_STRANGER_SECONDS = 5.0  # and how long each may stay.
-_RETRY_SECONDS = 0.1
-_WELCOME = "welcome"
 _NO_WORKER = "the listener there is not worker 0 of this job"
 _HOSTS_KEY = "PMI_process_mapping"
 _IDLE_SECONDS = 5  # A host that does not answer for 20 s has vanished.
-
-
-@dataclasses.dataclass
-class _Peer:
-    """One connection."""
-
-    socket: socket.socket
-    lines: Lines = dataclasses.field(default_factory=Lines)
-    worker: int | None = None  # Set once it has authenticated.
-    role: str = ""
-    num_keys: int = 0
-    nonce: str = dataclasses.field(default_factory=new_nonce)
-    since: float = dataclasses.field(default_factory=time.monotonic)
 
 
 class Server(threading.Thread):
@@ -73,123 +57,91 @@ class Server(threading.Thread):
         # MPI's library names its shared memory after the job: names must be unique.
         self._job = f"tfparallel_{secrets.token_hex(8)}"
         self._values = {_HOSTS_KEY: process_mapping(hosts)}
-        self._waiting: dict[int, _Peer] = {}
-        self._peers: dict[socket.socket, _Peer] = {}
+        self._waiting: dict[int, connection.Connection] = {}
+        self._watches: set[connection.Connection] = set()
         self._lost: list[int] = []
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family)
-        self.port = self._listener.getsockname()[1]
-        self._woken, self._wake = socket.socketpair()
+        self._listening = socket.create_server((host, 0), family=family)
+        self.port = self._listening.getsockname()[1]
+        self._begun = concurrent.futures.Future()
 
     def run(self) -> None:
         """Answers requests until `close`."""
-        with selectors.DefaultSelector() as self._selector:
-            for server_socket in (self._listener, self._woken):
-                self._selector.register(server_socket, selectors.EVENT_READ)
-            while True:
-                for key, _ in self._selector.select(self._hang_up_on_strangers()):
-                    if key.fileobj is self._woken:
-                        self._end()
-                        return
-                    if key.fileobj is self._listener:
-                        self._welcome()
-                    elif key.fileobj in self._peers:
-                        self._listen_to(self._peers[key.fileobj])
+        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+            runner.run(self._serve())
 
     def close(self) -> None:
         """Ends the thread and all connections."""
-        self._wake.send(b"!")
+        loop, closing = self._begun.result()
+        loop.call_soon_threadsafe(closing.set)
         self.join()
 
-    def _end(self):
-        for each in (self._listener, self._woken, self._wake, *self._peers):
-            each.close()
+    async def _serve(self):
+        closing = asyncio.Event()
+        self.acceptor = Acceptor(
+            self._listening, self._secret, _JOB, self._admit, lambda *_: None, 2 * len(self._hosts)
+        )
+        async with self.acceptor:
+            self._begun.set_result((asyncio.get_running_loop(), closing))
+            await closing.wait()
 
-    def _welcome(self):
-        with contextlib.suppress(OSError):
-            connected, _ = self._listener.accept()
-            keep_alive(connected, _IDLE_SECONDS)
-            peer = self._peers[connected] = _Peer(connected)
-            self._selector.register(connected, selectors.EVENT_READ)
-            _say(peer, json.dumps({"nonce": peer.nonce}))
-
-    def _hang_up_on_strangers(self):
-        """Drops excess and overdue callers; returns in how many seconds to look again, or None."""
-        strangers = [peer for peer in self._peers.values() if peer.worker is None]
-        cutoff = time.monotonic() - _STRANGER_SECONDS
-        for index, peer in enumerate(strangers):  # In order of arrival.
-            if index < len(strangers) - _MAX_STRANGERS or peer.since < cutoff:
-                self._part_from(peer)
-            else:
-                return max(0.0, peer.since - cutoff)
-        return None
-
-    def _listen_to(self, peer):
-        try:
-            heard = peer.socket.recv(MAX_BYTES)
-            if not heard:
-                raise ConnectionResetError
-            peer.lines.feed(heard)
-            while (line := peer.lines.next()) is not None:
-                if peer.worker is None:
-                    self._admit(peer, line)
-                elif peer.role == "pmi":
-                    self._answer(peer, line.decode())
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            self._part_from(peer)
-
-    def _admit(self, peer, line):
-        hello = json.loads(line)
-        worker, role = hello["worker"], hello["role"]
-        if not self._secret.is_proof(hello["proof"], peer.nonce, worker, role):
-            raise ConnectionResetError
+    async def _admit(self, peer, hello):
+        worker, role = hello.get("worker"), hello.get("role")
         if type(worker) is not int or not 0 <= worker < len(self._hosts):
-            raise ConnectionResetError
-        peer.worker, peer.role = worker, role
-        _say(peer, _WELCOME)
-        if peer.role == "watch":
-            for lost in self._lost:
-                _say(peer, f"lost {lost}")
+            return
+        peer.keep_alive(_IDLE_SECONDS)
+        await peer.send({"welcome": worker})
+        await (self._watch(peer, worker) if role == "watch" else self._answer_all(peer, worker))
 
-    def _part_from(self, peer):
-        self._selector.unregister(peer.socket)
-        del self._peers[peer.socket]
-        peer.socket.close()
-        if peer.role == "watch":
-            self._lost.append(peer.worker)
-            for other in self._peers.values():
-                if other.role == "watch":
-                    _say(other, f"lost {peer.worker}")
+    async def _watch(self, peer, worker):
+        """Waits until a worker's connection ends, and tells the others."""
+        for lost in self._lost:
+            await _say(peer, f"lost {lost}")
+        self._watches.add(peer)
+        with contextlib.suppress(OSError, ValueError):
+            while True:
+                await peer.receive_line()
+        self._watches.discard(peer)
+        self._lost.append(worker)
+        for other in list(self._watches):
+            await _say(other, f"lost {worker}")
 
-    def _answer(self, peer, line):
-        request = dict(part.split("=", 1) for part in line.split(" ") if "=" in part)
-        command = request["cmd"]
-        if command == "put":
-            peer.num_keys += 1
-            if peer.num_keys > _MAX_KEYS:
-                raise ConnectionResetError
-            self._values[request["key"]] = request["value"]
-        if command == "get":
-            value = self._values.get(request["key"])
-            result = "rc=-1 msg=key_not_found" if value is None else f"rc=0 msg=found value={value}"
-            _say(peer, f"cmd=get_result {result}")
-        elif command == "barrier_in":
-            self._waiting[peer.worker] = peer
-            if len(self._waiting) == len(self._hosts):
-                waited, self._waiting = self._waiting, {}
-                for each in waited.values():
-                    _say(each, "cmd=barrier_out rc=0")
-        else:
-            answers = {
-                "init": "cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=1",
-                "get_maxes": "cmd=maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=1024",
-                "get_appnum": "cmd=appnum rc=0 appnum=0",
-                "get_my_kvsname": f"cmd=my_kvsname rc=0 kvsname={self._job}",
-                "get_universe_size": f"cmd=universe_size rc=0 size={len(self._hosts)}",
-                "put": "cmd=put_result rc=0 msg=success",
-                "finalize": "cmd=finalize_ack rc=0",
-            }
-            _say(peer, answers.get(command, f"cmd={command} rc=-1 msg=unknown_command"))
+    async def _answer_all(self, peer, worker):
+        num_keys = 0
+        while True:
+            line = (await peer.receive_line()).decode()
+            request = dict(part.split("=", 1) for part in line.split(" ") if "=" in part)
+            match request:
+                case {"cmd": "barrier_in"}:
+                    self._waiting[worker] = peer
+                    if len(self._waiting) == len(self._hosts):
+                        waited, self._waiting = self._waiting, {}
+                        for each in waited.values():
+                            await _say(each, "cmd=barrier_out rc=0")
+                case {"cmd": "put", "key": key, "value": value} if num_keys < _MAX_KEYS:
+                    num_keys += 1
+                    self._values[key] = value
+                    await _say(peer, "cmd=put_result rc=0 msg=success")
+                case {"cmd": "get", "key": key}:
+                    result = "rc=-1 msg=key_not_found"
+                    if key in self._values:
+                        result = f"rc=0 msg=found value={self._values[key]}"
+                    await _say(peer, f"cmd=get_result {result}")
+                case {"cmd": command} if command not in ("put", "get"):
+                    await _say(peer, self._answer(command))
+                case _:
+                    return
+
+    def _answer(self, command):
+        answers = {
+            "init": "cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=1",
+            "get_maxes": "cmd=maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=1024",
+            "get_appnum": "cmd=appnum rc=0 appnum=0",
+            "get_my_kvsname": f"cmd=my_kvsname rc=0 kvsname={self._job}",
+            "get_universe_size": f"cmd=universe_size rc=0 size={len(self._hosts)}",
+            "finalize": "cmd=finalize_ack rc=0",
+        }
+        return answers.get(command, f"cmd={command} rc=-1 msg=unknown_command")
 
 
 class Watch(threading.Thread):
@@ -221,46 +173,30 @@ def connect(
     Raises:
         OSError: If there is no server of this job within the time limit.
     """
-    deadline = time.monotonic() + timeout_seconds
-    while True:
-        try:
-            return _connected(address, Secret(token), worker, role, deadline)
-        except ConnectionError:  # The server dropped this caller among many strangers.
-            if time.monotonic() + _RETRY_SECONDS > deadline:
-                raise
-        time.sleep(_RETRY_SECONDS)
+    hello = {"worker": worker, "role": role}
+    return connection.run(_connected(join_address(*address), token, hello, timeout_seconds))
 
 
-def _connected(address, secret, worker, role, deadline):
-    with contextlib.ExitStack() as unless_admitted:
-        connected = socket.create_connection(address, max(deadline - time.monotonic(), 0.001))
-        unless_admitted.callback(connected.close)
-        try:
-            nonce = json.loads(_line(connected, deadline))["nonce"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise OSError(_NO_WORKER) from None
-        hello = {"worker": worker, "role": role, "proof": secret.proof(nonce, worker, role)}
-        connected.sendall(json.dumps(hello).encode() + b"\n")
-        if _line(connected, deadline) != _WELCOME:
-            raise OSError(_NO_WORKER)
-        connected.settimeout(None)
-        keep_alive(connected, _IDLE_SECONDS)
-        unless_admitted.pop_all()
-        return connected
-
-
-def _line(connected, deadline):
-    """Reads one line and nothing after it, which is for another reader."""
-    line = b""
-    while not line.endswith(b"\n"):
-        connected.settimeout(max(deadline - time.monotonic(), 0.001))
-        byte = connected.recv(1)
-        if not byte:
-            raise ConnectionResetError("the other side closed the connection")
-        line += byte
-        if len(line) > MAX_BYTES:
-            raise OSError(_NO_WORKER)
-    return line.decode(errors="replace").rstrip("\n")
+async def _connected(address, token, hello, timeout_seconds):
+    trouble = TimeoutError("no answer")
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_seconds):
+            while True:
+                try:
+                    with contextlib.ExitStack() as unless_admitted:
+                        peer = unless_admitted.enter_context(await connection.connect(address))
+                        await peer.introduce(Secret(token), _JOB)
+                        await peer.send(hello)
+                        await peer.receive()
+                        unless_admitted.pop_all()
+                        peer.keep_alive(_IDLE_SECONDS)
+                        return peer.detach()
+                except (RefusedError, ValueError):
+                    raise RefusedError(_NO_WORKER) from None
+                except ConnectionError as error:  # Dropped among many strangers: try again.
+                    trouble = error
+                await asyncio.sleep(RETRY_SECONDS)
+    raise trouble
 
 
 def process_mapping(hosts: Sequence[str]) -> str:
@@ -274,7 +210,7 @@ def process_mapping(hosts: Sequence[str]) -> str:
     return f"(vector,{blocks})"
 
 
-def _say(peer, line):
+async def _say(peer, line):
     # Lines are short and few: they fit the socket's buffer. Reading detects a lost peer.
     with contextlib.suppress(OSError):
-        peer.socket.sendall(line.encode() + b"\n")
+        await peer.send_line(line.encode() + b"\n")

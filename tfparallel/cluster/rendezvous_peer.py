@@ -6,24 +6,19 @@ the chief and the others, `wire` its encoding.
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from tfparallel.cluster import differences, listener, messages, wire
+from tfparallel.cluster import acceptor, differences, listener
 from tfparallel.cluster.address import split_address
-from tfparallel.cluster.wire import Secret
+from tfparallel.cluster.connection import Connection, connect, reason
+from tfparallel.cluster.wire import RefusedError, Secret
 
-__all__ = ["GREETING_SECONDS", "RETRY_SECONDS", "STRANGER", "Participant", "RendezvousPeer", "why"]
+__all__ = ["STRANGER", "Participant", "RendezvousPeer", "why"]
 
-# The time limit for a caller to identify itself, and for a listener to answer.
-GREETING_SECONDS = 5.0
-RETRY_SECONDS = 0.2
 _SURVEY_SECONDS = 0.5
-# The maximum of unidentified callers; beyond it the oldest is disconnected.
-_MAX_STRANGERS = 256
 _MAX_INTRUDERS = 3
 # The name, with its version, used by the workers of all jobs before the token identifies the job.
 _JOB = "tfparallel-workers-4"
@@ -44,12 +39,10 @@ class Participant:
     host: str
     pid: int
     seconds: float
-    connection: messages.Connection | None = None
+    connection: Connection | None = None
 
     @classmethod
-    def from_hello(
-        cls, hello: dict[str, Any], connection: messages.Connection
-    ) -> "Participant":
+    def from_hello(cls, hello: dict[str, Any], connection: Connection) -> "Participant":
         """Parses a hello, which is untrusted; `ValueError` if it is malformed."""
         kinds = dict(index=int, workers=list, facts=dict, host=str, pid=int, seconds=float)
         fields = {name: hello.get(name) for name in kinds}
@@ -89,33 +82,20 @@ class RendezvousPeer:
         # Workers of other jobs that connected to this one.
         self.intruders: list[str] = []
         self._ports = {split_address(address)[1] for address in workers}
-        self._tasks: set[asyncio.Task] = set()
-        # In order of arrival.
-        self._strangers: dict[asyncio.Task, None] = {}
 
     async def hold(self) -> tuple[dict[str, Any], ...]:
         """Listens, takes part, and cleans up; returns the facts of all workers."""
-        own_port = await listener.listen(
+        listening = await listener.listen(
             self.workers, self.index, timeout_seconds=self.remaining()
         )
-        loop = asyncio.get_running_loop()
-        with own_port:
-            try:
-                loop.add_reader(own_port, self._accept, own_port)
-                return tuple(await self.take_part())
-            finally:
-                loop.remove_reader(own_port)
-                tasks = list(self._tasks)
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+        async with acceptor.Acceptor(
+            listening, self.secret, _JOB, self._admit, self._refused, len(self.workers)
+        ) as self._acceptor:
+            return tuple(await self.take_part())
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task:
         """Starts a task that is cancelled when the rendezvous ends."""
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        return self._acceptor.spawn(coroutine)
 
     def remaining(self) -> float:
         """Seconds until the time limit."""
@@ -125,69 +105,25 @@ class RendezvousPeer:
         """Returns a worker's name with its address, for an error."""
         return differences.name_worker(self.workers, index)
 
-    async def introduce(self, connection: messages.Connection) -> None:
-        """Exchanges nonces with a listener; `ValueError` if it is not a tfparallel worker."""
-        greeting = wire.greeting(_JOB)
-        await connection.send(greeting)
-        answer = await connection.receive()
-        if not wire.is_greeting(answer) or answer["job"] != _JOB:
-            raise ValueError("no tfparallel worker")
-        nonces = greeting["nonce"], answer["nonce"]
-        connection.session = wire.Session(self.secret, _JOB, nonces, is_caller=True)
+    async def introduce(self, connection: Connection) -> None:
+        """Exchanges nonces with a listener; `RefusedError` if it is not of this job."""
+        await connection.introduce(self.secret, _JOB)
 
-    def _accept(self, own_port):
-        """Accepts a caller; a cancelled `loop.sock_accept` may lose one."""
-        loop = asyncio.get_running_loop()
-        try:
-            caller, _ = own_port.accept()
-        except OSError:
-            # The caller has left; or this process is out of descriptors, and must not spin.
-            loop.remove_reader(own_port)
-            self.spawn(self._listen_on(own_port))
-            return
-        if len(self._strangers) >= _MAX_STRANGERS + len(self.workers):
-            next(iter(self._strangers)).cancel()
-        connection = messages.Connection(caller)
-        task = self.spawn(self._answer_caller(connection))
-        self._strangers[task] = None
-        task.add_done_callback(lambda done: self._strangers.pop(done, None))
-        # Also if the task is cancelled before it begins.
-        task.add_done_callback(lambda done: connection.close())
-
-    async def _listen_on(self, own_port):
-        await asyncio.sleep(RETRY_SECONDS)
-        asyncio.get_running_loop().add_reader(own_port, self._accept, own_port)
-
-    async def _answer_caller(self, connection):
-        """Answers a caller of this job, and hangs up on any other."""
-        with contextlib.suppress(OSError, ValueError):
-            async with asyncio.timeout(GREETING_SECONDS):
-                greeting = await connection.receive()
-                if not wire.is_greeting(greeting) or greeting["job"] != _JOB:
-                    return
-                reply = wire.greeting(_JOB)
-                await connection.send(reply)
-                line = await connection.receive_line()
-            nonces = greeting["nonce"], reply["nonce"]
-            session = wire.Session(self.secret, _JOB, nonces, is_caller=False)
-            call = session.opened(line)
-            if call is None:
-                claim = wire.unproved(line)
-                if claim.get("call") == "hello":
-                    self._note(Participant.from_hello(claim, connection))
-                await connection.send({"refused": _JOB})
-                return
-            connection.session = session
-            if call.get("call") == "probe":
-                await connection.send({"index": self.index})
-            elif call.get("call") == "hello":
-                self._strangers.pop(asyncio.current_task(), None)
-                await self.greet(Participant.from_hello(call, connection))
+    async def _admit(self, connection, message):
+        """Answers a caller of this job."""
+        if message.get("call") == "probe":
+            await connection.send({"index": self.index})
+        elif message.get("call") == "hello":
+            await self.greet(Participant.from_hello(message, connection))
 
     async def greet(self, participant: Participant) -> None:
         """Answers a hello; only the chief expects one, so the caller has another worker list."""
         self._note(participant)
         await participant.connection.send({"not_the_chief": self.workers})
+
+    def _refused(self, connection, _, claim):
+        if claim.get("call") == "hello":
+            self._note(Participant.from_hello(claim, connection))
 
     def _note(self, intruder):
         if len(self.intruders) < _MAX_INTRUDERS:
@@ -197,11 +133,11 @@ class RendezvousPeer:
         """Probes a worker's address; returns "" if that worker answers, else the problem."""
         try:
             async with asyncio.timeout(timeout_seconds):
-                with await messages.connect(self.workers[index], self._ports) as connection:
+                with await connect(self.workers[index], self._ports) as connection:
                     await self.introduce(connection)
                     await connection.send({"call": "probe"})
                     answer = await connection.receive()
-        except wire.RefusedError as error:
+        except RefusedError as error:
             is_worker = error.job == _JOB
             return "its port is used by another tfparallel job" if is_worker else STRANGER
         except (OSError, ValueError) as error:
@@ -216,7 +152,7 @@ class RendezvousPeer:
         async def look_for(index):
             # The result if the time limit comes before an answer.
             self.probe_results.setdefault(index, "no answer")
-            self.probe_results[index] = await self.probe(index, GREETING_SECONDS)
+            self.probe_results[index] = await self.probe(index, acceptor.GREETING_SECONDS)
 
         while True:
             await asyncio.sleep(_SURVEY_SECONDS)
@@ -245,4 +181,4 @@ def why(error: Exception) -> str:
     """Returns why the worker at the other end of a failed connection is missing."""
     if isinstance(error, ConnectionRefusedError):
         return _NOBODY
-    return STRANGER if isinstance(error, ValueError) else messages.reason(error)
+    return STRANGER if isinstance(error, ValueError) else reason(error)

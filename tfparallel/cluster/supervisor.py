@@ -152,8 +152,7 @@ class Job:
         if isinstance(culprit, WorkerProcess):
             culprit = exits[self._workers.index(culprit)]
         departure = self._news.departure if culprit is None else None
-        has_newcomer = self._news.has_newcomer and any(exit_.stopped for exit_ in exits)
-        return Outcome(exits, culprit, timed_out, departure, has_newcomer)
+        return Outcome(exits, culprit, timed_out, departure)
 
     def end(self, grace_seconds: float) -> None:
         """Makes `wait`, which runs in another thread, stop the workers that still run."""
@@ -171,8 +170,6 @@ class Job:
     def _is_decided(self):
         """Whether the job has failed, or succeeded on every host."""
         if self._failures() or self._news.is_bad or self._must_end:
-            return True
-        if self._news.has_newcomer and not self._all_ended():
             return True
         self._report_lost()
         if not self._all_ended() and not self._is_over():
@@ -223,8 +220,7 @@ class Job:
             remaining = None if deadline is None else deadline - time.monotonic()
             if remaining is not None and remaining <= 0:
                 return
-            waits = [each for each in (remaining, self._news.look()) if each is not None]
-            for key, _ in self._selector.select(min(waits, default=None)):
+            for key, _ in self._selector.select(remaining):
                 if key.data is None:
                     self._woken.recv(64)
                 elif not key.data.listen():

@@ -114,11 +114,7 @@ class WarmSpares:
             )
 
     def prepare_now(self, programs: Sequence[Program]) -> None:
-        """Starts the spares at once, and waits until they are ready or out of time.
-
-        A host that joins a running job thus loads before the others are stopped for it. The
-        programs may have any environment.
-        """
+        """Starts the spares at once, and waits until they are ready or out of time."""
         started = {}
         for position, program in enumerate(programs):
             with self._lock:

@@ -1,4 +1,4 @@
-"""The authenticated wire protocol between a job's launchers and between its workers, over TCP.
+"""The authenticated wire protocol of a job, over TCP: between launchers, workers, MPI processes.
 
     caller ──{"job": "train-17", "nonce": a, …}──> listener
     caller <──{"job": "train-17", "nonce": b, …}── listener    or {"refused": its own job}
@@ -11,8 +11,7 @@ sender's role, the line's number and the message; no line can be replayed or reu
 numbers may have gaps: a signal may keep a line from being sent. The job's token, the key of the
 HMAC, is never sent. A message without a valid proof has no effect; it can only explain an error.
 
-Nothing here touches a socket. Launchers use a selector (channel.py), workers an event loop
-(messages.py).
+Nothing here touches a socket (connection.py).
 
 References:
     Hugo Krawczyk et al., "HMAC: Keyed-Hashing for Message Authentication", RFC 2104, 1997.
@@ -26,7 +25,6 @@ from typing import Any
 
 __all__ = [
     "MAX_BYTES",
-    "Lines",
     "RefusedError",
     "Secret",
     "Session",
@@ -59,28 +57,6 @@ class RefusedError(ConnectionError):
         self.job = job
 
 
-class Lines:
-    """Splits incoming data, in chunks of any size, into lines."""
-
-    def __init__(self):
-        self._received = bytearray()
-
-    def feed(self, data: bytes) -> None:
-        """Adds incoming data."""
-        self._received += data
-
-    def next(self, max_bytes: int = MAX_BYTES) -> bytes | None:
-        """Returns the next line; None while it is incomplete; `ValueError` if it is too long."""
-        end = self._received.find(b"\n")
-        if (len(self._received) if end < 0 else end) > max_bytes:
-            raise ValueError(f"A message of more than {max_bytes} bytes.")
-        if end < 0:
-            return None
-        line = bytes(self._received[:end])
-        del self._received[: end + 1]
-        return line
-
-
 class Secret:
     """The shared secret of a job.
 
@@ -96,17 +72,6 @@ class Secret:
         text = json.dumps(parts, sort_keys=True).encode()
         return hmac.digest(self._key, text, hashlib.sha256).hex()
 
-    def is_proof(self, candidate: Any, *parts: Any) -> bool:
-        """Whether `candidate`, which is untrusted, is that proof."""
-        if not isinstance(candidate, str):
-            return False
-        try:
-            expected = self.proof(*parts).encode()
-        except RecursionError:  # The input is nested too deeply to be encoded.
-            return False
-        # Bytes: `compare_digest` rejects non-ASCII text.
-        return hmac.compare_digest(candidate.encode(errors="surrogatepass"), expected)
-
     def derived(self, *parts: Any) -> str:
         """Returns a secret that all members can derive, and that does not reveal this one."""
         return self.proof("derived", *parts)[: 2 * _NONCE_BYTES]
@@ -121,6 +86,7 @@ class Session:
     """Authenticates messages after the exchange of `nonces`, the caller's first."""
 
     def __init__(self, secret: Secret, job: str, nonces: tuple[str, str], *, is_caller: bool):
+        self.job = job
         self._secret, self._handshake = secret, (job, *nonces)
         speakers = ("caller", "listener")
         self._role, self._peer_role = speakers if is_caller else reversed(speakers)
@@ -138,19 +104,18 @@ class Session:
         """Returns the message of a line; None if the proof is wrong or the message malformed."""
         proof, number, message = _split_line(line)
         digest = hashlib.sha256(message).hexdigest()
-        if number < self._next_heard or not self._secret.is_proof(
-            proof, self._peer_role, *self._handshake, number, digest
-        ):
+        expected = self._secret.proof(self._peer_role, *self._handshake, number, digest).encode()
+        if number < self._next_heard or not hmac.compare_digest(proof, expected):
             return None
         self._next_heard = number + 1
         return parsed(message)
 
 
-def _split_line(line: bytes) -> tuple[str, int, bytes]:
+def _split_line(line: bytes) -> tuple[bytes, int, bytes]:
     """Splits a line into its proof, its number (-1 if it has none), and the message."""
     number, _, message = line[_PROOF_BYTES + 1 :].partition(b" ")
     is_number = number.isdigit() and len(number) <= _MAX_DIGITS
-    return line[:_PROOF_BYTES].decode("latin-1"), int(number) if is_number else -1, message
+    return line[:_PROOF_BYTES], int(number) if is_number else -1, message
 
 
 def framed(message: dict[str, Any], session: Session | None) -> bytes:

@@ -98,14 +98,12 @@ class Outcome:
         culprit: The worker whose failure ended the job, on any host; None if none failed.
         timed_out: Whether the job was stopped at its time limit.
         departure: The departure of another host's launcher, if that ended the job.
-        has_newcomer: Whether the workers were stopped to let another host join.
     """
 
     exits: tuple[WorkerExit, ...]
     culprit: WorkerExit | None
     timed_out: bool = False
     departure: Departure | None = None
-    has_newcomer: bool = False
 
 
 def root_cause_first(returncode: int, seen_at: float) -> tuple[bool, float]:

@@ -32,9 +32,12 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from tfparallel.cluster import differences, messages, rendezvous_peer, wire
+from tfparallel.cluster import differences, rendezvous_peer, wire
+from tfparallel.cluster.acceptor import GREETING_SECONDS, RETRY_SECONDS
 from tfparallel.cluster.address import address_problems
 from tfparallel.cluster.config_error import refusal, shown
+from tfparallel.cluster.connection import connect, reason, run
+from tfparallel.cluster.wire import RefusedError
 
 __all__ = ["meet"]
 
@@ -85,7 +88,7 @@ def meet(
     facts = _checked_facts(workers, worker_index, facts, timeout_seconds)
     role = _Chief if worker_index == 0 else _Worker
     part = role(workers, worker_index, facts, timeout_seconds, token, frozenset(may_differ))
-    return messages.run(part.hold())
+    return run(part.hold())
 
 
 def _checked_facts(workers, worker_index, facts, timeout_seconds):
@@ -125,8 +128,8 @@ class _Worker(rendezvous_peer.RendezvousPeer):
         trouble = "no answer"
         while self.remaining() > 0:
             try:
-                async with asyncio.timeout(min(rendezvous_peer.GREETING_SECONDS, self.remaining())):
-                    connection = await messages.connect(self.workers[0], self._ports)
+                async with asyncio.timeout(min(GREETING_SECONDS, self.remaining())):
+                    connection = await connect(self.workers[0], self._ports)
                 with connection:
                     # Never ask a slow chief twice: it would take the first connection for dead.
                     async with asyncio.timeout(self.remaining()):
@@ -137,14 +140,14 @@ class _Worker(rendezvous_peer.RendezvousPeer):
                         raise self._another_list(answer["not_the_chief"])
                     survey.cancel()
                     return await self._follow(connection)
-            except wire.RefusedError as error:
+            except RefusedError as error:
                 if error.job is not None:
                     raise self._another_job() from None
                 trouble = rendezvous_peer.STRANGER
             except (OSError, ValueError) as error:
                 # If cut short by the time limit, keep the earlier problem.
                 trouble = rendezvous_peer.why(error) if self.remaining() > 0 else trouble
-            await asyncio.sleep(min(rendezvous_peer.RETRY_SECONDS, self.remaining()))
+            await asyncio.sleep(min(RETRY_SECONDS, self.remaining()))
         raise self.missing({0: trouble} | {i: why for i, why in self.probe_results.items() if why})
 
     def _not_seen(self):
@@ -178,7 +181,7 @@ class _Worker(rendezvous_peer.RendezvousPeer):
         except TimeoutError:
             how = "stopped responding"
         except (OSError, ValueError, TypeError) as error:
-            how = f"ended during the rendezvous ({messages.reason(error)})"
+            how = f"ended during the rendezvous ({reason(error)})"
         raise self.error(f"{self.name(0)} {how}", "Look at the output of worker 0.")
 
     async def _reach_next(self, seconds):
@@ -189,7 +192,7 @@ class _Worker(rendezvous_peer.RendezvousPeer):
     def _another_job(self):
         return self.error(
             f"the address of {self.name(0)} is used by another tfparallel job, with a different "
-            "token",
+            "token or version",
             "Choose different ports for this job, or give all its workers the same token.",
         )
 

@@ -4,7 +4,7 @@ absl's definitions, `--help` and usage errors are generated from these rows.
 """
 
 from tfparallel.bench.sizes import ITEM_BYTES, MIN_WARMUP
-from tfparallel.cluster.launcher_env import NodeRange
+from tfparallel.cluster.launcher_env import parse_nnodes
 from tfparallel.cluster.supervisor import GRACE_SECONDS
 from tfparallel.collectives import compression_name
 from tfparallel.collectives.compression_name import CompressionName
@@ -131,24 +131,21 @@ TABLE = {
         Flag("resources_per_worker", "launch", "With --on=ray: what Ray reserves for each worker. "
             "Default: one CPU.", read=parse_resources, shown="CPU=4,GPU=1", only_with="on=ray"),
         Flag("nnodes", "launch", "Number of hosts of the job, which share a secret, "
-            "TFPARALLEL_JOB_TOKEN. MIN:MAX makes the job elastic: it continues when a host is "
-            "lost, and grows when one joins.", "1", read=NodeRange.parse, shown="N|MIN:MAX",
+            "TFPARALLEL_JOB_TOKEN.", "1", read=parse_nnodes, shown="N",
             elsewhere=("hosts", "nodes", "num_nodes")),
         Flag("node_rank", "launch", "This host's index, from 0; with --nnodes. Default: the index "
             "set by Slurm (SLURM_NODEID) or by an indexed Job of Kubernetes "
             "(JOB_COMPLETION_INDEX).", kind="whole"),
         Flag("rdzv_endpoint", "launch", "host:port on node 0, the same on every host; with "
-            "--nnodes. With MIN:MAX, a comma-separated list: the next endpoint takes over when a "
-            "host is lost.", shown="HOST:PORT", elsewhere=("master_addr", "master_port")),
+            "--nnodes.", shown="HOST:PORT", elsewhere=("master_addr", "master_port")),
         Flag("local_addr", "launch", "The address at which other hosts reach this one; with "
             "--nnodes. Default: the source address of its connections. Node 0 listens on it.",
             shown="ADDRESS"),
     ),
     "Failures and logs": (
         Flag("max_restarts", "launch", "How often to restart all workers when one fails. With "
-            "--nnodes=MIN:MAX, how many failures of this host's workers to accept before the job "
-            "continues without it. With --emit=jobset or trainjob, how often to recreate all pods "
-            "(default 3).", 0, "whole", least=0),
+            "--emit=jobset or trainjob, how often to recreate all pods (default 3).", 0, "whole",
+            least=0),
         Flag("standby", "launch", "Keep a standby process with TensorFlow loaded for each worker, "
             "to restart in 2 s instead of 5, for 0.3 GB of memory each. Your own script must "
             "import tfparallel first, and must not set environment variables for TensorFlow "

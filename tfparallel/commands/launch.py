@@ -12,7 +12,7 @@ from tfparallel.cluster.address import join_address, split_address
 from tfparallel.cluster.environment import available_cores, core_shares
 from tfparallel.cluster.job_files import JobFile, job_name_of, slurm_script
 from tfparallel.cluster.kubernetes_files import RESTARTED_BY_JOBSET, kubernetes_objects
-from tfparallel.cluster.launcher_env import NodeRange, node_rank_of
+from tfparallel.cluster.launcher_env import node_rank_of, parse_nnodes
 from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN
 from tfparallel.cluster.supervisor import StopRequest
 from tfparallel.cluster.warm_spares import imports_tfparallel
@@ -44,13 +44,13 @@ def run(values: flags.FlagValues, command: Sequence[str]) -> int:
         The exit code: the culprit's, or 128 + n after signal n.
     """
     if values.emit is not None:
-        print(_job_file(values, command, NodeRange.parse(values.nnodes)), end="")
+        print(_job_file(values, command, parse_nnodes(values.nnodes)), end="")
         return 0
     try:
         if values.on == "ray":
             return launched_on_ray(values, command)
         with _signals_raise():
-            return launched(values, command, NodeRange.parse(values.nnodes))
+            return launched(values, command, parse_nnodes(values.nnodes))
     except StopRequest as request:
         name = signal.Signals(request.signum).name
         if request.has_saved:
@@ -65,7 +65,7 @@ def run(values: flags.FlagValues, command: Sequence[str]) -> int:
         return 1
 
 
-def _job_file(values: flags.FlagValues, command: Sequence[str], nodes: NodeRange) -> str:
+def _job_file(values: flags.FlagValues, command: Sequence[str], nnodes: int) -> str:
     """Returns the job file."""
     # Keep words such as "gpu": the submitting host may have other devices.
     forwarded = {
@@ -83,8 +83,7 @@ def _job_file(values: flags.FlagValues, command: Sequence[str], nodes: NodeRange
         name=values.job_name or job_name_of(command),
         command=command,
         launch_flags=[f"--{name}={value}" for name, value in forwarded.items()],
-        nnodes=nodes.maximum,
-        min_nnodes=nodes.minimum if nodes.is_elastic else None,
+        nnodes=nnodes,
         grace_seconds=grace,
         gpus_per_node=values.gpus_per_node,
         sbatch_args=values.sbatch_args,
@@ -104,7 +103,7 @@ def problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
             problems.append(_NO_COMMAND)
         else:
             with _collect_problems(problems):
-                _job_file(values, command, _node_range(values.nnodes) or NodeRange(1, 1, False))
+                _job_file(values, command, _nnodes(values) or 1)
         return problems
     if values.on is not None and values.num_workers is None:
         problems.append(
@@ -117,10 +116,10 @@ def problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
             "`python SCRIPT` with `import tfparallel` at the top level of the script. Received: "
             f"{' '.join(command)}. Drop --standby, or write such a command."
         )
-    if (nodes := _node_range(values.nnodes)) is not None:
+    if (nnodes := _nnodes(values)) is not None:
         with _collect_problems(problems):
-            problems += _node_problems(values, nodes, node_rank_of(values.node_rank, nodes))
-        problems += _identity_problems(values, nodes)
+            problems += _node_problems(values, nnodes, node_rank_of(values.node_rank, nnodes))
+        problems += _identity_problems(values, nnodes)
     if values.bind_cores and values.nproc_per_node >= 1:
         if not hasattr(os, "sched_setaffinity"):
             problems.append("--bind_cores needs Linux. Received: another system. Drop the flag.")
@@ -145,10 +144,10 @@ def problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
     return problems
 
 
-def _node_range(nnodes: str) -> NodeRange | None:
+def _nnodes(values: flags.FlagValues) -> int | None:
     """Parses --nnodes; None if it is invalid, which the flag's row reports."""
     with contextlib.suppress(ValueError):
-        return NodeRange.parse(nnodes)
+        return parse_nnodes(values.nnodes)
     return None
 
 
@@ -162,17 +161,17 @@ def _common_problems(values: flags.FlagValues) -> list[str]:
         problems.append(
             f"--nproc_per_node must be at least 1. Received: --nproc_per_node={text}{no_gpu}."
         )
-    if values.standby and not values.max_restarts and ":" not in values.nnodes:
+    if values.standby and not values.max_restarts:
         problems.append(
             "--standby is only for a job that may restart. Received: --standby without "
-            "--max_restarts or --nnodes=MIN:MAX. Add --max_restarts=3, or drop --standby."
+            "--max_restarts. Add --max_restarts=3, or drop --standby."
         )
     return problems
 
 
-def _node_problems(values, nodes, rank):
+def _node_problems(values, nnodes, rank):
     problems = []
-    if nodes.are_one:
+    if nnodes == 1:
         if rank not in (None, 0):
             problems.append(
                 f"--node_rank must be less than --nnodes. Received: --node_rank={rank}, --nnodes=1."
@@ -183,26 +182,21 @@ def _node_problems(values, nodes, rank):
                 f"--rdzv_endpoint=HOST:PORT. Received: --node_rank={rank} alone."
             )
     else:
-        needs_rank = rank is None and not nodes.is_elastic
-        if needs_rank or values.rdzv_endpoint is None:
-            required = "" if nodes.is_elastic else "--node_rank and "
+        if rank is None or values.rdzv_endpoint is None:
             problems.append(
-                f"Several hosts need {required}--rdzv_endpoint=HOST:PORT. Received: "
-                f"--nnodes={values.nnodes}, --node_rank={rank}, "
-                f"--rdzv_endpoint={values.rdzv_endpoint}."
+                "Several hosts need --node_rank and --rdzv_endpoint=HOST:PORT. Received: "
+                f"--nnodes={nnodes}, --node_rank={rank}, --rdzv_endpoint={values.rdzv_endpoint}."
             )
-        if rank is not None and not 0 <= rank < nodes.maximum:
+        if rank is not None and not 0 <= rank < nnodes:
             problems.append(
-                f"--node_rank must be from 0 to {nodes.maximum - 1}. Received: --node_rank={rank}, "
-                f"--nnodes={values.nnodes}."
+                f"--node_rank must be from 0 to {nnodes - 1}. Received: --node_rank={rank}, "
+                f"--nnodes={nnodes}."
             )
     if values.rdzv_endpoint is not None:
-        endpoints = values.rdzv_endpoint.split(",") if nodes.is_elastic else [values.rdzv_endpoint]
-        for endpoint in endpoints:
-            with _collect_problems(problems):
-                split_address(endpoint)
+        with _collect_problems(problems):
+            split_address(values.rdzv_endpoint)
     if values.local_addr is not None:
-        if nodes.are_one:
+        if nnodes == 1:
             problems.append(
                 "--local_addr is for a job on several hosts and needs --nnodes. Received: "
                 f"--local_addr={values.local_addr} alone."
@@ -212,7 +206,7 @@ def _node_problems(values, nodes, rank):
     return problems
 
 
-def _identity_problems(values, nodes):
+def _identity_problems(values, nnodes):
     problems = []
     if values.job_name is not None and not is_word(values.job_name):
         problems.append(
@@ -220,7 +214,7 @@ def _identity_problems(values, nodes):
             f"--job_name={values.job_name}."
         )
     token = os.environ.get(TOKEN, "")
-    if not nodes.are_one and len(token) < _MIN_TOKEN:
+    if nnodes > 1 and len(token) < _MIN_TOKEN:
         received = f"{len(token)} characters" if token else "none"
         problems.append(
             "The launchers of a job on several hosts need a shared secret of at least "

@@ -9,10 +9,10 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfparallel.cluster import messages, wire
+from tfparallel.cluster import connection, wire
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -27,13 +27,13 @@ def receive(sent, count=1, **options):
     far.settimeout(10)
 
     async def all_of_them():
-        with messages.Connection(near) as connection:
+        with connection.Connection(near) as receiver:
             async with asyncio.timeout(10):
                 sending = asyncio.get_running_loop().run_in_executor(None, send_and_close)
                 try:
-                    return [await connection.receive(**options) for _ in range(count)]
+                    return [await receiver.receive(**options) for _ in range(count)]
                 finally:
-                    connection.close()
+                    receiver.close()
                     await sending
 
     def send_and_close():
@@ -43,10 +43,11 @@ def receive(sent, count=1, **options):
             except OSError:
                 pass
 
-    return messages.run(all_of_them())
+    return connection.run(all_of_them())
 
 
 @pytest.mark.slow
+@settings(deadline=None)
 @given(st.lists(st.dictionaries(st.text(), JSON), min_size=1, max_size=4))
 def test_what_is_sent_arrives(said):
     line = b"".join(wire.encoded(message) + b"\n" for message in said)
@@ -85,10 +86,10 @@ def test_a_closed_connection(sent):
 def connect(address, **options):
     async def near_port():
         async with asyncio.timeout(10):
-            with await messages.connect(address, **options) as connection:
-                return connection._socket.getsockname()[1]
+            with await connection.connect(address, **options) as connected:
+                return connected._socket.getsockname()[1]
 
-    return messages.run(near_port())
+    return connection.run(near_port())
 
 
 def test_a_connection_keeps_off_the_workers_ports():
@@ -105,18 +106,18 @@ def test_why_a_connection_fails():
         address = f"127.0.0.1:{chosen.getsockname()[1]}"
         with pytest.raises(ConnectionRefusedError) as refused:
             connect(address)
-    assert messages.reason(refused.value) == "connection refused"
+    assert connection.reason(refused.value) == "connection refused"
     with pytest.raises(OSError) as unknown:
         connect("nobody.invalid:80")
-    assert "host name" in messages.reason(unknown.value)
-    assert messages.reason(TimeoutError()) == "no answer"
+    assert "host name" in connection.reason(unknown.value)
+    assert connection.reason(TimeoutError()) == "no answer"
 
 
 def test_the_callers_event_loop_is_left_alone():
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     try:
-        assert messages.run(asyncio.sleep(0, "done")) == "done"
+        assert connection.run(asyncio.sleep(0, "done")) == "done"
         assert asyncio.get_event_loop() is loop and not loop.is_closed()
     finally:
         asyncio.set_event_loop(None)
@@ -125,7 +126,7 @@ def test_the_callers_event_loop_is_left_alone():
 
 INTERRUPTED = """
 import asyncio, random, signal
-from tfparallel.cluster import messages
+from tfparallel.cluster import connection
 
 async def two_busy_tasks():
     # By the clock it comes between any two instructions, as from a keyboard.
@@ -144,7 +145,7 @@ async def busy():
 signal.signal(signal.SIGALRM, lambda *call: signal.getsignal(signal.SIGINT)(*call))
 for _ in range(1000):
     try:
-        messages.run(two_busy_tasks())
+        connection.run(two_busy_tasks())
     except KeyboardInterrupt:
         continue
     raise SystemExit("the interrupt is lost")
@@ -168,17 +169,17 @@ def test_an_interrupt_as_the_task_ends(error):
             raise error
 
     with pytest.raises(type(error) if error else KeyboardInterrupt):
-        messages.run(last_words())
+        connection.run(last_words())
 
 
 IN_A_NOTEBOOK = """
 import asyncio, signal
-from tfparallel.cluster import messages
+from tfparallel.cluster import connection
 
 async def cell():
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.3)
-    messages.run(asyncio.sleep(600))
+    connection.run(asyncio.sleep(600))
 
 try:
     asyncio.new_event_loop().run_until_complete(cell())
@@ -206,7 +207,7 @@ def test_the_callers_own_handler_of_interrupts_is_left_alone():
     heard = []
     before = signal.signal(signal.SIGINT, handler)
     try:
-        assert messages.run(interrupted()) == "goes on"
+        assert connection.run(interrupted()) == "goes on"
         assert signal.getsignal(signal.SIGINT) is handler and heard == [signal.SIGINT]
     finally:
         signal.signal(signal.SIGINT, before)
