@@ -73,6 +73,8 @@ def fit(
         ValueError: If an argument is invalid, or the call cannot be pickled.
         RuntimeError: If a worker failed more often than allowed, with the root cause first; if Ray
             cannot place the workers; or if this process is itself a worker.
+        SystemExit: On SIGTERM or SIGUSR1, with code 75 once all workers have saved: the same call
+            then continues their work.
 
     Example:
         >>> def train(folder):
