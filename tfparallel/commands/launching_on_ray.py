@@ -34,6 +34,7 @@ def launched_on_ray(values: flags.FlagValues, command: Sequence[str]) -> int:
         max_failures=values.max_restarts,
         grace_seconds=values.grace_seconds if values["grace_seconds"].present else _GRACE_SECONDS,
         start_timeout_seconds=values.start_timeout,
+        storage_path=values.storage_path,
     )
     driver = importlib.import_module("tfparallel.ray.driver")
     job_error = importlib.import_module("tfparallel.ray.job").RayJobError
