@@ -1,232 +1,164 @@
 """Injects 40 random faults into runs of 200 steps, and checks where each run ends.
 
     .venv/bin/python benchmarks/faults.py
+    .venv/bin/python benchmarks/faults.py --on=ray
 
-Each run trains `models/digits_cnn.py` with a checkpoint every 5 steps and one thread per worker. At
-a random step one fault strikes, from outside:
+Each run trains `models/digits_cnn.py` on two workers, with a checkpoint every 5 steps and one
+thread per worker: under `tfparallel launch`, or under `tfparallel.ray.fit` on a Ray cluster of
+several raylets on this machine. At a random step one fault strikes, from outside:
 
-    kill         a worker, the chief or the other, gets SIGKILL; `launch --max_restarts`
+    kill         a worker, the chief or the other, gets SIGKILL; all workers restart
     stop         it gets SIGSTOP: it neither works nor ends; `--stall_timeout`
     damage       a byte of the newest checkpoint is turned, and then a worker is killed
-    preemption   the launcher gets SIGTERM; the same command again
+    preemption   the launcher, or Ray's driver, gets SIGTERM; the same command again
     full disk    the checkpoints' disk has no room any more; the same command again, with room
 
-The weights are compared with those of an undisturbed run, to the last bit. `full disk` needs root,
-and is skipped otherwise.
+and on Ray alone:
+
+    actor        the Ray actor of a worker gets SIGKILL
+    arrival      two workers, `num_workers=(2, 3)`, get a third on a node that arrives
+    raylet       the raylet of a worker's node gets SIGKILL; a spare node takes the worker
+    lost node    the same, of one of three workers, `num_workers=(2, 3)`, and no spare node
+    silent node  all processes of such a node get SIGSTOP, as if its link was cut, and SIGCONT once
+                 the two others train (as root each node is a host of its own to them)
+
+The weights are compared with those of an undisturbed run: to the last bit, and where the number of
+workers changes (`arrival`, `lost node`, `silent node`), to 1e-9 in float64. (In float32 a batch
+divided differently rounds differently, by 1e-5 or 1e-4, depending on the processor.) `full disk`
+and `silent node` need root, and are skipped otherwise.
 """
 
+import argparse
 import contextlib
+import functools
 import os
 import pathlib
 import random
-import signal
-import subprocess
 import sys
 import tempfile
-import time
+import traceback
 
 import contest
 import environment
-import keras
 import numpy as np
-import psutil
-from restarts import DEADLINE_SECONDS, EVERY, NUM_STEPS, STEPS_PER_EPOCH, newest
+import ray_cluster
+from fault_runs import KINDS_ON, RESIZED, ROOT_KINDS, Run, RunOnRay, small_disk
+from restarts import EVERY, NUM_STEPS
 
-KINDS = ("kill", "stop", "damage", "preemption", "full disk")
-ROOT_KINDS = ("full disk",)
-TRY_AGAIN = 75
+sys.path.insert(0, str(contest.TOP))
+from tfparallel.installed import version_of  # noqa: E402
+
+TOLERANCE = 1e-9
 
 
 def main(arguments):
     options = parse(arguments)
     described = environment.describe()
+    is_right_on, results = {}, {}
+    for launcher in options.on:
+        kinds = kinds_of(launcher, options)
+        if not kinds or launcher == "ray" and ray_cluster.is_missing("faults.py --on=ray"):
+            continue
+        with contextlib.ExitStack() as stack:
+            start = Run
+            if launcher == "ray":
+                described["Ray"] = version_of("ray")
+                # The first node, which stays, takes no worker.
+                cluster = stack.enter_context(ray_cluster.cluster(1, num_cpus=0))
+                start = functools.partial(RunOnRay, cluster)
+            rows = injected(start, kinds, options)
+        names = ("kind", "worker", "step", "difference", "seconds", "left")
+        results[launcher] = [dict(zip(names, row, strict=True)) for row in rows]
+        lines = page(launcher, rows, described, options)
+        name = "faults" if launcher == "host" else f"faults_on_{launcher}"
+        contest.publish(name, lines, results, options)
+        is_right_on[launcher] = all(is_right(row) and not row[5] for row in rows)
+    return 0 if all(is_right_on.values()) else 1
+
+
+def injected(start, kinds, options):
+    """Runs the faults, and returns a row for each.
+
+    Args:
+        start: Called with a folder and a type; returns a run.
+        kinds: Of the faults, in turn.
+        options: The command line's.
+    """
     draw = random.Random(options.seed)
-    kinds = options.kinds.split(",")
-    kinds = [kind for kind in kinds if os.geteuid() == 0 or kind not in ROOT_KINDS]
     rows = []
-    with tempfile.TemporaryDirectory() as top:
-        expected = Run(pathlib.Path(top) / "undisturbed").to_the_end()
+    with contextlib.ExitStack() as stack:
+        top = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if "full disk" in kinds:
+            stack.enter_context(small_disk(top))
+        expected = {
+            dtype: start(top / dtype, dtype).to_the_end()
+            for dtype in sorted({dtype_of(kind) for kind in kinds})
+        }
         for index in range(options.num_faults):
             kind = kinds[index % len(kinds)]
             victim, step = draw.randrange(2), draw.randrange(5, NUM_STEPS - 40)
-            run = Run(pathlib.Path(top) / f"run_{index}", slow=True)
+            run = start(top / f"run_{index}", dtype_of(kind))
             try:
                 actual, seconds = getattr(run, kind.replace(" ", "_"))(victim, step)
-                pairs = zip(expected, actual, strict=True)
+                pairs = zip(expected[dtype_of(kind)], actual, strict=True)
                 largest = max(float(np.abs(a - b).max()) for a, b in pairs)
-            except RuntimeError as error:
-                print(error, file=sys.stderr)
+            except Exception:  # In whatever way it failed, it is not right.
+                traceback.print_exc()
                 largest, seconds = float("inf"), float("nan")
-            alive = [p for p in run.seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-            rows.append((kind, victim, step, largest, seconds, len(alive)))
+            rows.append((kind, victim, step, largest, seconds, len(run.left())))
             print(f"{index + 1}: {kind}, worker {victim}, step {step}: {largest:.1e}, "
-                  f"{seconds:.1f} s, {len(alive)} left", file=sys.stderr, flush=True)  # fmt: skip
-    names = ("kind", "worker", "step", "difference", "seconds", "left")
-    results = [dict(zip(names, row, strict=True)) for row in rows]
-    contest.publish("faults", page(rows, described, options), results, options)
-    return 0 if all(is_right(row) and not row[5] for row in rows) else 1
+                  f"{seconds:.1f} s, {rows[-1][5]} left", file=sys.stderr, flush=True)  # fmt: skip
+    return rows
+
+
+def kinds_of(launcher, options):
+    """The kinds of faults that the options ask for, and that this process may inject."""
+    kinds = [kind for kind in options.kinds if kind in KINDS_ON[launcher]]
+    return [kind for kind in kinds if os.geteuid() == 0 or kind not in ROOT_KINDS]
+
+
+def dtype_of(kind):
+    return "float64" if kind in RESIZED else "float32"
 
 
 def is_right(row):
-    return row[3] == 0
+    kind, _, _, difference, *_ = row
+    return difference <= TOLERANCE if kind in RESIZED else difference == 0
 
 
 def parse(arguments):
     parser = contest.make_parser(__doc__)
-    parser.add_argument("--num_faults", type=contest.positive, default=40, help="runs (40)")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="of faults (all)")
+    on, kinds = list(KINDS_ON), list(KINDS_ON["ray"])
+    parser.add_argument("--on", default=on, type=words(on), help=f"of {', '.join(on)} (both)")
+    parser.add_argument("--num_faults", type=contest.positive, default=40, help="runs on each (40)")
+    parser.add_argument("--kinds", default=kinds, type=words(kinds), help="of faults (all)")
     parser.add_argument("--seed", type=int, default=0, help="of kinds and moments (0)")
+    parser.add_argument("--busy", action="store_true", help="the cores are not idle: no seconds")
     return contest.parse(parser, arguments)
 
 
-class Run:
-    """A training run in its own folder.
+def words(possible):
+    """Returns a function that reads some of these words, with commas between them."""
 
-    Args:
-        folder: The folder of its checkpoints and output; it is created.
-        slow: Whether a step waits a little, so that a fault can hit a given moment.
-    """
+    def read(text):
+        if set(text.split(",")) <= set(possible):
+            return text.split(",")
+        raise argparse.ArgumentTypeError(f"must be of {', '.join(possible)}. Received: {text}")
 
-    def __init__(self, folder, slow=False):
-        folder.mkdir()
-        self._folder, self._slow = folder, slow
-        self.checkpoints = folder / "checkpoints"
-        self.seen = []  # All of its processes that were ever seen.
-
-    def _start(self, *launch):
-        tfparallel = [sys.executable, "-m", "tfparallel"]
-        train = [
-            *(*tfparallel, "train", str(contest.TOP / "models/digits_cnn.py"), "--parallel=data"),
-            *("--num_devices=1", "--device_type=cpu", "--seed=7", "--stall_timeout=10"),
-            *(f"--steps_per_epoch={STEPS_PER_EPOCH}", f"--epochs={NUM_STEPS // STEPS_PER_EPOCH}"),
-            *(f"--checkpoint_every_steps={EVERY}", f"--checkpoint_dir={self.checkpoints}"),
-            f"--save={self._folder / 'model.keras'}",
-        ]
-        if self._slow:
-            train.append("--inject=slow:worker=0,ms=20")
-        threads = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
-        with open(self._folder / "output", "ab") as output:
-            return subprocess.Popen(
-                [*tfparallel, "launch", *launch, "--", *train],
-                cwd=contest.TOP,
-                env=os.environ | dict.fromkeys(threads, "1"),
-                stdout=output,
-                stderr=output,
-            )
-
-    @contextlib.contextmanager
-    def _running(self, *launch):
-        """Yields a launcher, and waits for it to end on exit."""
-        job = self._start(*launch)
-        try:
-            yield job
-            job.wait(DEADLINE_SECONDS)
-        finally:
-            job.terminate()
-            job.wait(60)
-
-    def _until(self, step, job):
-        """Waits for the checkpoint of a step, and records the processes."""
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while newest(self.checkpoints) < step:
-            if job.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"The run never came to step {step}:\n{self.said()}")
-            time.sleep(0.005)
-        with contextlib.suppress(psutil.Error):
-            self.seen += psutil.Process(job.pid).children(recursive=True)
-
-    def _seconds_to_a_new_step(self, job):
-        reached, started = newest(self.checkpoints), time.monotonic()
-        self._until(reached + 1, job)
-        return time.monotonic() - started
-
-    def _ended_well(self, job):
-        code = job.wait(DEADLINE_SECONDS)
-        if code:
-            raise RuntimeError(f"The launcher ended with {code}:\n{self.said()}")
-        return keras.models.load_model(self._folder / "model.keras").get_weights()
-
-    def said(self):
-        return (self._folder / "output").read_text()[-3000:]
-
-    def to_the_end(self):
-        with self._running("--nproc_per_node=2") as job:
-            return self._ended_well(job)
-
-    def _strike(self, step, what):
-        with self._running("--nproc_per_node=2", "--max_restarts=2") as job:
-            self._until(step, job)
-            what(job)
-            seconds = self._seconds_to_a_new_step(job)
-            return self._ended_well(job), seconds
-
-    def kill(self, victim, step):
-        return self._strike(step, lambda job: os.kill(worker_of(job, victim), signal.SIGKILL))
-
-    def stop(self, victim, step):
-        return self._strike(step, lambda job: os.kill(worker_of(job, victim), signal.SIGSTOP))
-
-    def damage(self, victim, step):
-        def strike(job):
-            (state,) = (self.checkpoints / f"step_{newest(self.checkpoints):08d}").glob("*.npy")
-            content = bytearray(state.read_bytes())
-            content[len(content) // 2] ^= 0xFF
-            state.write_bytes(content)
-            os.kill(worker_of(job, victim), signal.SIGKILL)
-
-        return self._strike(step, strike)
-
-    def preemption(self, victim, step):
-        launch = ["--nproc_per_node=2", "--grace_seconds=20"]
-        with self._running(*launch) as job:
-            self._until(step, job)
-            job.send_signal(signal.SIGTERM)
-            code = job.wait(DEADLINE_SECONDS)
-        if code != TRY_AGAIN:
-            raise RuntimeError(f"A run that was told to end ended with {code}:\n{self.said()}")
-        with self._running(*launch) as job:
-            seconds = self._seconds_to_a_new_step(job)
-            return self._ended_well(job), seconds
-
-    def full_disk(self, victim, step):
-        self.checkpoints.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(self.checkpoints)]
-        subprocess.run(mount, check=True)
-        try:
-            with self._running("--nproc_per_node=2") as job:
-                self._until(step, job)
-                used = 64 * 2**20 - os.statvfs(self.checkpoints).f_bavail * 4096
-                filled = self.checkpoints / "filled"
-                with contextlib.suppress(OSError), open(filled, "wb") as file:
-                    file.write(bytes(64 * 2**20 - used + 1))
-                code = job.wait(DEADLINE_SECONDS)
-            if code != 1 or "No space left on device" not in self.said():
-                raise RuntimeError(f"A full disk ended a run with {code}:\n{self.said()}")
-            filled.unlink()
-            with self._running("--nproc_per_node=2") as job:
-                seconds = self._seconds_to_a_new_step(job)
-                return self._ended_well(job), seconds
-        finally:
-            subprocess.run(["umount", str(self.checkpoints)], check=True)
+    return read
 
 
-def worker_of(job, rank):
-    """The process of a worker under a launcher; None if it has no such worker."""
-    for process in psutil.Process(job.pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            is_training = process.cmdline()[1:4] == ["-m", "tfparallel", "train"]
-            if is_training and process.environ().get("RANK") == str(rank):
-                return process.pid
-    return None
-
-
-def page(rows, described, options):
+def page(launcher, rows, described, options):
     right = [row for row in rows if is_right(row)]
+    on_ray = launcher == "ray"
+    sizes = " (3 of them before a node is lost or silent, and after one arrives)" * on_ray
+    rounding = f", or to {TOLERANCE:.0e} in float64 where the number of workers changes" * on_ray
     lines = [
-        "## Faults: 40 at random moments",
+        f"## Faults{' on Ray' * on_ray}: {len(rows)} at random moments",
         "",
-        f"`models/digits_cnn.py` for {NUM_STEPS} steps, a checkpoint each {EVERY}, on 2 workers. "
-        "What the faults are, `benchmarks/faults.py` says. Right means equal to the last bit.",
+        f"`models/digits_cnn.py` for {NUM_STEPS} steps, a checkpoint each {EVERY}, on 2 workers"
+        f"{sizes}. What the faults are, `benchmarks/faults.py` says. Right means equal to the last "
+        f"bit{rounding}.",
         "",
         "| promise | measured | promised |",
         "| --- | --- | --- |",
@@ -234,18 +166,20 @@ def page(rows, described, options):
         f"| {len(right)} of {len(rows)} | all |",
         f"| processes left | {sum(row[5] for row in rows)} | 0 |",
         "",
-        "| fault | runs | right | largest difference | seconds to a new step, median and most |",
-        "| --- | --- | --- | --- | --- |",
     ]
+    titles = ["fault", "runs", "right", "largest difference"]
+    titles += [] if options.busy else ["seconds to a new step, median and most"]
+    lines += [f"| {' | '.join(titles)} |", f"|{' --- |' * len(titles)}"]
     for kind in dict.fromkeys(row[0] for row in rows):
         runs = [row for row in rows if row[0] == kind]
         seconds = [row[4] for row in runs]
-        lines.append(
-            f"| {kind} | {len(runs)} | {sum(map(is_right, runs))} "
-            f"| {max(row[3] for row in runs):.1e} "
-            f"| {np.median(seconds):.1f}, {np.max(seconds):.1f} |"
-        )
-    return lines + contest.footer("faults", described, options, "num_faults", "seed")
+        cells = [kind, len(runs), sum(map(is_right, runs)), f"{max(row[3] for row in runs):.1e}"]
+        cells += [] if options.busy else [f"{np.median(seconds):.1f}, {np.max(seconds):.1f}"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    if options.busy:
+        lines += ["", "Other programs ran on the same cores, so no times are shown."]
+    options = argparse.Namespace(**vars(options) | {"on": launcher})
+    return lines + contest.footer("faults", described, options, "on", "num_faults", "seed")
 
 
 if __name__ == "__main__":

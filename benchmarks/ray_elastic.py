@@ -29,15 +29,16 @@ import time
 import contest
 import environment
 import numpy as np
+import ray_cluster
 from restarts import newest
 
 sys.path.insert(0, str(contest.TOP))
 import tfparallel  # noqa: E402
+from tfparallel.installed import version_of  # noqa: E402
 
 WORKER = pathlib.Path(__file__).with_name("elastic_worker.py")
 KILLED_AT, JOINED_AT = 60, 120
 TOLERANCE = 1e-9
-NODE = {"num_cpus": 1, "object_store_memory": 80_000_000}
 SLOW = 0.35  # Seconds that each step waits: a node takes some seconds to start.
 DEADLINE_SECONDS = 300.0
 TARGET_SECONDS = 15.0
@@ -45,31 +46,17 @@ TARGET_SECONDS = 15.0
 
 def main(arguments):
     options = contest.parse(contest.make_parser(__doc__), arguments)
-    try:
-        import ray
-    except ImportError:
-        print("ray_elastic.py measures nothing here: `pip install ray` first.", file=sys.stderr)
+    if ray_cluster.is_missing("ray_elastic.py"):
         return
-    from ray.cluster_utils import Cluster
-
-    described = environment.describe() | {"Ray": ray.__version__}
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    described = environment.describe() | {"Ray": version_of("ray")}
     with tempfile.TemporaryDirectory() as top:
         alone, on_ray = pathlib.Path(top, "alone"), pathlib.Path(top, "on_ray")
         for folder in (alone, on_ray):
             folder.mkdir()
         command = [sys.executable, str(WORKER), str(alone), "0"]
         subprocess.run(command, check=True, timeout=DEADLINE_SECONDS, capture_output=True)
-        cluster = Cluster()
-        try:
-            cluster.add_node(include_dashboard=False, **NODE)
-            for _ in range(3):
-                cluster.add_node(**NODE)
-            ray.init(address=cluster.address, log_to_driver=False)
+        with ray_cluster.cluster(4) as cluster:
             killed = disturbed(cluster, on_ray)
-        finally:
-            ray.shutdown()
-            cluster.shutdown()
         expected, actual = weights(alone), weights(on_ray)
         largest = max(np.abs(a - b).max() for a, b in zip(expected, actual, strict=True))
         losses = [steps(folder)[:, 1] for folder in (alone, on_ray)]
@@ -96,15 +83,12 @@ def disturbed(cluster, folder):
         # Ray adds nodes in the main thread only.
         job = pool.submit(tfparallel.ray.fit, work, (2, 4), args=arguments)
         wait_for_step(folder, KILLED_AT, job)
-        nodes = list(cluster.worker_nodes)[:2]
         killed = time.time()
-        for node in nodes:
-            node.kill_raylet()
-        for node in nodes:
-            cluster.remove_node(node, allow_graceful=False)
+        for node in list(cluster.worker_nodes)[:2]:
+            ray_cluster.kill_raylet(cluster, node)
         wait_for_step(folder, JOINED_AT, job)
         for _ in range(2):
-            cluster.add_node(**NODE)
+            ray_cluster.add_node(cluster)
         job.result(DEADLINE_SECONDS)
     return killed
 
@@ -175,7 +159,8 @@ def page(result, described, options):
         "| | measured | promised |",
         "| --- | --- | --- |",
         f"| largest difference of a weight | {result['weights']:.1e} | {TOLERANCE:.0e} |",
-        f"| largest difference of a step's loss | {result['losses']:.1e} | {TOLERANCE:.0e} |",
+        f"| largest difference of a step's loss | {result['losses']:.1e} | "
+        f"{TOLERANCE:.0e} |",
         f"| hash of the examples of each step | {result['order'][1]} | {result['order'][0]} |",
         "| from the raylets' death to the end of the first new step, with Ray's detection of it | "
         f"{result['lost']:.1f} s | {TARGET_SECONDS:.0f} s |",

@@ -1,51 +1,18 @@
 """A Ray cluster of several raylets on this machine, and what disturbs it."""
 
 import concurrent.futures
-import contextlib
 import json
-import os
 import pathlib
+import sys
 import time
 
 import psutil
-import ray
-from ray.cluster_utils import Cluster
 
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "benchmarks"))
+from ray_cluster import add_node, cluster, kill_raylet, own_mounts  # noqa: E402
+
+__all__ = ["add_node", "cluster", "kill_raylet", "own_mounts"]
 DEADLINE_SECONDS = 150
-_NODE = {"num_cpus": 1, "object_store_memory": 80_000_000}
-# The workers' threads come from their reserved CPUs.
-_NOT_INHERITED = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
-
-
-@contextlib.contextmanager
-def cluster(num_nodes, num_cpus=1):
-    """Starts nodes of some CPUs each, and connects this process; the first node stays."""
-    each = {**_NODE, "num_cpus": num_cpus}
-    before = {name: os.environ.pop(name, None) for name in _NOT_INHERITED}
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    started = Cluster()
-    try:
-        started.add_node(include_dashboard=False, **each)
-        for _ in range(num_nodes - 1):
-            started.add_node(**each)
-        ray.init(address=started.address, log_to_driver=False)
-        yield started
-    finally:
-        ray.shutdown()
-        started.shutdown()
-        os.environ.update({name: value for name, value in before.items() if value is not None})
-
-
-def add_node(started):
-    """Adds a node with one CPU."""
-    started.add_node(**_NODE)
-
-
-def kill_raylet(started):
-    """Kills the raylet of a node that is not the first, by SIGKILL."""
-    node = next(iter(started.worker_nodes))
-    node.kill_raylet()
-    started.remove_node(node, allow_graceful=False)
 
 
 def wait_for(condition, what):

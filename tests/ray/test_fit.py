@@ -1,6 +1,9 @@
 """`tfparallel.ray.fit` on a local Ray cluster of several raylets, some of which are killed."""
 
 import os
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -99,6 +102,36 @@ def test_four_workers_lose_two_nodes_and_get_two(four_nodes, on_two, tmp_path, c
     for step, seen, _ in steps(tmp_path):
         assert seen == pytest.approx(of_two[step], rel=1e-12)
     assert still_running(tmp_path) == []
+
+
+DRIVER = """
+import sys, tfparallel
+from tests.ray import training
+tfparallel.ray.fit(training.train, 2, args=[sys.argv[1], float(sys.argv[2])])
+"""
+
+
+def test_a_driver_that_is_told_to_stop_saves_and_goes_on(four_nodes, on_two, tmp_path):
+    """Story: Ray's handler of SIGTERM aborted the driver, and the steps since a checkpoint."""
+    with subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(tmp_path), str(SLOW)],
+        env={**os.environ, "RAY_ADDRESS": four_nodes.address},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as driver:
+        step_is_done(tmp_path, 11)()
+        driver.send_signal(signal.SIGTERM)
+        _, shown = driver.communicate(timeout=150)
+    assert driver.returncode == 75, shown
+    assert "tfparallel.ray: stopped by SIGTERM; the workers saved their state" in shown
+    assert still_running(tmp_path) == []
+    done = steps(tmp_path)
+    weights = fit(training.train, 2, args=[tmp_path])
+    for expected, weight in zip(on_two[0], weights, strict=True):
+        np.testing.assert_array_equal(weight, expected)
+    # Not one step was repeated.
+    assert [step for step, *_ in steps(tmp_path)] == list(range(training.STEPS * training.EPOCHS))
+    assert len(done) < training.STEPS * training.EPOCHS
 
 
 def test_an_error_is_told_with_its_worker(four_nodes, capfd):

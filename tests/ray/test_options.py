@@ -6,17 +6,24 @@ import sys
 import pytest
 
 from tfparallel.ray.fit import fit
-from tfparallel.ray.options import RayOptions, parse_num_workers, parse_resources
+from tfparallel.ray.options import (
+    RayOptions,
+    parse_num_workers,
+    parse_resources,
+    parse_storage_path,
+)
 
 
 def test_all_problems_are_told_at_once():
     with pytest.raises(ValueError) as caught:
-        fit(print, (3, 2), max_failures=-2, resources_per_worker={}, placement_strategy="NEAR")
+        options = {"max_failures": -2, "resources_per_worker": {}, "storage_path": "s3://bucket"}
+        fit(print, (3, 2), placement_strategy="NEAR", **options)
     text = str(caught.value)
     for problem in (
         "the second of num_workers must not be less than the first",
         "max_failures must be a whole number of at least 0, or -1 for no limit",
         "resources_per_worker must have positive numbers",
+        "storage_path must be a folder that all nodes mount, not a URL",
         "placement_strategy must be one of PACK, SPREAD, STRICT_PACK, STRICT_SPREAD",
         "num_workers=(3, 2)",
     ):
@@ -40,6 +47,12 @@ def test_the_forms_of_the_command_line():
 def test_other_forms_are_refused(text):
     with pytest.raises(ValueError, match=f"Received: '{text}'"):
         parse_num_workers(text)
+
+
+def test_a_storage_path_is_a_folder():
+    assert parse_storage_path("/shared/run") == "/shared/run"
+    with pytest.raises(ValueError, match="not a URL. Received: s3://bucket"):
+        parse_storage_path("s3://bucket")
 
 
 def test_a_resource_needs_a_number():

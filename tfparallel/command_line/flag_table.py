@@ -13,7 +13,7 @@ from tfparallel.command_line.words_elsewhere import PARALLELISMS, PRECISIONS, PR
 from tfparallel.diagnostics.faults import parse_fault
 from tfparallel.layout.layout import RECOMPUTES, SHARED_OUT
 from tfparallel.layout.mesh import Mesh
-from tfparallel.ray.options import parse_num_workers, parse_resources
+from tfparallel.ray.options import parse_num_workers, parse_resources, parse_storage_path
 from tfparallel.replication import sync_option
 from tfparallel.replication.sync_option import Synchronization
 from tfparallel.task_files.kinds import KINDS
@@ -130,6 +130,9 @@ TABLE = {
             read=parse_num_workers, shown="N|MIN:MAX", only_with="on=ray"),
         Flag("resources_per_worker", "launch", "With --on=ray: what Ray reserves for each worker. "
             "Default: one CPU.", read=parse_resources, shown="CPU=4,GPU=1", only_with="on=ray"),
+        Flag("storage_path", "launch", "With --on=ray: the folder of the checkpoints, which every "
+            "node must see before the workers start.", read=parse_storage_path, shown="PATH",
+            only_with="on=ray"),
         Flag("nnodes", "launch", "Number of hosts of the job, which share a secret, "
             "TFPARALLEL_JOB_TOKEN.", "1", read=parse_nnodes, shown="N",
             elsewhere=("hosts", "nodes", "num_nodes")),

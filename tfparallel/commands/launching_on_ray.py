@@ -1,18 +1,17 @@
 """The body of `tfparallel launch --on=ray`."""
 
 import importlib
-import os
 import signal
 from collections.abc import Sequence
 
 from absl import flags
 
 from tfparallel.cluster.environment import ALL_REDUCE
-from tfparallel.cluster.preemption import SIGNALS, SignalWatch
-from tfparallel.cluster.supervisor import StopRequest
+from tfparallel.cluster.preemption import SIGNALS
 from tfparallel.cluster.worker_error import WORKER_ERROR
 from tfparallel.commands.launching import say
 from tfparallel.ray.options import RayOptions, parse_num_workers, parse_resources
+from tfparallel.ray.stop_signals import StopSignals
 
 __all__ = ["launched_on_ray"]
 
@@ -35,39 +34,15 @@ def launched_on_ray(values: flags.FlagValues, command: Sequence[str]) -> int:
         max_failures=values.max_restarts,
         grace_seconds=values.grace_seconds if values["grace_seconds"].present else _GRACE_SECONDS,
         start_timeout_seconds=values.start_timeout,
+        storage_path=values.storage_path,
     )
     driver = importlib.import_module("tfparallel.ray.driver")
     job_error = importlib.import_module("tfparallel.ray.job").RayJobError
-    driver.connect()  # It replaces the handler of SIGTERM: set handlers afterwards.
-    signals = _Signals()
+    driver.connect()
     try:
-        with SignalWatch(signals.watched, signals.note):
+        with StopSignals((signal.SIGINT, signal.SIGHUP, *SIGNALS)) as signals:
             driver.run_command(command, environment, options, say, values.log_dir, signals.check)
     except job_error as error:
         say(str(error))
         return error.exit_code
     return 0
-
-
-class _Signals:
-    """The signals that stop the job. An exception from a handler would break a call of Ray.
-
-    Attributes:
-        watched: Their numbers; ignored signals stay ignored.
-    """
-
-    def __init__(self):
-        numbers = (signal.SIGINT, signal.SIGHUP, *SIGNALS)
-        self.watched = [each for each in numbers if signal.getsignal(each) is not signal.SIG_IGN]
-        self._received: int | None = None
-
-    def note(self, number: int) -> None:
-        """Takes a signal. A second Ctrl-C exits at once, and Ray ends the workers."""
-        if self._received is not None and number == signal.SIGINT:
-            os._exit(128 + number)
-        self._received = self._received or number
-
-    def check(self) -> None:
-        """Raises `StopRequest` after a signal."""
-        if self._received is not None:
-            raise StopRequest(self._received)

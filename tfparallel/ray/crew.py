@@ -10,6 +10,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tfparallel.cluster.sent_function import module_path
 from tfparallel.ray.placement import Placement, Slot
+from tfparallel.ray.storage import describe_unseen
 from tfparallel.ray.worker_host import Place, WorkerHost
 
 __all__ = ["Crew", "Member"]
@@ -18,6 +19,7 @@ _POLL_SECONDS = 0.1
 # At first, further slots and actors are waited for this long once nothing has changed.
 _SETTLE_SECONDS = 2.0
 _RETRY_SECONDS = 2.0  # Before the next try after an actor that did not start.
+_UNSEEN_SECONDS = 60.0  # Before the next look at a node that does not see the storage path.
 # A new actor takes a second or two; on a busy host more.
 _ACTOR_SECONDS = 15.0
 
@@ -53,10 +55,18 @@ class Crew:
     Args:
         placement: The job's placement groups.
         resources: The resources of each worker.
+        say: Prints a message of the driver itself.
+        marker: A file in the storage path, if there is one.
     """
 
-    def __init__(self, placement: Placement, resources: Mapping[str, float]):
-        self._placement = placement
+    def __init__(
+        self,
+        placement: Placement,
+        resources: Mapping[str, float],
+        say: Callable[[str], None],
+        marker: str | None = None,
+    ):
+        self._placement, self._say, self._marker = placement, say, marker
         self._resources = dict(resources)
         resources = dict(resources)
         num_cpus, num_gpus = resources.pop("CPU", 0), resources.pop("GPU", 0)
@@ -67,9 +77,10 @@ class Crew:
         if "memory" in resources:
             self._options["memory"] = resources.pop("memory")
         self._options["resources"] = resources
-        self._arguments = (module_path(), os.getcwd(), num_cpus, num_gpus)
+        self._arguments = (module_path(), os.getcwd(), num_cpus, num_gpus, marker)
         self._members: dict[Slot, Member] = {}
         self._doubtful: set[str] = set()  # Nodes that have lost an actor, and may be dead.
+        self._unseeing: set[str] = set()  # Nodes that do not see the storage path.
         self._not_before: dict[Slot, float] = {}  # When a lost actor may be replaced.
         self._trouble = ""  # Why the last actor that did not start has failed.
         self._changed_at = time.monotonic()
@@ -87,13 +98,13 @@ class Crew:
         least: int,
         most: int,
         timeout_seconds: float,
-        say: Callable[[str], None],
         check: Callable[[], None],
     ) -> list[Member]:
         """Waits until at least `least` actors have answered; returns all that have, by node.
 
         Raises:
-            RuntimeError: If there are too few in time.
+            RuntimeError: If there are too few in time; or if one does not see the storage path. A
+                node that arrives later and does not see it is left out.
         """
         began, has_said = time.monotonic(), False
         while True:
@@ -107,7 +118,7 @@ class Crew:
                 raise RuntimeError(self._too_few(ready, least, timeout_seconds))
             if now - began > _ACTOR_SECONDS and not has_said:
                 has_said = True
-                say(f"waiting for Ray to place {least - len(ready)} more of {least} workers")
+                self._say(f"waiting for Ray to place {least - len(ready)} more of {least} workers")
             time.sleep(_POLL_SECONDS)
 
     def ready(self) -> list[Member]:
@@ -124,7 +135,7 @@ class Crew:
         for member in list(self._members.values()):
             before = member.place
             try:
-                if member.has_answered():
+                if member.has_answered() and self._is_usable(member):
                     ready.append(member)
             except RayError as error:
                 self._trouble = str(error).strip()
@@ -142,6 +153,20 @@ class Crew:
         if node_may_be_dead:
             self._doubtful.add(member.node)
         ray.kill(member.actor)
+
+    def _is_usable(self, member):
+        """Whether an actor sees the storage path; it is dropped otherwise."""
+        if member.place.sees_storage:
+            return True
+        self._trouble = describe_unseen(self._marker, member.place.address)
+        if not self._has_gathered:
+            raise RuntimeError(self._trouble)
+        if member.node not in self._unseeing:
+            self._unseeing.add(member.node)
+            self._say(self._trouble)
+        self._not_before[member.slot] = time.monotonic() + _UNSEEN_SECONDS
+        self.drop(member, node_may_be_dead=False)
+        return False
 
     def _create(self, slot, node):
         self._changed_at = time.monotonic()

@@ -1,14 +1,19 @@
 """The driver of a job on Ray: connects to the cluster, and sends the workers what they run."""
 
 import os
+import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import ray
 
+from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN
+from tfparallel.cluster.supervisor import StopRequest
 from tfparallel.ray.attempt import Work
 from tfparallel.ray.job import run_job
 from tfparallel.ray.options import RayOptions
 from tfparallel.ray.screen import Screen
+from tfparallel.ray.stop_signals import StopSignals
 
 __all__ = ["connect", "run_call", "run_command"]
 
@@ -30,10 +35,21 @@ def connect() -> None:
 
 
 def run_call(call: bytes, options: RayOptions, say: Callable[[str], None]) -> bytes | None:
-    """Runs a pickled call on all workers; returns the chief's pickled result."""
+    """Runs a pickled call on all workers; returns the chief's pickled result.
+
+    Raises:
+        SystemExit: After a signal that announces preemption, with the code that `launch` returns.
+    """
     if not ray.is_initialized():
         ray.init()
-    return run_job(Work(None, ray.put(call), _settings()), options, Screen(say))
+    work = Work(None, ray.put(call), _settings())
+    try:
+        with StopSignals(SIGNALS) as signals:
+            return run_job(work, options, Screen(say), signals.check)
+    except StopRequest as request:
+        saved = "; the workers saved their state" * request.has_saved
+        say(f"stopped by {signal.Signals(request.signum).name}{saved}")
+        sys.exit(TRY_AGAIN if request.has_saved else 128 + request.signum)
 
 
 def run_command(

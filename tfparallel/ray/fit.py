@@ -9,6 +9,7 @@ of workers.
 
 import importlib
 import importlib.util
+import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,7 @@ def fit(
     max_failures: int = 0,
     grace_seconds: float = 60.0,
     start_timeout_seconds: float = 600.0,
+    storage_path: str | os.PathLike | None = None,
 ) -> Any:
     """Runs a function on several workers of a Ray cluster.
 
@@ -64,6 +66,8 @@ def fit(
             range, lost actors and nodes are not counted.
         grace_seconds: How long a save may take when the workers are stopped.
         start_timeout_seconds: How long to wait for Ray to place the least number of workers.
+        storage_path: The folder of the checkpoints. Before the workers start, every node must see
+            it; a node that arrives later and does not see it is left out.
 
     Returns:
         The function's result in worker 0, the chief.
@@ -72,7 +76,10 @@ def fit(
         ImportError: If Ray is not installed.
         ValueError: If an argument is invalid, or the call cannot be pickled.
         RuntimeError: If a worker failed more often than allowed, with the root cause first; if Ray
-            cannot place the workers; or if this process is itself a worker.
+            cannot place the workers; if a node does not see `storage_path`; or if this process is
+            itself a worker.
+        SystemExit: On SIGTERM or SIGUSR1, with code 75 once all workers have saved: the same call
+            then continues their work.
 
     Example:
         >>> def train(folder):
@@ -96,6 +103,7 @@ def fit(
         max_failures=max_failures,
         grace_seconds=grace_seconds,
         start_timeout_seconds=start_timeout_seconds,
+        storage_path=storage_path,
     )
     refuse_inside_a_worker()
     call = pickled_call(train_function, args, kwargs or {})

@@ -20,6 +20,7 @@ from tfparallel.ray.crew import Crew
 from tfparallel.ray.options import RayOptions
 from tfparallel.ray.placement import Placement
 from tfparallel.ray.screen import Screen
+from tfparallel.ray.storage import marked
 from tfparallel.texts import counted
 
 __all__ = ["RayJobError", "run_job"]
@@ -57,19 +58,20 @@ def run_job(
 
     Raises:
         RayJobError: If a worker has failed more often than `max_failures` allows.
-        RuntimeError: If Ray cannot place enough workers.
+        RuntimeError: If Ray cannot place enough workers, or one does not see the storage path.
     """
     least, most = options.num_workers
     strategy = options.placement_strategy
     back_off = RestartBackOff()
     number, num_failures = 0, 0
     with (
+        marked(options.storage_path) as marker,
         Placement(least, most, options.resources, strategy) as placement,
-        Crew(placement, options.resources) as crew,
+        Crew(placement, options.resources, screen.say, marker) as crew,
     ):
         while True:
             timeout = options.start_timeout_seconds
-            members = crew.gather(least, most, timeout, screen.say, check)
+            members = crew.gather(least, most, timeout, check)
             if len(members) < most or number:
                 screen.say(f"attempt {number + 1}: {counted(len(members), 'worker')}")
             with screen.showing(number, len(members)) as shown:

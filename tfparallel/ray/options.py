@@ -2,11 +2,12 @@
 
 import dataclasses
 import numbers
+import os
 from collections.abc import Mapping
 
 from tfparallel.cluster.config_error import refusal, shown
 
-__all__ = ["RayOptions", "parse_num_workers", "parse_resources"]
+__all__ = ["RayOptions", "parse_num_workers", "parse_resources", "parse_storage_path"]
 
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
@@ -22,6 +23,7 @@ class RayOptions:
         placement_strategy: How Ray chooses nodes.
         grace_seconds: How long a save may take when the workers are stopped.
         start_timeout_seconds: How long to wait for Ray to place the least number of workers.
+        storage_path: A folder that every node must see.
 
     Raises:
         ValueError: If an option is invalid; all problems in one message.
@@ -33,6 +35,7 @@ class RayOptions:
     placement_strategy: str = "PACK"
     grace_seconds: float = 60.0
     start_timeout_seconds: float = 600.0
+    storage_path: str | os.PathLike | None = None
 
     def __post_init__(self):
         problems = []
@@ -52,6 +55,8 @@ class RayOptions:
             problems.append("grace_seconds must not be negative")
         if not (_is_number(self.start_timeout_seconds) and self.start_timeout_seconds > 0):
             problems.append("start_timeout_seconds must be positive")
+        if _is_url(self.storage_path):
+            problems.append("storage_path must be a folder that all nodes mount, not a URL")
         if problems:
             raise refusal("Cannot start a job on Ray", problems, shown(vars(self)))
 
@@ -79,6 +84,17 @@ def parse_resources(text: str) -> dict[str, float]:
         except ValueError:
             raise ValueError(f"NAME=NUMBER is required. Received: {part!r}.") from None
     return resources
+
+
+def parse_storage_path(text: str) -> str:
+    """Returns the text; raises `ValueError` for a URL."""
+    if _is_url(text):
+        raise ValueError(f"a folder that all nodes mount is required, not a URL. Received: {text}.")
+    return text
+
+
+def _is_url(path):
+    return path is not None and "://" in os.fspath(path)
 
 
 def _is_whole(value, least):

@@ -37,10 +37,17 @@ _LOOK_SECONDS = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where an actor runs: the Ray node's id, and the address at which others reach it."""
+    """Where an actor runs.
+
+    Attributes:
+        node: The Ray node's id.
+        address: The address at which others reach it.
+        sees_storage: Whether it has the marker of the storage path, if there is one.
+    """
 
     node: str
     address: str
+    sees_storage: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +91,18 @@ class WorkerHost:
         folder: The driver's working folder, entered if this node has it.
         num_cpus: The reserved CPUs, which limit TensorFlow's threads.
         num_gpus: The reserved GPUs; without any, the worker sees none.
+        marker: A file in the storage path, if there is one.
     """
 
-    def __init__(self, driver_path: Sequence[str], folder: str, num_cpus: float, num_gpus: float):
+    def __init__(
+        self,
+        driver_path: Sequence[str],
+        folder: str,
+        num_cpus: float,
+        num_gpus: float,
+        marker: str | None,
+    ):
+        self._marker = marker
         self._messages: queue.Queue = queue.Queue(_MOST_MESSAGES)
         self._lock = threading.Lock()
         self._job: Job | None = None
@@ -105,7 +121,9 @@ class WorkerHost:
 
     def place(self) -> Place:
         """Returns where this actor runs."""
-        return Place(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
+        sees_storage = self._marker is None or os.path.exists(self._marker)
+        node = ray.get_runtime_context().get_node_id()
+        return Place(node, ray.util.get_node_ip_address(), sees_storage)
 
     def free_ports(self, num_ports: int) -> list[int]:
         """Returns free ports of this host."""
