@@ -1,12 +1,11 @@
-r"""Fill in masked words, like BERT: a transformer that reads in both directions.
+"""Fill in masked words, like BERT: a transformer that reads in both directions.
 
 Parallelism: `hybrid` with `--mesh=sequence=2` (also checked: `data`).
 Why: each device holds half of every sequence; attention reads all of it.
 
     tfparallel check models/masked_words.py --parallel=hybrid --mesh=sequence=2 --steps=5
     tfparallel check models/masked_words.py --parallel=data --num_devices=2 --steps=5
-    tfparallel train models/masked_words.py --parallel=hybrid --mesh=sequence=2 \
-        --steps_per_epoch=60
+    tfparallel train models/masked_words.py --parallel=hybrid --mesh=sequence=2
 
 The text is that of language_model.py: Python's own documentation. Of each sequence 15% of the words
 are to be predicted. Of those, 80% are masked, 10% replaced by random words and 10% left. Sample

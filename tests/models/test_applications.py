@@ -98,8 +98,8 @@ def test_digits_are_detected():
 
 @pytest.mark.slow
 def test_masked_words_are_filled_in():
-    """The most frequent of 2,048 words would be right in 7% of the places."""
-    assert learned("masked_words", steps_per_epoch=60)["accuracy"] > 0.1
+    """The most frequent word would be right in 6% of the places."""
+    assert learned("masked_words")["accuracy"] > 0.18
 
 
 @pytest.mark.slow
