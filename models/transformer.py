@@ -52,11 +52,11 @@ def build_model():
     return keras.Model(inputs, outputs, name="transformer")
 
 
-def attention(x, name):
-    """Adds to each position of `x`, `(batch, positions, width)`, what it sees before itself."""
+def attention(x, name, causal=True):
+    """Adds to each position of `x`, `(batch, positions, width)`, what it sees (before itself)."""
     y = keras.layers.LayerNormalization(name=f"{name}_norm")(x)
     heads = keras.layers.MultiHeadAttention(NUM_HEADS, WIDTH // NUM_HEADS, name=name)
-    return keras.layers.Add(name=f"{name}_add")([x, heads(y, y, use_causal_mask=True)])
+    return keras.layers.Add(name=f"{name}_add")([x, heads(y, y, use_causal_mask=causal)])
 
 
 def perceptron(x, name):

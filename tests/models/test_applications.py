@@ -6,6 +6,7 @@ import re
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfparallel
 from tests.models.test_models import MODELS, learned, load
@@ -14,12 +15,17 @@ HEIGHT = {"convolutions": "height"}
 # Cut by shapes: timing each layer takes longer than the steps.
 MICRO_BATCHES = {"num_micro_batches": 4, "balance": "memory"}
 MESH = {"mesh": tfparallel.Mesh(data=2, pipeline=2), "balance": "memory"}
+SEQUENCE = {"mesh": tfparallel.Mesh(sequence=2)}
 FORMS = {
+    "detection": [("model", 2, {}), ("tensor", 2, HEIGHT)],
     "genomics": [("pipeline", 2, MICRO_BATCHES), ("hybrid", 4, MESH)],
     "language_model": [("tensor", 2, {}), ("data", 2, {})],
+    "masked_words": [("hybrid", 2, SEQUENCE), ("data", 2, {})],
     "medical_table": [("data", 3, {}), ("hybrid", 4, MESH)],
+    "molecules": [("data", 2, {}), ("pipeline", 2, MICRO_BATCHES)],
     "recommender": [("tensor", 2, {}), ("data", 2, {})],
     "segmentation": [("model", 2, {}), ("tensor", 2, HEIGHT)],
+    "steering": [("pipeline", 2, MICRO_BATCHES), ("data", 2, {})],
     "time_series": [("data", 2, {}), ("model", 2, {})],
     "vae": [("data", 2, {})],  # Two workers are a process each: the second form is run by hand.
 }
@@ -83,6 +89,44 @@ def test_a_medical_table_learns():
 @pytest.mark.slow
 def test_genomics_learns():
     assert learned("genomics")["auc"] > 0.98
+
+
+@pytest.mark.slow
+def test_digits_are_detected():
+    assert learned("detection")["detected"] > 0.6
+
+
+@pytest.mark.slow
+def test_masked_words_are_filled_in():
+    """The most frequent word would be right in 6% of the places."""
+    assert learned("masked_words")["accuracy"] > 0.18
+
+
+@pytest.mark.slow
+def test_a_car_learns_to_steer():
+    """Always straight ahead is wrong by 1.8 degrees."""
+    assert learned("steering")["mae"] < 0.6
+
+
+@pytest.mark.slow
+def test_molecules_learn_energies_whose_gradients_are_forces():
+    """The forces are compared with those of the Lennard-Jones potential, in closed form."""
+    task = load("molecules")
+    keras.utils.set_random_seed(0)
+    model = task.build_model()
+    task.compile_model(model)
+    train, (positions, energies) = task.load_data()
+    model.fit(*train, batch_size=64, epochs=task.epochs, verbose=0)
+    assert np.abs(model.predict(positions, verbose=0) - energies).mean() < 0.1 * energies.std()
+    atoms = tf.constant(positions[:200])
+    with tf.GradientTape() as tape:
+        tape.watch(atoms)
+        energy = tf.reduce_sum(model(atoms))
+    forces = -tape.gradient(energy, atoms).numpy()
+    steps = positions[:200, :, None] - positions[:200, None]
+    squares = np.square(steps).sum(-1, keepdims=True) + np.eye(6)[..., None]
+    pushes = 24 * (2 * squares**-7 - squares**-4) * steps
+    assert np.corrcoef(forces.ravel(), pushes.sum(2).ravel())[0, 1] > 0.95
 
 
 @pytest.mark.slow

@@ -24,8 +24,9 @@ def load(name):
 
 def test_every_file_in_models_is_known_here():
     assert TASKS == [
-        "digits_cnn", "genomics", "language_model", "lenet", "medical_table", "mlp", "recommender",
-        "resnet", "segmentation", "time_series", "transformer", "vae",
+        "detection", "digits_cnn", "genomics", "language_model", "lenet", "masked_words",
+        "medical_table", "mlp", "molecules", "recommender", "resnet", "segmentation", "steering",
+        "time_series", "transformer", "vae",
     ]  # fmt: skip
 
 
@@ -34,7 +35,9 @@ def test_every_file_in_models_is_known_here():
 def test_a_task_builds_compiles_and_trains_a_step(name):
     task = load(name)
     train, validation = task.load_data()
-    reads_ids = name in ("genomics", "language_model", "recommender", "transformer")
+    reads_ids = name in (
+        *("genomics", "language_model", "masked_words", "recommender", "transformer"),
+    )
     assert {array.dtype for array in keras.tree.flatten(train[0])} == {
         np.dtype("int32" if reads_ids else "float32")
     }
