@@ -20,8 +20,6 @@ from tfparallel.layout.layout import Layout
 from tfparallel.seams.keras import begin_at
 from tfparallel.variables.sharded import ShardedVariable
 
-__all__ = ["Checkpoint"]
-
 _ERRORS = {kind.__name__: kind for kind in (CheckpointError, ForeignCheckpointError)}
 
 

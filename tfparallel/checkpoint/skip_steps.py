@@ -15,8 +15,6 @@ import numpy as np
 
 from tfparallel.checkpoint import state
 
-__all__ = ["PassedSteps"]
-
 
 class PassedSteps:
     """The completed steps at the start of one epoch, which are not trained again.

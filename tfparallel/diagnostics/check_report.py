@@ -7,8 +7,6 @@ from typing import Any
 from tfparallel.diagnostics.compare import digits_that_agree
 from tfparallel.diagnostics.floor import StepReport
 
-__all__ = ["CheckReport", "ValueReport", "VariableReport"]
-
 _VERDICTS = ("match", "reproducible", "undetermined", "differs")
 
 

@@ -26,8 +26,6 @@ from tfparallel.diagnostics.report import Finding
 from tfparallel.installed import version_of
 from tfparallel.startup import has_nvidia_gpu
 
-__all__ = ["KNOWN_FAULTS", "TWO_WORKERS", "examine", "run_probe"]
-
 # The probe of each known fault of TensorFlow's own strategy, with a description.
 KNOWN_FAULTS = {
     "gradient_accumulation": "gradient_accumulation_steps on 2 devices",

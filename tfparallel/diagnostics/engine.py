@@ -20,8 +20,6 @@ from tfparallel.cluster.launcher_env import is_slurm_step
 from tfparallel.diagnostics.report import Finding
 from tfparallel.texts import counted
 
-__all__ = ["examine_engine"]
-
 _SHARED_MEMORY = "/dev/shm"
 _MIB = 2**20
 _DEFAULT_SHARED_MIB = 64  # Of a container, unless its pod says otherwise.

@@ -10,8 +10,6 @@ from tfparallel.cluster.cgroup import cpu_quota, free_memory_bytes
 from tfparallel.cluster.environment import NUM_THREADS, available_cores
 from tfparallel.diagnostics.report import Finding
 
-__all__ = ["WORKER_MIB", "examine_cores", "examine_disk", "examine_memory", "free_memory_mib"]
-
 _MIB = 2**20
 _ENOUGH_DISK_MIB = 1024
 WORKER_MIB = 1024  # Free memory that a worker needs; it uses 500 before it loads data.

@@ -20,8 +20,6 @@ import tensorflow as tf
 from tfparallel import devices
 from tfparallel.replication.drop_in_strategies import MirroredStrategy, MultiWorkerMirroredStrategy
 
-__all__ = ["PROBES", "main", "trained_by_workers"]
-
 # Logical CPUs, so that the probes run on any machine, even while a job uses its GPUs.
 _DEVICES = ["CPU:0", "CPU:1"]
 _ERROR_CHARACTERS = 2000

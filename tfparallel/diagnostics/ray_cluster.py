@@ -11,8 +11,6 @@ from typing import Any
 from tfparallel.diagnostics.reach import answer
 from tfparallel.diagnostics.report import Finding
 
-__all__ = ["examine_ray", "names_ray"]
-
 _ADDRESS_FILE = "/tmp/ray/ray_current_cluster"  # `ray start` writes it.
 
 

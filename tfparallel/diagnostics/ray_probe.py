@@ -13,8 +13,6 @@ import json
 import platform
 from typing import Any
 
-__all__ = ["main"]
-
 _PACKAGES = ("tfparallel", "tensorflow", "keras")
 _MOST_NODES = 64
 _ANSWER_SECONDS = 60.0  # For a node to start a process, and to import the packages' metadata.

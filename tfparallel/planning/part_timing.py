@@ -15,8 +15,6 @@ import tensorflow as tf
 from tfparallel.extend import original_class
 from tfparallel.placement.layer_timing import LayerCall, layer_calls, marginal_seconds, program_of
 
-__all__ = ["measured_whole_shares"]
-
 # The entries of a layer's config that are divided over the parts.
 _COUNTS = ("units", "filters", "num_heads", "num_query_heads", "num_key_value_heads", "input_dim")
 _BY_COUNT = ("column", "column, gathered", "heads", "vocabulary")

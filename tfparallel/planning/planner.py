@@ -38,8 +38,6 @@ from tfparallel.seams.keras import layers_in
 from tfparallel.update.optimizer_kinds import check_elementwise
 from tfparallel.variables.deferred_build import NeedsStorage, StoragelessModel
 
-__all__ = ["Plan", "make_plan"]
-
 _NUM_PIECES = 8  # The default number of micro-batches of a pipeline.
 
 

@@ -11,8 +11,6 @@ from tfparallel.placement.layer_timing import examples, marginal_seconds, specs
 from tfparallel.seams.compiled import compile_arguments
 from tfparallel.seams.functional import functional_of
 
-__all__ = ["measured_loss", "measured_sum", "measured_update"]
-
 _FEW, _MANY = 16, 2**20  # Elements of a weight; at most 4 MiB in float32.
 _MORE_UPDATES = 3  # After the first. An update has many operations, and is slow to trace.
 _NUM_SMALL = 4  # Small weights are measured together, since one takes only microseconds.

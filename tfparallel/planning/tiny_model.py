@@ -14,8 +14,6 @@ from tfparallel.planning.calibration import NUM_MICRO_BATCHES, NUM_ROWS, TinySte
 from tfparallel.replication.data_parallel import data_parallel
 from tfparallel.user_log import unnoticed
 
-__all__ = ["measured_tiny_steps"]
-
 _NUM_STEPS = 60
 
 
