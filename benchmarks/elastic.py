@@ -24,9 +24,8 @@ import tempfile
 import time
 
 import contest
-import environment
 import numpy as np
-from restarts import newest, wait_for
+from faults import newest
 
 sys.path.insert(0, str(contest.TOP))
 from tfparallel.cluster.ports import free_ports  # noqa: E402
@@ -44,31 +43,52 @@ def main(arguments):
     parser.add_argument("--standby", action="store_true", help="launchers keep processes ready")
     options = contest.parse(parser, arguments)
     slow = SLOW[options.standby]
-    described = environment.describe()
     with tempfile.TemporaryDirectory() as top:
         alone, elastic = pathlib.Path(top, "alone"), pathlib.Path(top, "elastic")
         for folder in (alone, elastic):
             folder.mkdir()
-        command = [sys.executable, str(WORKER), str(alone), "0"]
-        subprocess.run(command, check=True, timeout=DEADLINE_SECONDS, capture_output=True)
+        train_alone(alone)
         said, killed = disturbed(elastic, options.standby)
-        expected, actual = weights(alone), weights(elastic)
-        largest = max(np.abs(a - b).max() for a, b in zip(expected, actual, strict=True))
-        losses = [steps(folder)[:, 1] for folder in (alone, elastic)]
         gaps = pauses(elastic)
-        result = {
-            "weights": float(largest),
-            "losses": float(np.abs(losses[0] - losses[1]).max()),
-            "order": [order(folder) for folder in (alone, elastic)],
+        result = compared(alone, elastic) | {
             "lost": max(b - a for _, a, b in gaps if a < killed + ENDING_SECONDS and b > killed)
             - slow,
             "grown": max(b - a for step, a, b in gaps if step >= JOINED_AT) - slow,
         }
     print(said, file=sys.stderr)
-    is_right = largest <= TOLERANCE and len(set(result["order"])) == 1
     name = "elastic_standby" if options.standby else "elastic"
-    contest.publish(name, page(result, described, options), result, options)
-    return 0 if is_right else 1
+    contest.publish(name, page(result, options), result, options, "standby")
+    return 0 if is_right(result) else 1
+
+
+def train_alone(folder):
+    """The reference: the same training in one process, undisturbed."""
+    command = [sys.executable, str(WORKER), str(folder), "0"]
+    subprocess.run(command, check=True, timeout=DEADLINE_SECONDS, capture_output=True)
+
+
+def compared(alone, elastic):
+    """Returns how far the folders' weights and losses are apart, and the order of examples."""
+    pairs = zip(weights(alone), weights(elastic), strict=True)
+    losses = [steps(folder)[:, 1] for folder in (alone, elastic)]
+    return {
+        "weights": float(max(np.abs(a - b).max() for a, b in pairs)),
+        "losses": float(np.abs(losses[0] - losses[1]).max()),
+        "order": [order(folder) for folder in (alone, elastic)],
+    }
+
+
+def is_right(result):
+    return result["weights"] <= TOLERANCE and len(set(result["order"])) == 1
+
+
+def wait_for_step(folder, step, has_ended):
+    """Waits for the checkpoint of a step."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while newest(folder / "checkpoints") < step:
+        if has_ended() or time.monotonic() > deadline:
+            raise RuntimeError(f"The job ended, or {DEADLINE_SECONDS:.0f} s passed, before {step}.")
+        time.sleep(0.005)
 
 
 def disturbed(folder, standby):
@@ -78,7 +98,6 @@ def disturbed(folder, standby):
     launch = [sys.executable, "-m", "tfparallel", "launch", "--nnodes=2:4", "--grace_seconds=20"]
     launch += [f"--rdzv_endpoint=127.0.0.1:{port}", *["--standby"] * standby]
     launch += ["--", sys.executable, str(WORKER), str(folder), str(SLOW[standby])]
-    checkpoints = folder / "checkpoints"
     with contextlib.ExitStack() as stack:
         jobs, outputs = [], []
 
@@ -94,13 +113,13 @@ def disturbed(folder, standby):
 
         for _ in range(3):
             host()
-        wait_for(lambda: newest(checkpoints) >= KILLED_AT, jobs[1], "the step of the kill")
+        wait_for_step(folder, KILLED_AT, lambda: jobs[1].poll() is not None)
         first = "round 0: node 0 of 3 hosts"
         chief = jobs[[first in output.read_text() for output in outputs].index(True)]
         chief.kill()
         killed = time.time()
         survivor = next(job for job in jobs if job is not chief)
-        wait_for(lambda: newest(checkpoints) >= JOINED_AT, survivor, "the step of the newcomers")
+        wait_for_step(folder, JOINED_AT, lambda: survivor.poll() is not None)
         for _ in range(2):
             host()
         for job in jobs:
@@ -139,27 +158,34 @@ def weights(folder):
         return [file[name] for name in file.files]
 
 
-def page(result, described, options):
-    def seconds(name):
-        return f"{result[name]:.1f} s | {TARGET_SECONDS:.0f} s |"
-
-    lines = [
+def page(result, options):
+    target = f"{TARGET_SECONDS:.0f} s"
+    kill = "from the last step before the kill to a new one, of two hosts"
+    grown = "from the last step of two hosts to the next, of four"
+    return [
         f"## Elastic: a host lost for good, and two that come{', --standby' * options.standby}",
         "",
         "200 steps in float64 under `launch --nnodes=2:4`, a launcher each on one machine: three "
         f"hosts, of which worker 0's is killed at step {KILLED_AT}; two; four from step "
         f"{JOINED_AT} on. Beside it one process that nobody disturbs.",
         "",
-        "| | measured | promised |",
-        "| --- | --- | --- |",
-        f"| largest difference of a weight | {result['weights']:.1e} | {TOLERANCE:.0e} |",
-        f"| largest difference of a step's loss | {result['losses']:.1e} | {TOLERANCE:.0e} |",
-        f"| hash of the examples of each step | {result['order'][1]} | {result['order'][0]} |",
-        f"| from the last step before the kill to a new one, of two hosts | {seconds('lost')}",
-        f"| from the last step of two hosts to the next, of four | {seconds('grown')}",
+        *verdicts(
+            result,
+            (kill, f"{result['lost']:.1f} s", target),
+            (grown, f"{result['grown']:.1f} s", target),
+        ),
     ]
-    flags = ["standby"] * options.standby
-    return lines + contest.footer("elastic", described, options, *flags)
+
+
+def verdicts(result, *more):
+    """The lines of the table of what `compared` returned, and of more rows."""
+    return contest.table(
+        ("", "measured", "promised"),
+        ("largest difference of a weight", f"{result['weights']:.1e}", f"{TOLERANCE:.0e}"),
+        ("largest difference of a step's loss", f"{result['losses']:.1e}", f"{TOLERANCE:.0e}"),
+        ("hash of the examples of each step", *result["order"][::-1]),
+        *more,
+    )
 
 
 if __name__ == "__main__":

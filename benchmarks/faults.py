@@ -31,27 +31,27 @@ import tempfile
 import time
 
 import contest
-import environment
 import keras
 import numpy as np
 import psutil
 import two_hosts
-from restarts import DEADLINE_SECONDS, EVERY, NUM_STEPS, STEPS_PER_EPOCH, newest
 
 sys.path.insert(0, str(contest.TOP))
 from tfparallel.cluster.ports import free_ports  # noqa: E402
 
+NUM_STEPS, STEPS_PER_EPOCH, EVERY = 200, 25, 5
+DEADLINE_SECONDS = 300.0
 KINDS = ("kill", "stop", "damage", "preemption", "full disk", "lost host", "partition")
 ROOT_KINDS = ("full disk", "partition")
 WITH_FEWER = ("lost host", "partition")  # Compared in float64.
 TOLERANCE = 1e-9
 TRY_AGAIN = 75
+UNDISTURBED = "runs that end at the weights of an undisturbed one"
 _PORT = 29_777
 
 
 def main(arguments):
     options = parse(arguments)
-    described = environment.describe()
     draw = random.Random(options.seed)
     kinds = options.kinds.split(",")
     kinds = [kind for kind in kinds if os.geteuid() == 0 or kind not in ROOT_KINDS]
@@ -78,7 +78,7 @@ def main(arguments):
                   f"{seconds:.1f} s, {len(alive)} left", file=sys.stderr, flush=True)  # fmt: skip
     names = ("kind", "worker", "step", "difference", "seconds", "left")
     results = [dict(zip(names, row, strict=True)) for row in rows]
-    contest.publish("faults", page(rows, described, options), results, options)
+    contest.publish("faults", page(rows), results, options, "num_faults", "seed")
     return 0 if all(is_right(row) and not row[5] for row in rows) else 1
 
 
@@ -106,20 +106,24 @@ class Run:
         folder: The folder of its checkpoints and output; it is created.
         dtype: The type of its weights.
         slow: Whether a step waits a little, so that a fault can hit a given moment.
+        num_steps: How long it trains.
+        launch: Further flags of `launch`.
     """
 
-    def __init__(self, folder, dtype, slow=False):
+    def __init__(self, folder, dtype, slow=False, num_steps=NUM_STEPS, launch=()):
         folder.mkdir()
         self._folder, self._dtype, self._slow = folder, dtype, slow
+        self._num_steps, self._flags = num_steps, launch
         self.checkpoints = folder / "checkpoints"
         self.seen = []  # All of its processes that were ever seen.
 
     def _start(self, *launch, prefix=()):
         tfparallel = [sys.executable, "-m", "tfparallel"]
+        num_epochs = self._num_steps // STEPS_PER_EPOCH
         train = [
             *(*tfparallel, "train", str(contest.TOP / "models/digits_cnn.py"), "--parallel=data"),
             *("--num_devices=1", "--device_type=cpu", "--seed=7", "--stall_timeout=10"),
-            *(f"--steps_per_epoch={STEPS_PER_EPOCH}", f"--epochs={NUM_STEPS // STEPS_PER_EPOCH}"),
+            *(f"--steps_per_epoch={STEPS_PER_EPOCH}", f"--epochs={num_epochs}"),
             *(f"--checkpoint_every_steps={EVERY}", f"--checkpoint_dir={self.checkpoints}"),
             *(f"--dtype={self._dtype}", f"--save={self._folder / 'model.keras'}"),
         ]
@@ -128,7 +132,7 @@ class Run:
         threads = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
         with open(self._folder / "output", "ab") as output:
             return subprocess.Popen(
-                [*prefix, *tfparallel, "launch", *launch, "--", *train],
+                [*prefix, *tfparallel, "launch", *launch, *self._flags, "--", *train],
                 cwd=contest.TOP,
                 env=os.environ | dict.fromkeys(threads, "1"),
                 stdout=output,
@@ -172,8 +176,9 @@ class Run:
             raise RuntimeError(f"Launchers ended with {codes}:\n{self.said()}")
         return keras.models.load_model(self._folder / "model.keras").get_weights()
 
-    def said(self):
-        return (self._folder / "output").read_text()[-3000:]
+    def said(self, whole=False):
+        text = (self._folder / "output").read_text()
+        return text if whole else text[-3000:]
 
     def to_the_end(self):
         with self._running(["--nproc_per_node=2"]) as jobs:
@@ -186,8 +191,12 @@ class Run:
             seconds = self._seconds_to_a_new_step(jobs)
             return self._ended_well(jobs), seconds
 
-    def kill(self, victim, step):
-        return self._strike(step, lambda job: os.kill(worker_of(job, victim), signal.SIGKILL))
+    def kill(self, victim, step, pause=0.0):
+        def strike(job):
+            time.sleep(pause)
+            os.kill(worker_of(job, victim), signal.SIGKILL)
+
+        return self._strike(step, strike)
 
     def stop(self, victim, step):
         return self._strike(step, lambda job: os.kill(worker_of(job, victim), signal.SIGSTOP))
@@ -270,13 +279,23 @@ def worker_of(job, rank):
     """The process of a worker under a launcher; None if it has no such worker."""
     for process in psutil.Process(job.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
+            variables = process.environ()
+            # The command itself, not the reaper that holds it as an argument, nor one that waits.
             is_training = process.cmdline()[1:4] == ["-m", "tfparallel", "train"]
-            if is_training and process.environ().get("RANK") == str(rank):
+            is_training = is_training and "TFPARALLEL_STANDBY" not in variables
+            if is_training and variables.get("RANK") == str(rank):
                 return process.pid
     return None
 
 
-def page(rows, described, options):
+def newest(checkpoints):
+    """The step of the newest whole checkpoint; -1 for none."""
+    with contextlib.suppress(FileNotFoundError):
+        return max((int(p.name[5:]) for p in checkpoints.glob("step_????????")), default=-1)
+    return -1
+
+
+def page(rows):
     right = [row for row in rows if is_right(row)]
     lines = [
         "## Faults: 40 at random moments",
@@ -285,24 +304,22 @@ def page(rows, described, options):
         "for a lost host). What the faults are, `benchmarks/faults.py` says. Right means equal "
         f"to the last bit, or to {TOLERANCE:.0e} in float64 where fewer workers go on.",
         "",
-        "| promise | measured | promised |",
-        "| --- | --- | --- |",
-        "| runs that end at the weights of an undisturbed one "
-        f"| {len(right)} of {len(rows)} | all |",
-        f"| processes left | {sum(row[5] for row in rows)} | 0 |",
+        *contest.table(
+            ("promise", "measured", "promised"),
+            (UNDISTURBED, f"{len(right)} of {len(rows)}", "all"),
+            ("processes left", sum(row[5] for row in rows), 0),
+        ),
         "",
-        "| fault | runs | right | largest difference | seconds to a new step, median and most |",
-        "| --- | --- | --- | --- | --- |",
     ]
+    by_kind = []
     for kind in dict.fromkeys(row[0] for row in rows):
         runs = [row for row in rows if row[0] == kind]
         seconds = [row[4] for row in runs]
-        lines.append(
-            f"| {kind} | {len(runs)} | {sum(map(is_right, runs))} "
-            f"| {max(row[3] for row in runs):.1e} "
-            f"| {np.median(seconds):.1f}, {np.max(seconds):.1f} |"
-        )
-    return lines + contest.footer("faults", described, options, "num_faults", "seed")
+        largest, times = max(row[3] for row in runs), (np.median(seconds), np.max(seconds))
+        counts = (len(runs), sum(map(is_right, runs)))
+        by_kind.append((kind, *counts, f"{largest:.1e}", "{:.1f}, {:.1f}".format(*times)))
+    head = ("fault", "runs", "right", "largest difference")
+    return lines + contest.table((*head, "seconds to a new step, median and most"), *by_kind)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ def main():
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
     os.environ |= {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
-    import environment
+    import contest
 
-    described = environment.describe()
+    described = contest.describe()
     del described["System"]
     import tfparallel
 
