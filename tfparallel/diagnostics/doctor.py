@@ -18,8 +18,12 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from tfparallel.diagnostics.engine import examine_engine
-from tfparallel.diagnostics.host import examine_cores, examine_disk, examine_memory
+from tfparallel.diagnostics.host import (
+    examine_cores,
+    examine_disk,
+    examine_engine,
+    examine_memory,
+)
 from tfparallel.diagnostics.ray_cluster import examine_ray, names_ray
 from tfparallel.diagnostics.reach import examine_cluster
 from tfparallel.diagnostics.report import Finding
