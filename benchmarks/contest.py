@@ -97,17 +97,15 @@ class Group:
         """Returns each process's description of itself."""
         return [process.wait_until_ready() for process in self.speaking]
 
-    def ask(self, **request):
-        """Sends the same request to all, and returns their answers."""
+    def ask(self, num_steps=0, /, **request):
+        """Sends the same request to all, which train together, and returns their answers."""
         for process in self.speaking:
             process.ask(**request)
-        return [process.answer() for process in self.speaking]
+        return [process.answer(num_steps) for process in self.speaking]
 
     def train(self, num_steps, skip):
         """Returns the median step in milliseconds: of the slowest process, step by step."""
-        for process in self.speaking:
-            process.start_training(num_steps, skip)
-        replies = [process.finish_training(num_steps) for process in self.speaking]
+        replies = self.ask(num_steps, steps=num_steps, skip=skip)
         self.peak_mib = max([self.peak_mib, *(reply.get("peak_mib", 0.0) for reply in replies)])
         self.sent_bytes = max(reply.get("sent_bytes_a_step", 0.0) for reply in replies)
         return 1e3 * float(np.median(np.max([r["step_seconds"] for r in replies], axis=0)))
