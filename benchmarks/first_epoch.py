@@ -10,11 +10,10 @@ import contextlib
 import sys
 
 import contest
-import first_epoch_contender
 from contender_process import ContenderProcess
 
-PROGRAM = contest.PAGE.with_name("first_epoch_contender.py")
-NUM_CORES = 2
+NUM_CORES = NUM_DEVICES = 2
+NUM_STEPS = 8
 EPOCH_TARGET, TRACING_TARGET_SECONDS = 1.15, 6
 TARGETS = {
     "mobilenet_v2": f"an epoch of at most {EPOCH_TARGET} times plain Keras's",
@@ -27,9 +26,9 @@ DESCRIPTIONS = {
 TITLES = {
     "plain": "plain Keras",
     "ours": "`data_parallel`, 2 replicas",
-    "pipeline": "`pipeline_parallel`, 2 stages, M = 8",
+    "pipeline:8": "`pipeline_parallel`, 2 stages, M = 8",
 }
-CONTENDERS = {"mobilenet_v2": ("plain", "ours"), "transformer": ("plain", "pipeline")}
+CONTENDERS = {"mobilenet_v2": ("plain", "ours"), "transformer": ("plain", "pipeline:8")}
 FIGURES = ("tracing_seconds", "epoch_seconds", "cpu_seconds", "peak_mib")
 
 
@@ -65,18 +64,12 @@ def measure(workload, num_rounds, cores):
 
 def first_epoch(workload, kind, cores):
     """Returns a new process's measurements, and its description of itself."""
-    program = (sys.executable, str(PROGRAM))
     contender = ContenderProcess(
-        workload,
-        kind,
-        first_epoch_contender.NUM_DEVICES,
-        cores=cores,
-        num_threads=len(cores) or NUM_CORES,
-        program=program,
+        workload, kind, NUM_DEVICES, cores=cores, num_threads=len(cores) or NUM_CORES
     )
     with contextlib.closing(contender):
         versions = contender.wait_until_ready()
-        contender.ask()
+        contender.ask(first_steps=NUM_STEPS)
         return contender.answer(), versions
 
 
@@ -96,7 +89,7 @@ def page(results):
     lines = [
         "## The first epoch",
         "",
-        f"A new process trains {first_epoch_contender.NUM_STEPS} steps. Tracing is what the first "
+        f"A new process trains {NUM_STEPS} steps. Tracing is what the first "
         "takes beyond the others: the step is traced, and TensorFlow prepares its graph. The "
         "median of the rounds, with the 10th and 90th percentile; the ratio is by round.",
     ]

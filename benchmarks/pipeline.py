@@ -17,7 +17,7 @@ import numpy as np
 
 PROGRAMS = [
     str(contest.PAGE.with_name(f"{name}.py"))
-    for name in ("pipeline_contender", "torch_pipeline_contender")
+    for name in ("contender", "torch_pipeline_contender")
 ]
 NUM_STAGES = 2
 NUM_SKIPPED, NUM_WARM_UP_ROUNDS = 2, 1
@@ -52,8 +52,8 @@ def start(kind, num_micro_batches, stack, cores, torch):
     is_pipeline, is_torch = kind in ("ours", "torch_pipeline"), "torch" in kind
     return contest.Group(
         stack,
-        str(num_micro_batches),
-        kind,
+        str(num_micro_batches) if is_torch else "transformer",
+        f"pipeline:{num_micro_batches}" if kind == "ours" else kind,
         contest.job_environments(NUM_STAGES) if is_pipeline else [{}],
         cores=cores,
         program=(torch if is_torch else sys.executable, PROGRAMS[is_torch]),

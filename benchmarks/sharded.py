@@ -52,7 +52,7 @@ def start(kind, stack, cores, torch):
     is_torch = kind in OF_TORCH
     return contest.Group(
         stack,
-        "1",  # Micro-batches.
+        "1" if is_torch else "transformer_32",  # PyTorch's: the number of micro-batches.
         kind,
         contest.job_environments(NUM_WORKERS),
         cores=cores,

@@ -16,9 +16,9 @@ import sys
 
 import contest
 import numpy as np
+from contender import POLICIES, steps_that_trace
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from policies import POLICIES, steps_that_trace
 from sync_contender import EVALUATED_EVERY, TASKS
 
 from tfparallel.cluster.environment import ALL_REDUCE

@@ -142,6 +142,7 @@ def test_the_program_measures_every_contender(module, tmp_path):
     assert parts == ["## Data parallel on one machine"]
     (figures,) = module("contest").read_figures(page_path).values()
     assert figures["dispatch_bound"]["ours_1/plain_1"]["median"] > 0
+    assert figures["date"] == report["environment"]["Date"]
     assert "data_parallel.py --workload=dispatch_bound --num_rounds=2 --num_steps=4`" in page
     for written in (text, page):
         assert os.uname().nodename not in written.split()

@@ -92,7 +92,7 @@ def test_the_programs_leave_figures_where_the_summary_looks(module):
         "versions": {"plain": {"gradient_bytes": 2048}},
     }
     epoch = {
-        "figures": {kind: {"tracing_seconds": spread(1.0)} for kind in ("ours", "pipeline")},
+        "figures": {kind: {"tracing_seconds": spread(1.0)} for kind in ("ours", "pipeline:8")},
         "ratio": spread(1.0),
     }
     figures = {
@@ -105,7 +105,8 @@ def test_the_programs_leave_figures_where_the_summary_looks(module):
             {"rows": [{"num_micro_batches": 8, "ours_over_torch": spread(1.0)}]}
         ),
     }
-    page = "\n".join(summary.page(figures, 1, DAY))
+    dated = {name: {"date": DAY} | of_block for name, of_block in figures.items()}
+    page = "\n".join(summary.page(dated, 1, DAY))
     assert "not run" not in page
     assert "memory over the unjoined | 1.100 |" in page
     assert "beyond its gradients | 1.0 KiB |" in page
