@@ -79,9 +79,9 @@ def parse(arguments):
     return contest.parse(parser, arguments)
 
 
-def run(limit, num_layers, output, mode, launched=(), check=True, program=RUN):
+def run(limit, num_layers, output, mode, launched=(), check=True):
     """Trains once, in a process or in those of a job; returns how it ended."""
-    program = [sys.executable, program, limit, num_layers, NUM_STEPS, output, mode]
+    program = [sys.executable, RUN, limit, num_layers, NUM_STEPS, output, mode]
     done = subprocess.run(
         [*launched, *map(str, program)],
         cwd=TOP,

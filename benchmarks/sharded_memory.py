@@ -24,7 +24,6 @@ import memory_run
 
 from tfparallel.texts import parse_bytes
 
-RUN = pathlib.Path(__file__).with_name("sharded_memory_run.py")
 LAYER_BYTES = 4 * memory_run.WIDTH**2
 # Weights, gradients and two slots.
 COPIES = 4
@@ -40,9 +39,9 @@ def main(arguments):
         budget_bytes = limit - start["peak_data_bytes"]
         num_layers = math.ceil(options.times * budget_bytes / COPIES / LAYER_BYTES)
         memory.say(f"{num_layers} layers, {memory.gigabytes(budget_bytes)} GB a process")
-        plain = run(0, num_layers, folder / "plain", "plain")
+        plain = run(0, num_layers, folder / "plain", "whole")
         memory.say(f"plain Keras: loss {plain['loss']}")
-        failed = run(limit, num_layers, folder / "limited", "plain")
+        failed = run(limit, num_layers, folder / "limited", "whole")
         memory.say(f"plain Keras under the limit: {failed}")
         shares = run(limit, num_layers, folder / "shares", "shares", launched)
         memory.say(f"{number} processes under the limit: {shares}")
@@ -63,7 +62,7 @@ def main(arguments):
 
 def run(limit, num_layers, output, mode, launched=()):
     """Trains once; returns the report, or the error and exit code."""
-    done = memory.run(limit, num_layers, output, mode, launched, check=False, program=RUN)
+    done = memory.run(limit, num_layers, output, mode, launched, check=False)
     if done.returncode:
         return {"error": memory.last_words(done.stdout), "exit_code": done.returncode}
     return json.loads(pathlib.Path(f"{output}.json").read_text())
