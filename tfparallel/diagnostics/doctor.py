@@ -39,7 +39,7 @@ KNOWN_FAULTS = {
 }
 TWO_WORKERS = "fit with 2 workers on this host"
 _CLUSTER_PROBE = "tfparallel.diagnostics.cluster_probe"
-_RAY_PROBE = [sys.executable, "-m", "tfparallel.diagnostics.ray_probe"]
+_RAY_PROBE = [sys.executable, "-m", "tfparallel.diagnostics.ray_cluster"]
 # Reordered float64 sums stay well below this.
 _TOLERANCE = 1e-9
 
