@@ -6,6 +6,8 @@ devices belong to a process, and because stock Keras breaks with two strategies 
 
     {"workload": "dispatch_bound", "kind": "ours", …}  ->  {"num_parameters": 7722, …}
     {"steps": 20, "skip": 5}                            ->  {"step_seconds": [0.002, …], …}
+    {"steps": 0}, of a pipeline                         ->  {"serial_seconds": 0.3, …}
+    {"first_steps": 8}, before any other                ->  {"tracing_seconds": 2.1, …}
 """
 
 import os
