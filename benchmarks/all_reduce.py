@@ -13,7 +13,6 @@ import sys
 import tempfile
 
 import contest
-import environment
 import numpy as np
 
 PROGRAM = str(pathlib.Path(__file__).with_name("all_reduce_contender.py"))
@@ -35,14 +34,15 @@ RING_TARGETS = {16 * MIB: 1.2, 64 * MIB: 1.5}
 
 def main(arguments):
     options = parse(arguments)
-    cores = environment.cores_to_pin(NUM_WORKERS)
-    described = environment.describe()
+    cores = contest.cores_to_pin(NUM_WORKERS)
     kinds = [kind for kind in TITLES if kind != "gloo" or options.torch]
     with contextlib.ExitStack() as stack:
         contenders = {kind: start(kind, stack, cores, options.torch) for kind in kinds}
         replies = {kind: group.wait_until_ready()[0] for kind, group in contenders.items()}
         results = {size: measure(size, contenders, options) for size in options.bytes or ITERATIONS}
-    contest.publish("all_reduce", page(results, replies, described, options), results, options)
+    versions = ", ".join(dict.fromkeys(each["version"] for each in replies.values()))
+    lines, versions = page(results, replies), {"Versions": versions}
+    contest.publish("all_reduce", lines, results, options, "num_rounds", versions=versions)
 
 
 def parse(arguments):
@@ -82,18 +82,12 @@ def iterations(group, size):
 
 
 def measure(size, contenders, options):
-    times = {kind: [] for kind in contenders}
-    for index in range(-1, options.num_rounds):  # One round to warm up.
-        for kind in contest.in_turn(list(contenders), index):
-            measured = iterations(contenders[kind], size)
-            if index >= 0:
-                times[kind].append(measured)
-        print(f"{size} bytes, round {index + 1}", file=sys.stderr)
-    medians = {kind: [float(np.median(one)) for one in rounds] for kind, rounds in times.items()}
+    times = timed(size, contenders, options)
+    medians = {kind: np.median(rounds, axis=1) for kind, rounds in times.items()}
     return {
         "ms": {kind: contest.percentiles(np.concatenate(rounds)) for kind, rounds in times.items()},
         "ratio": {
-            f"{slow}/{fast}": contest.percentiles(np.divide(medians[slow], medians[fast]))
+            f"{slow}/{fast}": contest.percentiles(medians[slow] / medians[fast])
             for fast in ("ours_mpi", "ours_ring_tuned")
             for slow in ("stock", "gloo")
             if slow in medians
@@ -101,7 +95,19 @@ def measure(size, contenders, options):
     }
 
 
-def page(results, replies, described, options):
+def timed(size, contenders, options):
+    """Returns the milliseconds of the iterations of each round, by contender."""
+    times = {kind: [] for kind in contenders}
+    for index in range(-1, options.num_rounds):  # One round to warm up.
+        for kind in contest.in_turn(list(contenders), index):
+            measured = iterations(contenders[kind], size)
+            if index >= 0:
+                times[kind].append(measured)
+        print(f"{size} bytes, round {index + 1}", file=sys.stderr)
+    return times
+
+
+def page(results, replies):
     """The lines of RESULTS.md about the all-reduce between workers."""
     kinds = list(replies)
     lines = [
@@ -110,36 +116,37 @@ def page(results, replies, described, options):
         "Milliseconds for a sum of float32: the median of all iterations, with the 10th and 90th "
         "percentile; of the two workers the slower, after a barrier. Every element was checked.",
         "",
-        "| size | " + " | ".join(TITLES[kind] for kind in kinds) + " |",
-        "| --- |" + " --- |" * len(kinds),
-    ]
-    for size, result in results.items():
-        cells = [contest.spread(result["ms"][kind], 2) for kind in kinds]
-        lines.append(f"| {name_of(size)} | {' | '.join(cells)} |")
-    lines += [
+        *times_table(results, {kind: TITLES[kind] for kind in kinds}),
         "",
-        "| size | `mpi` over TensorFlow's ring | to reach | `mpi` over gloo | to reach "
-        "| `ring_tuned` over TensorFlow's ring | to reach |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
+    rows = []
     for size, result in results.items():
         ratio = result["ratio"]
         over_gloo = contest.spread(ratio["gloo/ours_mpi"], 2) if "gloo/ours_mpi" in ratio else ""
-        cells = [
-            name_of(size),
-            contest.spread(ratio["stock/ours_mpi"], 2),
-            f"{MPI_TARGETS[size][0]}",
-            over_gloo,
-            f"{MPI_TARGETS[size][1]}" if over_gloo else "",
-            contest.spread(ratio["stock/ours_ring_tuned"], 2),
-            f"{RING_TARGETS.get(size, '')}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        rows.append(
+            [
+                name_of(size),
+                contest.spread(ratio["stock/ours_mpi"], 2),
+                MPI_TARGETS[size][0],
+                over_gloo,
+                MPI_TARGETS[size][1] if over_gloo else "",
+                contest.spread(ratio["stock/ours_ring_tuned"], 2),
+                RING_TARGETS.get(size, ""),
+            ]
+        )
+    head = ("size", "`mpi` over TensorFlow's ring", "to reach", "`mpi` over gloo", "to reach")
+    head += ("`ring_tuned` over TensorFlow's ring", "to reach")
     ran = "; ".join(f"{TITLES[kind]}: {replies[kind]['implementation']}" for kind in kinds)
-    versions = ", ".join(dict.fromkeys(each["version"] for each in replies.values()))
-    lines += ["", f"What ran: {ran}."]
-    described = described | {"Versions": versions}
-    return lines + contest.footer("all_reduce", described, options, "num_rounds")
+    return [*lines, *contest.table(head, *rows), "", f"What ran: {ran}."]
+
+
+def times_table(results, titles):
+    """The lines of the times in milliseconds, by size and contender."""
+    rows = [
+        [name_of(size), *(contest.spread(result["ms"][kind], 2) for kind in titles)]
+        for size, result in results.items()
+    ]
+    return contest.table(["size", *titles.values()], *rows)
 
 
 def name_of(size):

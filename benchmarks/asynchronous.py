@@ -19,9 +19,9 @@ import tempfile
 import time
 
 import contest
-import environment
 import numpy as np
 import psutil
+from contender import make_clock
 
 TOP = pathlib.Path(__file__).parents[1]
 NUM_WORKERS, NUM_UPDATES, ROWS = 2, 1000, 32
@@ -34,7 +34,6 @@ def main(arguments):
     if arguments[:1] == [ROLE]:
         return contender(*arguments[1:])
     options = contest.parse(contest.make_parser(__doc__, num_rounds=3), arguments)
-    described = environment.describe()
     rounds = []
     for index in range(options.num_rounds):
         turns = contest.in_turn([unjoined, asynchronous], index)
@@ -43,7 +42,7 @@ def main(arguments):
         print(f"round {index + 1}: {results}", file=sys.stderr)
     killed = asynchronous(kills=True)
     results = summarized(rounds, killed)
-    contest.publish("asynchronous", page(results, described, options), results, options)
+    contest.publish("asynchronous", page(results), results, options, "num_rounds")
     return 0
 
 
@@ -125,9 +124,9 @@ def contender(kind, path):
     model.fit(batches(40), verbose=0)  # Traces, and warms up.
     figures = {}
     if is_plain:
-        times = Times()
-        model.fit(batches(NUM_UPDATES // NUM_WORKERS), verbose=0, callbacks=[times])
-        figures["step_ms"] = 1e3 * float(np.median(np.diff(times.ends)))
+        clock = make_clock()
+        model.fit(batches(NUM_UPDATES // NUM_WORKERS), verbose=0, callbacks=[clock])
+        figures["step_ms"] = 1e3 * float(np.median(np.diff(clock.readings)))
     else:
         pathlib.Path(f"{path}.begun").touch()
         started, used = time.perf_counter(), time.process_time()
@@ -138,21 +137,6 @@ def contender(kind, path):
         figures |= {"loss": history["loss"][-1], **model.staleness, **wires(model)}
     pathlib.Path(path).write_text(json.dumps(figures))
     return 0
-
-
-class Times:
-    """Records when each step ends."""
-
-    def __new__(cls):
-        import keras
-
-        class Noting(keras.callbacks.Callback):
-            ends = []
-
-            def on_train_batch_end(self, batch, logs=None):
-                self.ends.append(time.perf_counter())
-
-        return Noting()
 
 
 def wires(model, number=100):
@@ -212,21 +196,22 @@ def summarized(rounds, killed):
     }
 
 
-def page(results, described, options):
+def page(results):
     verdict = "reached" if results["over_allowed"] <= TARGET else "missed"
-    lines = [
+    return [
         "## Asynchronous steps: 2 workers, 1 server",
         "",
         f"`models/digits_cnn.py`, {NUM_UPDATES} updates of {ROWS} examples; milliseconds of a "
         "worker's step, medians of the rounds. All processes, the chief and the server too, share "
         f"{os.cpu_count()} cores.",
         "",
-        "| | ms |",
-        "| --- | --- |",
-        f"| a step of two processes that are not joined | {results['unjoined_ms']:.1f} |",
-        f"| to read the weights (pull) | {results['pull_ms']:.1f} |",
-        f"| to hand over gradients, and their update (push) | {results['push_ms']:.1f} |",
-        f"| **an asynchronous step** | **{results['step_ms']:.1f}** |",
+        *contest.table(
+            ["", "ms"],
+            ["a step of two processes that are not joined", f"{results['unjoined_ms']:.1f}"],
+            ["to read the weights (pull)", f"{results['pull_ms']:.1f}"],
+            ["to hand over gradients, and their update (push)", f"{results['push_ms']:.1f}"],
+            ["**an asynchronous step**", f"**{results['step_ms']:.1f}**"],
+        ),
         "",
         f"In such a step the chief computes for {results['chief_ms']:.1f} ms, on the same cores.",
         "",
@@ -238,7 +223,6 @@ def page(results, described, options):
         f"of {NUM_UPDATES} were done, by the other one, in "
         f"{results['killed_step_ms'] / 2:.1f} ms each.",
     ]
-    return lines + contest.footer("asynchronous", described, options, "num_rounds")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import sys
 import tempfile
 
 import contest
-import environment
 
 from tfparallel.bench.cost_fit import modelled_as
 from tfparallel.collectives.cost_model import Measurement, fit
@@ -36,12 +35,13 @@ MAX_ERROR = 0.15
 
 def main(arguments):
     options = parse(arguments)
-    described = environment.describe()
     results = {
         place: {n: [sweep(flag, n, options) for _ in range(2)] for n in NUM_RANKS}
         for place, (flag, _) in PLACES.items()
     }
-    contest.publish("choice", page(results, described, options), results, options)
+    versions = {"tensorflow": results["processes"][NUM_RANKS[0]][0]["versions"]["tensorflow"]}
+    flags = ("iters", "max_bytes")
+    contest.publish("choice", page(results), results, options, *flags, versions=versions)
 
 
 def parse(arguments):
@@ -142,7 +142,7 @@ def _measurements(rows, shared):
             yield transport, Measurement(algorithm, row["num_ranks"], row["size"], seconds)
 
 
-def page(results, described, options):
+def page(results):
     """The lines of RESULTS.md about the choice and the model."""
     lines = [
         "## `auto`, and the cost model",
@@ -153,14 +153,15 @@ def page(results, described, options):
     for place, (_, default) in PLACES.items():
         for num_ranks, sweeps in results[place].items():
             lines += ["", f"### {num_ranks} {place}, default `{default}`", ""]
-            lines += ["| bytes | `auto` takes | us | best | over the best | over the default |"]
-            lines += ["| --- | --- | --- | --- | --- | --- |"]
             rows = choices(sweeps, default)
-            lines += [
-                f"| {row['size']} | `{row['taken']}` | {row['us']:.0f} | `{row['best']}` | "
-                f"{row['over_best']:.2f} | {row['over_default']:.2f} |"
-                for row in rows
-            ]
+            lines += contest.table(
+                ("bytes", "`auto` takes", "us", "best", "over the best", "over the default"),
+                *(
+                    (row["size"], f"`{row['taken']}`", f"{row['us']:.0f}", f"`{row['best']}`")
+                    + (f"{row['over_best']:.2f}", f"{row['over_default']:.2f}")
+                    for row in rows
+                ),
+            )
             worst = max(row["over_best"] for row in rows)
             slower = max(row["over_default"] for row in rows)
             lines += ["", f"At most {worst:.2f} times the best, {slower:.2f} times the default."]
@@ -171,16 +172,14 @@ def page(results, described, options):
         "Median of |prediction / measurement − 1| at ranks and sizes that were not fitted; at most "
         f"{MAX_ERROR:.0%} is to be reached.",
         "",
-        f"| transport | {' | '.join(f'{n} ranks, by the others' for n in NUM_RANKS)} | all |",
-        "| --- |" + " --- |" * (len(NUM_RANKS) + 1),
     ]
+    head, rows = ["transport", *(f"{n} ranks, by the others" for n in NUM_RANKS), "all"], []
     for place in PLACES:
         for transport, by_ranks in errors(results[place], place == next(iter(PLACES))).items():
             every = [error for errors_of in by_ranks.values() for error in errors_of]
             cells = [statistics.median(by_ranks[n]) for n in NUM_RANKS] + [statistics.median(every)]
-            lines.append(f"| {transport} | " + " | ".join(f"{e:.0%}" for e in cells) + " |")
-    named = {"tensorflow": results["processes"][NUM_RANKS[0]][0]["versions"]["tensorflow"]}
-    return lines + contest.footer("choice", described | named, options, "iters", "max_bytes")
+            rows.append([transport, *(f"{error:.0%}" for error in cells)])
+    return lines + contest.table(head, *rows)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,9 @@ once per round.
 """
 
 import contextlib
-import sys
 
 import all_reduce
 import contest
-import environment
 import numpy as np
 
 PLAIN = "ours_ring_tuned"
@@ -33,24 +31,17 @@ def main(arguments):
         "--bytes", action="append", type=int, choices=SIZES, help="a size; repeatable"
     )
     options = contest.parse(parser, arguments)
-    cores = environment.cores_to_pin(all_reduce.NUM_WORKERS)
-    described = environment.describe()
+    cores = contest.cores_to_pin(all_reduce.NUM_WORKERS)
     with contextlib.ExitStack() as stack:
         groups = {kind: all_reduce.start(kind, stack, cores, None) for kind in TITLES}
         reply = [group.wait_until_ready()[0] for group in groups.values()][0]
         results = {size: measure(size, groups, options) for size in options.bytes or SIZES}
-    lines = page(results, described | {"Versions": reply["version"]}, options)
-    contest.publish("compressed_sums", lines, results, options)
+    lines, versions = page(results), {"Versions": reply["version"]}
+    contest.publish("compressed_sums", lines, results, options, "num_rounds", versions=versions)
 
 
 def measure(size, groups, options):
-    times = {kind: [] for kind in groups}
-    for index in range(-1, options.num_rounds):  # One round to warm up.
-        for kind in contest.in_turn(list(groups), index):
-            measured = all_reduce.iterations(groups[kind], size)
-            if index >= 0:
-                times[kind].append(measured)
-        print(f"{size} bytes, round {index + 1}", file=sys.stderr)
+    times = all_reduce.timed(size, groups, options)
     medians = {kind: np.median(rounds, axis=1) for kind, rounds in times.items()}
     return {
         "ms": {kind: contest.percentiles(np.concatenate(rounds)) for kind, rounds in times.items()},
@@ -62,7 +53,7 @@ def measure(size, groups, options):
     }
 
 
-def page(results, described, options):
+def page(results):
     """The lines of RESULTS.md about sums in 16 bits."""
     narrow = [kind for kind in TITLES if kind != PLAIN]
     lines = [
@@ -72,21 +63,15 @@ def page(results, described, options):
         "casts and error feedback included: the median of all iterations, with the 10th and 90th "
         "percentile; of the two workers the slower, after a barrier. Every element was checked.",
         "",
-        f"| size | {' | '.join(TITLES.values())} |",
-        "| --- |" + " --- |" * len(TITLES),
+        *all_reduce.times_table(results, TITLES),
+        "",
     ]
-    for size, result in results.items():
-        cells = [contest.spread(result["ms"][kind], 2) for kind in TITLES]
-        lines.append(f"| {all_reduce.name_of(size)} | {' | '.join(cells)} |")
-    heads = [f"{TITLES[kind]}, times as fast | to reach" for kind in narrow]
-    lines += ["", f"| size | {' | '.join(heads)} |", "| --- |" + " --- |" * 2 * len(narrow)]
-    for size, result in results.items():
-        cells = []
-        for kind in narrow:
-            cells += [contest.spread(result["times_as_fast"][kind], 2)]
-            cells += [f"{TARGETS.get((size, kind), '')}"]
-        lines.append(f"| {all_reduce.name_of(size)} | {' | '.join(cells)} |")
-    return lines + contest.footer("compressed_sums", described, options, "num_rounds")
+    head, rows = ["size"], [[all_reduce.name_of(size)] for size in results]
+    for kind in narrow:
+        head += [f"{TITLES[kind]}, times as fast", "to reach"]
+        for row, (size, result) in zip(rows, results.items(), strict=True):
+            row += [contest.spread(result["times_as_fast"][kind], 2), TARGETS.get((size, kind), "")]
+    return lines + contest.table(head, *rows)
 
 
 if __name__ == "__main__":

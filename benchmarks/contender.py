@@ -6,16 +6,45 @@ devices belong to a process, and because stock Keras breaks with two strategies 
 
     {"workload": "dispatch_bound", "kind": "ours", …}  ->  {"num_parameters": 7722, …}
     {"steps": 20, "skip": 5}                            ->  {"step_seconds": [0.002, …], …}
+    {"steps": 0}, of a pipeline                         ->  {"serial_seconds": 0.3, …}
+    {"first_steps": 8}, before any other                ->  {"tracing_seconds": 2.1, …}
 """
 
 import os
+import statistics
 import sys
 import time
 
 import dialog
-import policies
 
 SEED = 7
+NUM_TIMELINES = 5
+START = 64  # Steps that sum gradients before `post_local_sgd` averages weights instead.
+POST_LOCAL = f"post_local_sgd:{START},8"
+# When workers synchronize, and what they send: arguments of `tfparallel.data_parallel`.
+POLICIES = {
+    "every_step": {},
+    "bf16": {"compression": "bf16"},
+    "fp16": {"compression": "fp16"},
+    "topk:0.01": {"compression": "topk:0.01"},
+    "powersgd:2": {"compression": "powersgd:2"},
+    "accumulate:4": {"sync": "accumulate:4"},
+    "accumulate:4, powersgd:2": {"sync": "accumulate:4", "compression": "powersgd:2"},
+    "local_sgd:8": {"sync": "local_sgd:8"},
+    "diloco:8": {"sync": "diloco:8"},
+    POST_LOCAL: {"sync": POST_LOCAL},
+}
+# What each worker holds a share of; likewise.
+SHARDS = {
+    "replicated": {},
+    "optimizer": {"shard": "optimizer"},
+    "parameters": {"shard": "parameters"},
+}
+
+
+def steps_that_trace(policy):
+    """Returns the steps, from 0, that trace a program and so say nothing about a policy."""
+    return (0, START) if policy == POST_LOCAL else (0,)
 
 
 def build_contender(kind, num_replicas, build_model):
@@ -24,8 +53,9 @@ def build_contender(kind, num_replicas, build_model):
     Args:
         kind: `"plain"` for Keras without a strategy, `"stock"` for the same code under
             `tf.distribute.MirroredStrategy`, `"ours"` for `tfparallel.data_parallel`, a name of
-            `policies.POLICIES` for the same by that policy, `"placed"` for
-            `tfparallel.model_parallel`; "plain_xla" and "ours_xla" with `jit_compile=True`.
+            `POLICIES` or `SHARDS` for the same with those arguments, `"placed"` for
+            `tfparallel.model_parallel`, `"pipeline:8"` for two stages and 8 micro-batches;
+            "plain_xla" and "ours_xla" with `jit_compile=True`.
         num_replicas: Logical devices to split the CPU into, one replica or one stage each.
         build_model: Function that returns a Keras model.
     """
@@ -33,35 +63,44 @@ def build_contender(kind, num_replicas, build_model):
 
     kind, suffix, _ = kind.partition("_xla")
     is_compiled = bool(suffix)
-    if "TF_CONFIG" in os.environ and (kind == "ours" or kind in policies.POLICIES):
-        import tfparallel
-
-        model = tfparallel.data_parallel(build_model, **policies.POLICIES.get(kind, {}))
-        compile_model(model, is_compiled)
-    elif kind == "ours":
-        import tfparallel
-
-        names = tfparallel.devices.split_cpu(num_replicas)
-        keras.utils.set_random_seed(SEED)
-        model = tfparallel.data_parallel(build_model, devices=names)
-        compile_model(model, is_compiled)
-    elif kind == "placed":
-        import tfparallel
-
-        names = tfparallel.devices.split_cpu(num_replicas)
-        keras.utils.set_random_seed(SEED)
-        model = tfparallel.model_parallel(build_model, devices=names)
-        compile_model(model, is_compiled)
-    elif kind == "stock":
+    if kind == "stock":
         with stock_strategy(num_replicas).scope():
             keras.utils.set_random_seed(SEED)
             model = build_model()
             compile_model(model, is_compiled)
-    else:
-        keras.utils.set_random_seed(SEED)
-        model = build_model()
-        compile_model(model, is_compiled)
+        return model
+    if kind != "plain":
+        build_model = parallel(kind, num_replicas, build_model)
+    keras.utils.set_random_seed(SEED)
+    model = build_model()
+    compile_model(model, is_compiled)
     return model
+
+
+def parallel(kind, num_replicas, build_model):
+    """Takes the devices of a contender of ours; returns the function that builds its model."""
+    import tfparallel
+
+    is_job = "TF_CONFIG" in os.environ
+    if is_job and not kind.startswith("pipeline"):
+        arguments = (POLICIES | SHARDS).get(kind, {})
+        return lambda: tfparallel.data_parallel(build_model, **arguments)
+    # In a job this returns in process 0 alone; the others serve it.
+    split_cpu = tfparallel.devices.split_cpu
+    names = tfparallel.connect_to_cluster() if is_job else split_cpu(num_replicas)
+    if kind == "ours":
+        return lambda: tfparallel.data_parallel(build_model, devices=names)
+    if kind == "placed":
+        return lambda: tfparallel.model_parallel(build_model, devices=names)
+    import workloads
+
+    return lambda: tfparallel.pipeline_parallel(
+        build_model,
+        names,
+        num_micro_batches=int(kind.partition(":")[2]),
+        schedule="1f1b",
+        layers_per_stage=workloads.layers_per_stage(),
+    )
 
 
 def stock_strategy(num_replicas):
@@ -149,13 +188,51 @@ def sent_bytes():
     return 0 if workers is None else sum(workers.traffic.read().values())
 
 
-def serve(reply, model, dataset):
-    """Answers each request by a `fit` of the requested steps."""
+def stage_times(model, batch):
+    """The stages' seconds at this micro-batch size, and the predicted time of their schedule."""
+    from tfparallel.layout.simulator import simulate
+    from tfparallel.pipeline.measure import measured_timelines, median_timeline, stage_seconds
+
+    timelines = measured_timelines(model, batch, NUM_TIMELINES)
+    stages = stage_seconds(timelines)
+    number = model.schedule.num_micro_batches
+    return {
+        "serial_seconds": number * sum(stage.forward + stage.backward for stage in stages),
+        "passes_seconds": median_timeline(timelines).makespan,
+        "simulated_seconds": simulate(model.schedule, stages).makespan,
+        "bubble": median_timeline(timelines).bubble,
+    }
+
+
+def first_epoch(model, dataset, steps):
+    """Trains the first steps of the process, and returns what they took."""
+    clock = make_clock()
+    began, began_cpu = time.perf_counter(), time.process_time()
+    model.fit(dataset, steps_per_epoch=steps, verbose=0, callbacks=[clock])
+    ended, cpu_seconds = time.perf_counter(), time.process_time() - began_cpu
+    first, *later = dialog.step_seconds([began, *clock.readings], 0)
+    return {
+        # The extra time of the first step: tracing, and preparing the graph.
+        "tracing_seconds": first - statistics.median(later),
+        "epoch_seconds": ended - began,
+        "cpu_seconds": cpu_seconds,
+        "peak_mib": dialog.peak_mib(),
+    }
+
+
+def serve(reply, model, dataset, batch):
+    """Answers each request: by a `fit` of the requested steps, as a rule."""
     import psutil
 
     process = psutil.Process()
     clock = make_clock()
     for request in dialog.requests():
+        if "first_steps" in request:
+            reply(**first_epoch(model, dataset, request["first_steps"]))
+            continue
+        if request["steps"] == 0:
+            reply(**stage_times(model, batch))
+            continue
         reply(
             **fit(model, dataset, clock, **request),
             num_traces=num_traces(model.train_function),
@@ -173,8 +250,8 @@ def main():
     workload = workloads.WORKLOADS[order["workload"]]
     model = build_contender(order["kind"], order["num_replicas"], workload.build_model)
     # Ready-made batches, in memory, without end.
-    num_workers = int(os.environ.get("WORLD_SIZE", 1))
-    batches = workload.batches(num_workers)
+    is_pipeline = order["kind"].startswith("pipeline")
+    batches = workload.batches(1 if is_pipeline else int(os.environ.get("WORLD_SIZE", 1)))
     dataset = tf.data.Dataset.from_tensor_slices(batches).repeat().prefetch(2)
     reply(
         description=workload.description,
@@ -184,7 +261,7 @@ def main():
         tensorflow=tf.__version__,
         keras=keras.__version__,
     )
-    serve(reply, model, dataset)
+    serve(reply, model, dataset, [each[0] for each in batches])
 
 
 if __name__ == "__main__":

@@ -83,24 +83,16 @@ class ContenderProcess:
 
     def train(self, num_steps, skip=0):
         """Trains, and returns the measurements; the first `skip` steps are not timed."""
-        self.start_training(num_steps, skip)
-        return self.finish_training(num_steps)
-
-    def start_training(self, num_steps, skip=0):
-        """Starts the training without waiting, so that others that train with it can start."""
-        self._send({"steps": num_steps, "skip": skip})
-
-    def finish_training(self, num_steps):
-        """Returns the measurements."""
-        return self._receive(START_DEADLINE_SECONDS + num_steps * STEP_DEADLINE_SECONDS)
+        self.ask(steps=num_steps, skip=skip)
+        return self.answer(num_steps)
 
     def ask(self, **request):
-        """Sends a request that the contender's own program defines."""
+        """Sends a request that the contender's program defines, without waiting for the reply."""
         self._send(request)
 
-    def answer(self):
-        """Returns the reply to `ask`."""
-        return self._receive(START_DEADLINE_SECONDS)
+    def answer(self, num_steps=0):
+        """Returns the reply to `ask`; it may take longer by the time of that many steps."""
+        return self._receive(START_DEADLINE_SECONDS + num_steps * STEP_DEADLINE_SECONDS)
 
     def close(self):
         """Ends the process."""

@@ -1,13 +1,19 @@
-"""The parts that the benchmarks share: options, groups of processes, and pages."""
+"""The parts that the benchmarks share: options, the environment, groups of processes, and pages.
+
+A page, RESULTS.md, has a block for each benchmark, between the block's own marks. A block may end
+in a comment that is not shown: its figures, in JSON, for `summary.py`.
+"""
 
 import argparse
+import datetime
 import json
 import os
 import pathlib
+import platform
+import re
 import signal
 import sys
 
-import blocks
 import numpy as np
 from contender_process import ContenderProcess
 
@@ -18,6 +24,14 @@ from tfparallel.cluster.ports import free_ports  # noqa: E402
 from tfparallel.cluster.rendezvous import Rendezvous  # noqa: E402
 
 PAGE = pathlib.Path(__file__).with_name("RESULTS.md")
+HEAD = """\
+# Results
+
+What the programs of this folder measured. Each writes a block, with the machine and the day it ran
+on; `make bench` runs them all.
+"""
+FIRST = "summary"  # The first block of the page.
+FIGURES = re.compile(r"^<!-- figures: (.*) -->$", re.MULTILINE)
 
 
 def job_environments(num_processes, hosts=None):
@@ -83,17 +97,15 @@ class Group:
         """Returns each process's description of itself."""
         return [process.wait_until_ready() for process in self.speaking]
 
-    def ask(self, **request):
-        """Sends the same request to all, and returns their answers."""
+    def ask(self, num_steps=0, /, **request):
+        """Sends the same request to all, which train together, and returns their answers."""
         for process in self.speaking:
             process.ask(**request)
-        return [process.answer() for process in self.speaking]
+        return [process.answer(num_steps) for process in self.speaking]
 
     def train(self, num_steps, skip):
         """Returns the median step in milliseconds: of the slowest process, step by step."""
-        for process in self.speaking:
-            process.start_training(num_steps, skip)
-        replies = [process.finish_training(num_steps) for process in self.speaking]
+        replies = self.ask(num_steps, steps=num_steps, skip=skip)
         self.peak_mib = max([self.peak_mib, *(reply.get("peak_mib", 0.0) for reply in replies)])
         self.sent_bytes = max(reply.get("sent_bytes_a_step", 0.0) for reply in replies)
         return 1e3 * float(np.median(np.max([r["step_seconds"] for r in replies], axis=0)))
@@ -153,8 +165,13 @@ def make_parser(doc, num_rounds=None, *, torch=False):
 
 
 def parse(parser, arguments):
-    """Parses; a file that cannot be written is an error now, not after the measurement."""
+    """Parses; a file that cannot be written is an error now, not after the measurement.
+
+    Returns:
+        The options, and the `environment` before anything raises the load.
+    """
     options = parser.parse_args(arguments)
+    options.program, options.environment = parser.prog, describe()
     for path in filter(None, [options.json, options.write]):
         if not pathlib.Path(path).resolve().parent.is_dir():
             parser.error(f"the folder of a file to write must exist. Received: {path}")
@@ -168,35 +185,122 @@ def positive(text):
     return number
 
 
-def publish(name, lines, results, options, figures=None):
+def publish(name, lines, results, options, *flags, figures=None, versions=None):
     """Prints a benchmark's lines, and writes them and its figures where the options say.
 
     Args:
         name: The block of the page.
-        lines: What the page shows.
+        lines: What the page shows. The environment follows, and the command that measures again.
         results: Every figure, for `--json`.
         options: What `parse` returned.
-        figures: The figures for `summary.py`, with the date.
+        *flags: Names of the options that the command repeats.
+        figures: The figures for `summary.py`; the date is added.
+        versions: Of what was measured.
     """
+    if name != FIRST:
+        lines = [*lines, *footer(options, flags, versions or {})]
     print("\n".join(lines))
     if options.json:
         pathlib.Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
     if options.write:
-        blocks.write(pathlib.Path(options.write), name, lines, figures)
+        if figures is not None:
+            figures = {"date": options.environment["Date"]} | figures
+        write_block(pathlib.Path(options.write), name, lines, figures)
 
 
-def footer(program, described, options, *names):
-    """The last lines of a block: the environment, and the command that repeats the measurement."""
-    values = {name: getattr(options, name) for name in names}
-    words = [f"--{name}{f'={value}' * (value is not True)}" for name, value in values.items()]
+def footer(options, flags, versions):
+    words = [
+        f"--{name}{f'={value}' * (value is not True)}"
+        for name in flags
+        for value in np.atleast_1d(getattr(options, name)).tolist()
+        if value is not None and value is not False
+    ]
     words += ["--torch=PYTHON_WITH_TORCH"] if getattr(options, "torch", None) else []
-    command = " ".join([f".venv/bin/python benchmarks/{program}.py", *words])
+    described = (options.environment | versions).items()
     return [
         "",
-        "Environment: " + "; ".join(f"{key}: {value}" for key, value in described.items()) + ".",
+        "Environment: " + "; ".join(f"{key}: {value}" for key, value in described) + ".",
         "",
-        f"To reproduce: `{command}`, on two idle cores.",
+        f"To reproduce: `{' '.join(['.venv/bin/python', f'benchmarks/{options.program}', *words])}`"
+        ", on two idle cores.",
     ]
+
+
+def table(head, *rows):
+    """Returns the lines of a Markdown table; cells are texts or numbers."""
+    return [f"| {' | '.join(map(str, row))} |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def versions_of(replies):
+    """Returns the versions in what contenders tell of themselves."""
+    names = ("tensorflow", "keras", "torch")
+    return {key: value for reply in replies for key, value in reply.items() if key in names}
+
+
+def write_block(path, name, lines, figures=None):
+    """Writes the lines between the marks of `name`, or at the end of the page.
+
+    Args:
+        path: The page; created if there is none.
+        name: The block's name.
+        lines: What the page shows.
+        figures: What `read_figures` returns of this block: dictionaries, numbers and text. Four
+            decimals are kept, more than any of them is accurate to.
+    """
+    text = path.read_text() if path.exists() else HEAD
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    hidden = []
+    if figures is not None:
+        rounded = json.loads(json.dumps(figures), parse_float=lambda text: round(float(text), 4))
+        hidden = ["", f"<!-- figures: {json.dumps(rounded)} -->"]
+    block = "\n".join([begin, *lines, *hidden, end]) + "\n"
+    pattern = re.compile(f"{begin}.*?{end}\n", re.DOTALL)
+    first = re.search(r"^<!-- \w+: begin -->$", text, re.MULTILINE)
+    if pattern.search(text):
+        text = pattern.sub(lambda _: block, text)
+    elif name == FIRST and first:
+        text = f"{text[: first.start()]}{block}\n{text[first.start() :]}"
+    else:
+        text = f"{text}\n{block}"
+    path.write_text(text)
+
+
+def read_figures(path):
+    """Returns the figures by block, of those blocks that have any."""
+    text = path.read_text() if path.exists() else ""
+    blocks = re.finditer(r"<!-- (\w+): begin -->.*?<!-- \1: end -->\n", text, re.DOTALL)
+    figures = {block[1]: FIGURES.search(block[0]) for block in blocks}
+    return {name: json.loads(match[1]) for name, match in figures.items() if match}
+
+
+def describe():
+    """Returns the machine, the system and the day, in texts; nothing that identifies the host."""
+    memory = _field("/proc/meminfo", "MemTotal")
+    return {
+        "CPU": _field("/proc/cpuinfo", "model name") or platform.processor() or "unknown",
+        "Logical cores": str(os.cpu_count()),
+        "Memory": f"{int(memory.split()[0]) / 2**20:.0f} GiB" if memory else "unknown",
+        "System": f"{platform.system()} {platform.release()} on {platform.machine()}",
+        "Python": platform.python_version(),
+        "Date": datetime.date.today().isoformat(),
+        # Near 0 on an idle machine.
+        "Load average before the start": f"{os.getloadavg()[0]:.2f}",
+    }
+
+
+def _field(path, name):
+    try:
+        lines = pathlib.Path(path).read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
+
+
+def cores_to_pin(num_cores):
+    """Returns the first cores that this process may use; none if the system cannot pin."""
+    if not hasattr(os, "sched_setaffinity"):
+        return []
+    return sorted(os.sched_getaffinity(0))[:num_cores]
 
 
 def run(main):

@@ -18,7 +18,6 @@ import sys
 import tempfile
 
 import contest
-import environment
 import two_hosts
 
 sys.path.insert(0, str(contest.TOP))
@@ -52,7 +51,6 @@ CASES = [
 
 def main(arguments):
     options = contest.parse(contest.make_parser(__doc__), arguments)
-    described = environment.describe()
     rows = []
     for what, expected, task, flags, variables in CASES:
         if "LINK" in variables and os.geteuid() != 0:
@@ -62,7 +60,7 @@ def main(arguments):
         print(f"{what}: {said}", file=sys.stderr, flush=True)
     names = ("what", "expected", "said", "is_right")
     results = [dict(zip(names, row, strict=True)) for row in rows]
-    contest.publish("diagnosis", page(rows, described, options), results, options)
+    contest.publish("diagnosis", page(rows), results, options)
     return 0 if all(row[3] for row in rows) else 1
 
 
@@ -108,19 +106,19 @@ def said_of(task, flags, variables):
     return verdict(splits, sent_bytes=sent, link_bits=link)
 
 
-def page(rows, described, options):
+def page(rows):
     right = sum(row[3] for row in rows)
-    lines = [
+    return [
         "## Diagnosis: what holds a job up",
         "",
         "`models/digits_cnn.py` on 2 workers, a thread each; the verdict is that of `tfparallel "
         "bench train`.",
         "",
-        f"| what was done | what was said: {right} of {len(rows)} right | |",
-        "| --- | --- | --- |",
-        *(f"| {what} | {said} | {'yes' if ok else '**no**'} |" for what, _, said, ok in rows),
+        *contest.table(
+            ("what was done", f"what was said: {right} of {len(rows)} right", ""),
+            *((what, said, "yes" if ok else "**no**") for what, _, said, ok in rows),
+        ),
     ]
-    return lines + contest.footer("diagnosis", described, options)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import contest
 import keras
 import psutil
 import ray_cluster
-from restarts import EVERY, NUM_STEPS, STEPS_PER_EPOCH, newest
 
+NUM_STEPS, STEPS_PER_EPOCH, EVERY = 200, 25, 5
 KINDS = ("kill", "stop", "damage", "preemption", "full disk")
 RESIZED = ("lost node", "silent node", "arrival")  # Compared in float64.
 # With Ray's in this order, few nodes must be started between two runs.
@@ -24,6 +24,7 @@ KINDS_ON = {
 }
 ROOT_KINDS = ("full disk", "silent node")
 TRY_AGAIN = 75
+UNDISTURBED = "runs that end at the weights of an undisturbed one"
 STALL_SECONDS = 30  # Of the fault `stop`; without it, a step on a busy machine may last longer.
 DEADLINE_SECONDS = 600.0
 ENDING_SECONDS = 10.0  # An actor ends a moment after its driver.
@@ -51,11 +52,14 @@ class Run:
         folder: The folder of its checkpoints and output, which is created. Beside it lies the
             disk that is filled.
         dtype: The type of its weights.
+        num_steps: How long it trains.
+        launch: Further flags of `launch`.
     """
 
-    def __init__(self, folder, dtype):
+    def __init__(self, folder, dtype, num_steps=NUM_STEPS, launch=()):
         folder.mkdir()
         self._folder, self._dtype = folder, dtype
+        self._num_steps, self._flags = num_steps, launch
         self.checkpoints = folder / "checkpoints"
         self.seen = []  # All of its processes that were ever seen.
 
@@ -63,7 +67,16 @@ class Run:
         """The command that starts the workers, up to the arguments of `train`."""
         tfparallel = [sys.executable, "-m", "tfparallel"]
         launch = [f"--nproc_per_node={num_workers}", f"--max_restarts={max_restarts}"]
-        return [*tfparallel, "launch", "--grace_seconds=20", *launch, "--", *tfparallel, "train"]
+        return [
+            *tfparallel,
+            "launch",
+            "--grace_seconds=20",
+            *launch,
+            *self._flags,
+            "--",
+            *tfparallel,
+            "train",
+        ]
 
     def _processes(self, job):
         """The processes that the job has started."""
@@ -80,8 +93,10 @@ class Run:
         workers = {}
         for process in self._processes(job):
             with contextlib.suppress(psutil.Error):
-                if self._is_worker(process.cmdline()):
-                    workers[int(process.environ()["RANK"])] = process
+                variables = process.environ()
+                # One that stands by has no rank yet, whatever its variables say.
+                if self._is_worker(process.cmdline()) and "TFPARALLEL_STANDBY" not in variables:
+                    workers[int(variables["RANK"])] = process
         return workers
 
     @contextlib.contextmanager
@@ -91,7 +106,10 @@ class Run:
         train = [
             *(task, "--parallel=data", "--num_devices=1", "--device_type=cpu", "--seed=7"),
             *(f"--stall_timeout={stall_seconds}", f"--steps_per_epoch={STEPS_PER_EPOCH}"),
-            *(f"--epochs={NUM_STEPS // STEPS_PER_EPOCH}", f"--checkpoint_every_steps={EVERY}"),
+            *(
+                f"--epochs={self._num_steps // STEPS_PER_EPOCH}",
+                f"--checkpoint_every_steps={EVERY}",
+            ),
             *(f"--checkpoint_dir={self.checkpoints}", f"--dtype={self._dtype}"),
             f"--save={self._folder / 'model.keras'}",
         ]
@@ -135,8 +153,9 @@ class Run:
             raise RuntimeError(f"The job ended with {code}:\n{self.said()}")
         return keras.models.load_model(self._folder / "model.keras").get_weights()
 
-    def said(self):
-        return (self._folder / "output").read_text()[-3000:]
+    def said(self, whole=False):
+        text = (self._folder / "output").read_text()
+        return text if whole else text[-3000:]
 
     def left(self):
         """The processes of the run that are still there."""
@@ -160,8 +179,12 @@ class Run:
             seconds = self._restarted(job, [], time.monotonic())
             return self._weights(job), seconds
 
-    def kill(self, victim, step):
-        return self._strike(step, lambda job: self._workers(job)[victim].kill())
+    def kill(self, victim, step, pause=0.0):
+        def strike(job):
+            time.sleep(pause)
+            self._workers(job)[victim].kill()
+
+        return self._strike(step, strike)
 
     def stop(self, victim, step):
         def strike(job):
@@ -307,6 +330,13 @@ class RunOnRay(Run):
             hold.unlink()
             seconds = self._restarted(job, old, began)
             return self._weights(job), seconds
+
+
+def newest(checkpoints):
+    """The step of the newest whole checkpoint; -1 for none."""
+    with contextlib.suppress(FileNotFoundError):
+        return max((int(p.name[5:]) for p in checkpoints.glob("step_????????")), default=-1)
+    return -1
 
 
 def alive(processes):

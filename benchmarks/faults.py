@@ -39,11 +39,19 @@ import tempfile
 import traceback
 
 import contest
-import environment
 import numpy as np
 import ray_cluster
-from fault_runs import KINDS_ON, RESIZED, ROOT_KINDS, Run, RunOnRay, small_disk
-from restarts import EVERY, NUM_STEPS
+from fault_runs import (
+    EVERY,
+    KINDS_ON,
+    NUM_STEPS,
+    RESIZED,
+    ROOT_KINDS,
+    UNDISTURBED,
+    Run,
+    RunOnRay,
+    small_disk,
+)
 
 sys.path.insert(0, str(contest.TOP))
 from tfparallel.installed import version_of  # noqa: E402
@@ -53,25 +61,25 @@ TOLERANCE = 1e-9
 
 def main(arguments):
     options = parse(arguments)
-    described = environment.describe()
     is_right_on, results = {}, {}
     for launcher in options.on:
         kinds = kinds_of(launcher, options)
         if not kinds or launcher == "ray" and ray_cluster.is_missing("faults.py --on=ray"):
             continue
         with contextlib.ExitStack() as stack:
-            start = Run
+            start, versions = Run, {}
             if launcher == "ray":
-                described["Ray"] = version_of("ray")
+                versions["Ray"] = version_of("ray")
                 # The first node, which stays, takes no worker.
                 cluster = stack.enter_context(ray_cluster.cluster(1, num_cpus=0))
                 start = functools.partial(RunOnRay, cluster)
             rows = injected(start, kinds, options)
         names = ("kind", "worker", "step", "difference", "seconds", "left")
         results[launcher] = [dict(zip(names, row, strict=True)) for row in rows]
-        lines = page(launcher, rows, described, options)
         name = "faults" if launcher == "host" else f"faults_on_{launcher}"
-        contest.publish(name, lines, results, options)
+        run = argparse.Namespace(**vars(options) | {"on": launcher})
+        lines, flags = page(rows, run), ("on", "num_faults", "seed")
+        contest.publish(name, lines, results, run, *flags, versions=versions)
         is_right_on[launcher] = all(is_right(row) and not row[5] for row in rows)
     return 0 if all(is_right_on.values()) else 1
 
@@ -148,9 +156,9 @@ def words(possible):
     return read
 
 
-def page(launcher, rows, described, options):
+def page(rows, options):
     right = [row for row in rows if is_right(row)]
-    on_ray = launcher == "ray"
+    on_ray = options.on == "ray"
     sizes = " (3 of them before a node is lost or silent, and after one arrives)" * on_ray
     rounding = f", or to {TOLERANCE:.0e} in float64 where the number of workers changes" * on_ray
     lines = [
@@ -160,26 +168,26 @@ def page(launcher, rows, described, options):
         f"{sizes}. What the faults are, `benchmarks/faults.py` says. Right means equal to the last "
         f"bit{rounding}.",
         "",
-        "| promise | measured | promised |",
-        "| --- | --- | --- |",
-        "| runs that end at the weights of an undisturbed one "
-        f"| {len(right)} of {len(rows)} | all |",
-        f"| processes left | {sum(row[5] for row in rows)} | 0 |",
+        *contest.table(
+            ("promise", "measured", "promised"),
+            (UNDISTURBED, f"{len(right)} of {len(rows)}", "all"),
+            ("processes left", sum(row[5] for row in rows), 0),
+        ),
         "",
     ]
+    by_kind = []
     titles = ["fault", "runs", "right", "largest difference"]
     titles += [] if options.busy else ["seconds to a new step, median and most"]
-    lines += [f"| {' | '.join(titles)} |", f"|{' --- |' * len(titles)}"]
     for kind in dict.fromkeys(row[0] for row in rows):
         runs = [row for row in rows if row[0] == kind]
         seconds = [row[4] for row in runs]
         cells = [kind, len(runs), sum(map(is_right, runs)), f"{max(row[3] for row in runs):.1e}"]
         cells += [] if options.busy else [f"{np.median(seconds):.1f}, {np.max(seconds):.1f}"]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        by_kind.append(cells)
+    lines += contest.table(titles, *by_kind)
     if options.busy:
         lines += ["", "Other programs ran on the same cores, so no times are shown."]
-    options = argparse.Namespace(**vars(options) | {"on": launcher})
-    return lines + contest.footer("faults", described, options, "on", "num_faults", "seed")
+    return lines
 
 
 if __name__ == "__main__":

@@ -10,12 +10,10 @@ import contextlib
 import sys
 
 import contest
-import environment
-import first_epoch_contender
 from contender_process import ContenderProcess
 
-PROGRAM = contest.PAGE.with_name("first_epoch_contender.py")
-NUM_CORES = 2
+NUM_CORES = NUM_DEVICES = 2
+NUM_STEPS = 8
 EPOCH_TARGET, TRACING_TARGET_SECONDS = 1.15, 6
 TARGETS = {
     "mobilenet_v2": f"an epoch of at most {EPOCH_TARGET} times plain Keras's",
@@ -28,19 +26,19 @@ DESCRIPTIONS = {
 TITLES = {
     "plain": "plain Keras",
     "ours": "`data_parallel`, 2 replicas",
-    "pipeline": "`pipeline_parallel`, 2 stages, M = 8",
+    "pipeline:8": "`pipeline_parallel`, 2 stages, M = 8",
 }
-CONTENDERS = {"mobilenet_v2": ("plain", "ours"), "transformer": ("plain", "pipeline")}
+CONTENDERS = {"mobilenet_v2": ("plain", "ours"), "transformer": ("plain", "pipeline:8")}
 FIGURES = ("tracing_seconds", "epoch_seconds", "cpu_seconds", "peak_mib")
 
 
 def main(arguments):
     options = contest.parse(contest.make_parser(__doc__, num_rounds=5), arguments)
-    cores = environment.cores_to_pin(NUM_CORES)
-    described = environment.describe()
+    cores = contest.cores_to_pin(NUM_CORES)
     results = {name: measure(name, options.num_rounds, cores) for name in CONTENDERS}
-    figures = figures_of(results, described["Date"])
-    contest.publish("first_epoch", page(results, described, options), results, options, figures)
+    versions = contest.versions_of(result["versions"] for result in results.values())
+    written = {"figures": figures_of(results), "versions": versions}
+    contest.publish("first_epoch", page(results), results, options, "num_rounds", **written)
 
 
 def measure(workload, num_rounds, cores):
@@ -66,24 +64,18 @@ def measure(workload, num_rounds, cores):
 
 def first_epoch(workload, kind, cores):
     """Returns a new process's measurements, and its description of itself."""
-    program = (sys.executable, str(PROGRAM))
     contender = ContenderProcess(
-        workload,
-        kind,
-        first_epoch_contender.NUM_DEVICES,
-        cores=cores,
-        num_threads=len(cores) or NUM_CORES,
-        program=program,
+        workload, kind, NUM_DEVICES, cores=cores, num_threads=len(cores) or NUM_CORES
     )
     with contextlib.closing(contender):
         versions = contender.wait_until_ready()
-        contender.ask()
+        contender.ask(first_steps=NUM_STEPS)
         return contender.answer(), versions
 
 
-def figures_of(results, date):
+def figures_of(results):
     """Returns the figures for `summary.py`: our tracing time and first epoch over plain Keras's."""
-    return {"date": date} | {
+    return {
         workload: {
             "tracing_seconds": result["figures"][CONTENDERS[workload][1]]["tracing_seconds"],
             "epoch_over_plain": result["ratio"],
@@ -92,12 +84,12 @@ def figures_of(results, date):
     }
 
 
-def page(results, described, options):
+def page(results):
     """The lines of RESULTS.md about the first epoch."""
     lines = [
         "## The first epoch",
         "",
-        f"A new process trains {first_epoch_contender.NUM_STEPS} steps. Tracing is what the first "
+        f"A new process trains {NUM_STEPS} steps. Tracing is what the first "
         "takes beyond the others: the step is traced, and TensorFlow prepares its graph. The "
         "median of the rounds, with the 10th and 90th percentile; the ratio is by round.",
     ]
@@ -109,18 +101,17 @@ def page(results, described, options):
             "",
             f"{number:,} weights.",
             "",
-            "| | tracing, s | first epoch, s | processor time, s | peak memory, MiB |",
-            "| --- | --- | --- | --- | --- |",
         ]
-        for kind, figures in result["figures"].items():
-            cells = [contest.spread(figures[name], 1) for name in FIGURES[:3]]
-            cells.append(f"{figures['peak_mib']['median']:.0f}")
-            lines.append(f"| {TITLES[kind]} | {' | '.join(cells)} |")
+        rows = [
+            [TITLES[kind], *(contest.spread(figures[name], 1) for name in FIGURES[:3])]
+            + [f"{figures['peak_mib']['median']:.0f}"]
+            for kind, figures in result["figures"].items()
+        ]
+        head = ("", "tracing, s", "first epoch, s", "processor time, s", "peak memory, MiB")
+        lines += contest.table(head, *rows)
         ratio = contest.spread(result["ratio"], 2)
         lines += ["", f"Epoch over plain Keras's: {ratio}. To reach: {TARGETS[workload]}."]
-    versions = next(iter(results.values()))["versions"]
-    named = {key: versions[key] for key in ("tensorflow", "keras")}
-    return lines + contest.footer("first_epoch", described | named, options, "num_rounds")
+    return lines
 
 
 if __name__ == "__main__":

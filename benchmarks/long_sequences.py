@@ -15,7 +15,6 @@ import subprocess
 import sys
 
 import contest
-import environment
 
 WIDTH, HEADS, WORDS, BATCH, SEED = 64, 8, 256, 1, 7
 DEADLINE_SECONDS = 900
@@ -27,7 +26,6 @@ def main(arguments):
         print(json.dumps(run(*map(int, arguments[1:]))))
         return
     options = parse(arguments)
-    described = environment.describe()
     number, length = options.num_devices, options.length
     runs = {"short": (1, length), "long": (1, number * length), "ours": (number, number * length)}
     results = {name: {} for name in runs}
@@ -41,8 +39,9 @@ def main(arguments):
         "step": statistics.median(results["ours"]["step"])
         / statistics.median(results["long"]["step"]),
     }
-    lines = page(results, runs, figures, described, options)
-    contest.publish("long_sequences", lines, results, options, figures)
+    flags = ("num_devices", "length", "num_rounds", "num_steps")
+    lines = page(results, runs, figures)
+    contest.publish("long_sequences", lines, results, options, *flags, figures=figures)
 
 
 def parse(arguments):
@@ -109,14 +108,18 @@ def build(length):
     return keras.Model(words, layers.Dense(WORDS)(x))
 
 
-def page(results, runs, figures, described, options):
+def page(results, runs, figures):
     words = {"short": "plain Keras", "long": "plain Keras", "ours": "`Mesh(sequence=S)`"}
     rows = [
-        f"| {words[name]} | {length:,} | {number} | "
-        f"{statistics.median(results[name]['peak']) / MIB / number:,.0f} MiB | "
-        f"{statistics.median(results[name]['step']):.2f} s | {results[name]['loss'][0]:.6f} |"
+        [
+            *(words[name], f"{length:,}", number),
+            f"{statistics.median(results[name]['peak']) / MIB / number:,.0f} MiB",
+            f"{statistics.median(results[name]['step']):.2f} s",
+            f"{results[name]['loss'][0]:.6f}",
+        ]
         for name, (number, length) in runs.items()
     ]
+    head = ("what", "positions", "devices", "most memory, a device", "step", "loss at the end")
     reached = "reached" if figures["memory"] <= 1 else "**missed**"
     return [
         "## Long sequences",
@@ -124,16 +127,11 @@ def page(results, runs, figures, described, options):
         "A language model of two blocks, causal attention of 8 heads, one row a step; plain Keras",
         "on one device, and sequences divided over S. Written by `benchmarks/long_sequences.py`.",
         "",
-        "| what | positions | devices | most memory, a device | step | loss at the end |",
-        "| --- | --- | --- | --- | --- | --- |",
-        *rows,
+        *contest.table(head, *rows),
         "",
         f"Memory a device over that of the short sequence: {figures['memory']:.2f}, to reach at "
         f"most 1: {reached}. Step over plain Keras's on the long one, on the same cores: "
         f"{figures['step']:.2f}.",
-        *contest.footer(
-            "long_sequences", described, options, "num_devices", "length", "num_rounds", "num_steps"
-        ),
     ]
 
 

@@ -24,7 +24,6 @@ import tempfile
 import zipfile
 
 import contest
-import environment
 import h5py
 import memory_run
 import numpy as np
@@ -41,7 +40,6 @@ DEADLINE_SECONDS = 1800.0
 def main(arguments):
     options = parse(arguments)
     limit = parse_bytes(options.limit)
-    described = environment.describe()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = pathlib.Path(name)
         run(limit, 0, folder / "start", "start")
@@ -68,7 +66,8 @@ def main(arguments):
         "largest": largest,
         "file_bytes": file_bytes,
     }
-    contest.publish("memory", page(rows, described, options), rows, options)
+    flags = ("limit", "num_processes")
+    contest.publish("memory", page(rows, options), rows, options, *flags)
     return 0 if failed.returncode and largest <= 1e-4 else 1
 
 
@@ -80,9 +79,9 @@ def parse(arguments):
     return contest.parse(parser, arguments)
 
 
-def run(limit, num_layers, output, mode, launched=(), check=True, program=RUN):
+def run(limit, num_layers, output, mode, launched=(), check=True):
     """Trains once, in a process or in those of a job; returns how it ended."""
-    program = [sys.executable, program, limit, num_layers, NUM_STEPS, output, mode]
+    program = [sys.executable, RUN, limit, num_layers, NUM_STEPS, output, mode]
     done = subprocess.run(
         [*launched, *map(str, program)],
         cwd=TOP,
@@ -157,38 +156,54 @@ def difference(weights_path, keras_path):
     return largest
 
 
-def page(rows, described, options):
+def page(rows, options):
     by_process = rows["placed"]["held"]
     parameters = 4 * rows["placed"]["num_parameters"]
     slots = sum(process["slot_bytes"] for process in by_process)
-    lines = [
+    return [
         "## Memory: a model that no process may hold",
         "",
         f"Dense layers of {memory_run.WIDTH} units, {rows['placed']['num_parameters']:,} weights "
         f"in float32, Adam, {NUM_STEPS} steps of {memory_run.BATCH} of scikit-learn's digits. "
         f"RLIMIT_DATA is {options.limit} a process; TensorFlow takes some of it.",
         "",
-        "| | GB | of what a process may hold |",
-        "| --- | --- | --- |",
-        f"| what a process may hold | {gigabytes(rows['own'])} | 1.00 |",
-        f"| parameters | {gigabytes(parameters)} | {parameters / rows['own']:.2f} |",
-        f"| training state: parameters and slots | {gigabytes(parameters + slots)} "
-        f"| {(parameters + slots) / rows['own']:.2f} |",
-        f"| the saved file | {gigabytes(rows['file_bytes'])} "
-        f"| {rows['file_bytes'] / rows['own']:.2f} |",
+        *sizes_table(
+            rows["own"],
+            ("what a process may hold", rows["own"]),
+            ("parameters", parameters),
+            ("training state: parameters and slots", parameters + slots),
+            ("the saved file", rows["file_bytes"]),
+        ),
         "",
-        "| run | result |",
-        "| --- | --- |",
-        f"| plain Keras, 1 process under the limit | fails: exit code {rows['exit_code']}, "
-        f'"{rows["last_words"]}" |',
-        f"| `model_parallel`, {options.num_processes} processes under the limit "
-        f"| trains and saves, loss {rows['placed']['loss']:.7g} |",
-        f"| `model_parallel`, 1 process without a limit | loss {rows['single']['loss']:.7g} |",
-        f"| largest difference of a weight or slot, of the largest in its variable "
-        f"| {rows['largest']:.1e} |",
-        f"| resident memory of a process, the largest | {gigabytes(peak(by_process))} GB |",
+        *contest.table(
+            ("run", "result"),
+            (
+                "plain Keras, 1 process under the limit",
+                f'fails: exit code {rows["exit_code"]}, "{rows["last_words"]}"',
+            ),
+            (
+                f"`model_parallel`, {options.num_processes} processes under the limit",
+                f"trains and saves, loss {rows['placed']['loss']:.7g}",
+            ),
+            ("`model_parallel`, 1 process without a limit", f"loss {rows['single']['loss']:.7g}"),
+            (
+                "largest difference of a weight or slot, of the largest in its variable",
+                f"{rows['largest']:.1e}",
+            ),
+            (
+                "resident memory of a process, the largest",
+                f"{gigabytes(max(each['peak_memory_bytes'] for each in by_process))} GB",
+            ),
+        ),
     ]
-    return lines + contest.footer("memory", described, options, "limit", "num_processes")
+
+
+def sizes_table(budget_bytes, *sizes):
+    """The lines of a table of sizes in bytes, each with its share of what a process may hold."""
+    return contest.table(
+        ("", "GB", "of what a process may hold"),
+        *((name, gigabytes(size), f"{size / budget_bytes:.2f}") for name, size in sizes),
+    )
 
 
 def last_words(text):
@@ -198,10 +213,6 @@ def last_words(text):
         line for line in lines if any(word in line for word in ("OOM", "bad_alloc", "MemoryError"))
     ]
     return ((errors or lines or ["killed"])[-1])[:120].replace("|", "/")
-
-
-def peak(by_process):
-    return max(process["peak_memory_bytes"] for process in by_process)
 
 
 def gigabytes(number):

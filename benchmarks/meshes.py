@@ -16,7 +16,6 @@ import sys
 import tempfile
 
 import contest
-import environment
 
 TOP = pathlib.Path(__file__).parents[1]
 RUN = pathlib.Path(__file__).with_name("meshes_run.py")
@@ -32,12 +31,12 @@ LEAST_MIB = 64  # TensorFlow counts only large tensors: it misses most of a smal
 
 def main(arguments):
     options = parse(arguments)
-    described = environment.describe()
     results = {}
     for name in options.tasks or TASKS:
         results[name] = measure(*TASKS[name], options=options)
         print("\n".join(table(name, results[name])), file=sys.stderr)
-    contest.publish("meshes", page(results, described, options), results, options)
+    flags = ("num_rounds", "num_devices", "num_trials")
+    contest.publish("meshes", page(results, options), results, options, *flags)
 
 
 def parse(arguments):
@@ -84,8 +83,8 @@ def call(command, busy):
 
 def table(name, task):
     lines = [f"### {name}", "", f"{task['why']}. Planned in {task['plan']['seconds']:.0f} s.", ""]
-    lines += ["| mesh | predicted step, ms | tried | measured | error | MiB | counted | error |"]
-    lines += ["| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    head = ("mesh", "predicted step, ms", "tried", "measured", "error", "MiB", "counted", "error")
+    rows = []
     for row in task["rows"]:
         sizes = [f"{axis}={size}" for axis, size in row["mesh"].items() if size > 1]
         if "shard" in row:
@@ -96,30 +95,28 @@ def table(name, task):
         mib, counted = row["predicted_bytes"] / 2**20, (row["held"] or 0) / 2**20
         of_counted = f"{mib / counted - 1:+.0%}" if counted > LEAST_MIB else "–"
         tried = f"{1e3 * row['measured_seconds']:.1f}" if "measured_seconds" in row else "–"
-        lines.append(
-            f"| {label} | {step:.1f} | {tried} | {actual:.1f} | {step / actual - 1:+.0%} | "
-            f"{mib:.1f} | {f'{counted:.1f}' if counted else '–'} | {of_counted} |"
-        )
+        cells = (label, f"{step:.1f}", tried, f"{actual:.1f}", f"{step / actual - 1:+.0%}")
+        rows.append((*cells, f"{mib:.1f}", f"{counted:.1f}" if counted else "–", of_counted))
     fitting = [row for row in task["rows"] if "why_not" not in row]
     best = min(row["round_seconds"] for row in fitting)
     predicted = min(fitting, key=lambda row: row["step_seconds"])["round_seconds"] / best
     tried = fitting[0]["round_seconds"] / best
     return [
         *lines,
+        *contest.table(head, *rows),
         "",
         f"The first as predicted takes {predicted:.2f} times the step of the fastest that fits, "
         f"the first after trials {tried:.2f} times.",
     ]
 
 
-def page(results, described, options):
+def page(results, options):
     lines = ["## The meshes of `plan`", "", f"{options.num_devices} logical devices of a CPU."]
     if options.busy:
         lines.append("Steps are the time at work of one thread, without what other programs take.")
     for name, result in results.items():
         lines += ["", *table(name, result)]
-    settings = ("num_rounds", "num_devices", "num_trials")
-    return lines + contest.footer("meshes", described, options, *settings)
+    return lines
 
 
 if __name__ == "__main__":

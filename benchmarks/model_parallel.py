@@ -15,7 +15,6 @@ import subprocess
 import sys
 
 import contest
-import environment
 from contender_process import ContenderProcess
 
 CONTENDERS = [("plain", 1), ("placed", 2)]
@@ -37,19 +36,18 @@ print(json.dumps({"step_seconds": plan.first.step_seconds}))
 
 def main(arguments):
     options = contest.parse(contest.make_parser(__doc__, num_rounds=11), arguments)
-    cores = environment.cores_to_pin(NUM_CORES)
-    described = environment.describe()
+    cores = contest.cores_to_pin(NUM_CORES)
     rows, versions = [], {}
     for workload in STEPS:
         seconds, info = measure(workload, options.num_rounds, cores)
         versions = {"TensorFlow": info["tensorflow"], "Keras": info["keras"]}
         rows.append((info["description"], seconds, predicted(workload, cores)))
-    described |= versions | {"Threads": f"{NUM_CORES} in each process"}
+    versions |= {"Threads": f"{NUM_CORES} in each process"}
     results = [
         {"model": name, "seconds": seconds, "predicted_seconds": guess}
         for name, seconds, guess in rows
     ]
-    contest.publish("model_parallel", page(rows, described, options), results, options)
+    contest.publish("model_parallel", page(rows), results, options, "num_rounds", versions=versions)
 
 
 def measure(workload, num_rounds, cores):
@@ -90,34 +88,28 @@ def predicted(workload, cores):
     return json.loads(done.stdout.splitlines()[-1])["step_seconds"]
 
 
-def page(rows, described, options):
+def page(rows):
     lines = [
         "## Layers on two devices",
         "",
         "A step of `model.fit`, two logical devices of the CPU against one, on the same two cores: "
         "the median of the rounds' medians, with the 10th and 90th percentile; ratios by round.",
         "",
-        "| model | plain, ms | `model_parallel`, 2 devices, ms | ratio | promised |",
-        "| --- | --- | --- | --- | --- |",
     ]
-    for name, seconds, _ in rows:
-        pairs = zip(seconds["placed"], seconds["plain"], strict=True)
-        ratios = [ours / plain for ours, plain in pairs]
-        lines.append(
-            f"| {name} | {milliseconds(seconds['plain'])} | {milliseconds(seconds['placed'])} "
-            f"| {contest.spread(contest.percentiles(ratios), 3)} | at most {TARGET:.2f} |"
-        )
-    lines += [
-        "",
-        "| model | step that `plan` predicts, ms | measured, ms | predicted / measured |",
-        "| --- | --- | --- | --- |",
-    ]
+    times, guesses = [], []
     for name, seconds, guess in rows:
-        measured = statistics.median(seconds["plain"])
-        lines.append(
-            f"| {name} | {1000 * guess:.2f} | {1000 * measured:.2f} | {guess / measured:.2f} |"
-        )
-    return lines + contest.footer("model_parallel", described, options, "num_rounds")
+        plain, placed = seconds["plain"], seconds["placed"]
+        ratios = contest.percentiles([b / a for a, b in zip(plain, placed, strict=True)])
+        cells = (milliseconds(plain), milliseconds(placed), contest.spread(ratios, 3))
+        times.append((name, *cells, f"at most {TARGET:.2f}"))
+        median = statistics.median(plain)
+        cells = (f"{1000 * guess:.2f}", f"{1000 * median:.2f}", f"{guess / median:.2f}")
+        guesses.append((name, *cells))
+    heads = (
+        ("model", "plain, ms", "`model_parallel`, 2 devices, ms", "ratio", "promised"),
+        ("model", "step that `plan` predicts, ms", "measured, ms", "predicted / measured"),
+    )
+    return [*lines, *contest.table(heads[0], *times), "", *contest.table(heads[1], *guesses)]
 
 
 def milliseconds(seconds):

@@ -13,12 +13,11 @@ import contextlib
 import sys
 
 import contest
-import environment
 import numpy as np
 
 PROGRAMS = [
     str(contest.PAGE.with_name(f"{name}.py"))
-    for name in ("pipeline_contender", "torch_pipeline_contender")
+    for name in ("contender", "torch_pipeline_contender")
 ]
 NUM_STAGES = 2
 NUM_SKIPPED, NUM_WARM_UP_ROUNDS = 2, 1
@@ -28,11 +27,11 @@ OVER_TORCH = 1.00  # Our step over PyTorch's, at most.
 
 def main(arguments):
     options = parse(arguments)
-    cores = environment.cores_to_pin(NUM_STAGES)
-    described = environment.describe()
+    cores = contest.cores_to_pin(NUM_STAGES)
     results = measure(options, cores)
-    figures = figures_of(results, described["Date"])
-    contest.publish("pipeline", page(results, described, options), results, options, figures)
+    written = {"figures": figures_of(results), "versions": results["versions"]}
+    flags = ("num_rounds", "num_steps")
+    contest.publish("pipeline", page(results), results, options, *flags, **written)
 
 
 def parse(arguments):
@@ -53,8 +52,8 @@ def start(kind, num_micro_batches, stack, cores, torch):
     is_pipeline, is_torch = kind in ("ours", "torch_pipeline"), "torch" in kind
     return contest.Group(
         stack,
-        str(num_micro_batches),
-        kind,
+        str(num_micro_batches) if is_torch else "transformer",
+        f"pipeline:{num_micro_batches}" if kind == "ours" else kind,
         contest.job_environments(NUM_STAGES) if is_pipeline else [{}],
         cores=cores,
         program=(torch if is_torch else sys.executable, PROGRAMS[is_torch]),
@@ -72,7 +71,7 @@ def measure(options, cores):
         for kind, number in names:  # One after the other: each traces for a while.
             contenders[kind, number] = start(kind, number, stack, cores, options.torch)
             reply = contenders[kind, number].wait_until_ready()[0]
-            versions |= {k: v for k, v in reply.items() if k in ("tensorflow", "keras", "torch")}
+            versions |= contest.versions_of([reply])
             contenders[kind, number].train(NUM_SKIPPED + 2, NUM_SKIPPED)
         rounds = contest.rounds_in_turn(
             contenders, options, NUM_WARM_UP_ROUNDS, options.num_steps, NUM_SKIPPED
@@ -110,16 +109,16 @@ def measure(options, cores):
     return results | {"versions": versions}
 
 
-def figures_of(results, date):
+def figures_of(results):
     """Returns the figures for `summary.py`: by M, our step over PyTorch's, if that was measured."""
-    return {"date": date} | {
+    return {
         f"m_{row['num_micro_batches']}": {"ours_over_torch": row["ours_over_torch"]}
         for row in results["rows"]
         if "ours_over_torch" in row
     }
 
 
-def page(results, described, options):
+def page(results):
     """The lines of RESULTS.md about pipelines."""
     lines = [
         "## Pipeline: 2 stages in 2 processes, a core each",
@@ -127,48 +126,40 @@ def page(results, described, options):
         "A step of a transformer of 10.8 M parameters, 64 sequences of 64, 1F1B, in ms: the median "
         "of the rounds' medians, with the 10th and 90th percentile. Ratios by round.",
         "",
-        "| one process, one core | step, ms |",
-        "| --- | --- |",
-        f"| plain Keras | {contest.spread(results['plain_ms'], 0)} |",
-    ]
-    if "torch_ms" in results:
-        lines.append(f"| PyTorch | {contest.spread(results['torch_ms'], 0)} |")
-    lines += [
+        *contest.table(
+            ("one process, one core", "step, ms"),
+            *(
+                (title, contest.spread(results[name], 0))
+                for title, name in (("plain Keras", "plain_ms"), ("PyTorch", "torch_ms"))
+                if name in results
+            ),
+        ),
         "",
-        "| M | `tfparallel.pipeline_parallel` | over plain Keras on one core | to reach "
-        "| `torch.distributed.pipelining` | its step over ours | to reach |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
+    steps, passes = [], []
     for row in results["rows"]:
         number = row["num_micro_batches"]
         torch = contest.spread(row["torch_ms"], 0) if "torch_ms" in row else ""
         ratio = contest.spread(row["torch_over_ours"], 2) if "torch_ms" in row else ""
-        target = f"{OVER_ONE_PROCESS}" if number == 8 else ""
-        lines.append(
-            f"| {number} | {contest.spread(row['ours_ms'], 0)} "
-            f"| {contest.spread(row['over_plain'], 2)} | {target} | {torch} | {ratio} "
-            f"| {1 / OVER_TORCH:.2f} |"
-        )
+        cells = (contest.spread(row["ours_ms"], 0), contest.spread(row["over_plain"], 2))
+        target = OVER_ONE_PROCESS if number == 8 else ""
+        steps.append((number, *cells, target, torch, ratio, f"{1 / OVER_TORCH:.2f}"))
+        ideal = 2 * number / (number + 1)
+        cells = (f"{row['serial_ms']:.0f}", f"{row['over_serial']:.2f}", f"{OF_IDEAL * ideal:.2f}")
+        cells += (f"{row['bubble']:.0%}", f"{1 / (number + 1):.0%}")
+        passes.append((number, *cells, f"{row['simulated_over_measured']:.2f}"))
+    ours = ("`tfparallel.pipeline_parallel`", "over plain Keras on one core", "to reach")
+    theirs = ("`torch.distributed.pipelining`", "its step over ours", "to reach")
     lines += [
+        *contest.table(("M", *ours, *theirs), *steps),
         "",
         "The passes of a step, against the same stages run one after the other, whose times were "
         "measured at that size of a micro-batch; and what the schedule should take with these "
         "times.",
         "",
-        "| M | one after the other, ms | speed-up | to reach: 0.9 × 2M/(M + 1) | bubble | ideal "
-        "| simulated / measured |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for row in results["rows"]:
-        number = row["num_micro_batches"]
-        ideal = 2 * number / (number + 1)
-        lines.append(
-            f"| {number} | {row['serial_ms']:.0f} | {row['over_serial']:.2f} "
-            f"| {OF_IDEAL * ideal:.2f} | {row['bubble']:.0%} | {1 / (number + 1):.0%} "
-            f"| {row['simulated_over_measured']:.2f} |"
-        )
-    described = described | results["versions"]
-    return lines + contest.footer("pipeline", described, options, "num_rounds", "num_steps")
+    head = ("M", "one after the other, ms", "speed-up", "to reach: 0.9 × 2M/(M + 1)", "bubble")
+    return lines + contest.table((*head, "ideal", "simulated / measured"), *passes)
 
 
 if __name__ == "__main__":

@@ -27,10 +27,9 @@ import tempfile
 import time
 
 import contest
-import environment
 import numpy as np
 import ray_cluster
-from restarts import newest
+from fault_runs import newest
 
 sys.path.insert(0, str(contest.TOP))
 import tfparallel  # noqa: E402
@@ -48,7 +47,6 @@ def main(arguments):
     options = contest.parse(contest.make_parser(__doc__), arguments)
     if ray_cluster.is_missing("ray_elastic.py"):
         return
-    described = environment.describe() | {"Ray": version_of("ray")}
     with tempfile.TemporaryDirectory() as top:
         alone, on_ray = pathlib.Path(top, "alone"), pathlib.Path(top, "on_ray")
         for folder in (alone, on_ray):
@@ -72,7 +70,8 @@ def main(arguments):
     if result["sizes"] != [4, 2, 4]:
         raise RuntimeError(f"The job ran on {result['sizes']} workers, instead of 4, 2 and 4.")
     is_right = largest <= TOLERANCE and len(set(result["order"])) == 1
-    contest.publish("ray_elastic", page(result, described, options), result, options)
+    versions = {"Ray": version_of("ray")}
+    contest.publish("ray_elastic", page(result), result, options, versions=versions)
     return 0 if is_right else 1
 
 
@@ -147,8 +146,8 @@ def weights(folder):
         return [file[name] for name in file.files]
 
 
-def page(result, described, options):
-    lines = [
+def page(result):
+    return [
         "## Ray: two nodes lost, and two that come",
         "",
         "200 steps in float64 under `tfparallel.ray.fit(…, num_workers=(2, 4))`, on a Ray cluster "
@@ -159,14 +158,12 @@ def page(result, described, options):
         "| | measured | promised |",
         "| --- | --- | --- |",
         f"| largest difference of a weight | {result['weights']:.1e} | {TOLERANCE:.0e} |",
-        f"| largest difference of a step's loss | {result['losses']:.1e} | "
-        f"{TOLERANCE:.0e} |",
+        f"| largest difference of a step's loss | {result['losses']:.1e} | {TOLERANCE:.0e} |",
         f"| hash of the examples of each step | {result['order'][1]} | {result['order'][0]} |",
         "| from the raylets' death to the end of the first new step, with Ray's detection of it | "
         f"{result['lost']:.1f} s | {TARGET_SECONDS:.0f} s |",
         f"| from the last step of two workers to the first of four | {result['grown']:.1f} s | |",
     ]
-    return lines + contest.footer("ray_elastic", described, options)
 
 
 if __name__ == "__main__":

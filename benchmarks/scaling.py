@@ -14,7 +14,6 @@ import contextlib
 import sys
 
 import contest
-import environment
 
 from tfparallel.cluster.environment import ALL_REDUCE
 
@@ -48,11 +47,11 @@ TITLES = {
 
 def main(arguments):
     options = parse(arguments)
-    cores = environment.cores_to_pin(NUM_WORKERS)
-    described = environment.describe()
+    cores = contest.cores_to_pin(NUM_WORKERS)
     results = {name: measure(name, options, cores) for name in options.workload or WORKLOADS}
-    figures = figures_of(results, described["Date"])
-    contest.publish("scaling", page(results, described, options), results, options, figures)
+    replies = (reply for result in results.values() for reply in result["versions"].values())
+    written = {"figures": figures_of(results), "versions": contest.versions_of(replies)}
+    contest.publish("scaling", page(results), results, options, "num_rounds", **written)
 
 
 def parse(arguments):
@@ -111,9 +110,9 @@ def measure(workload, options, cores):
     }
 
 
-def figures_of(results, date):
+def figures_of(results):
     """Returns the figures for `summary.py`: ours against two unconnected processes."""
-    return {"date": date} | {
+    return {
         workload: {
             "step_over_unjoined": result["ours_over_apart"],
             "unjoined_over_step": result["efficiency"]["ours/apart"],
@@ -131,7 +130,7 @@ def memory_over_apart(result):
     return result["peak_mib"]["ours"] / result["peak_mib"]["apart"]
 
 
-def page(results, described, options):
+def page(results):
     """The lines of RESULTS.md about scaling."""
     lines = [
         "## Scaling: 2 workers, a core each",
@@ -146,24 +145,24 @@ def page(results, described, options):
     for workload, result in results.items():
         lines += [f"### {WORKLOADS[workload]}", ""]
         gradients = result["versions"]["plain"]["gradient_bytes"] / 1024
-        lines += [
-            f"| | step, ms | peak memory, MiB | sent, KiB (gradients: {gradients:,.0f}) |",
-            "| --- | --- | --- | --- |",
-        ]
+        rows = []
         for kind, value in result["step_ms"].items():
             peak = result["peak_mib"][kind]
             memory = f"{peak:.0f}" if peak else ""
             sent = result["sent_bytes"][kind]
             sent = f"{sent / 1024:,.0f}" if sent else ""
-            lines.append(f"| {TITLES[kind]} | {contest.spread(value, 1)} | {memory} | {sent} |")
-        lines += ["", "| efficiency | measured | to reach |", "| --- | --- | --- |"]
+            rows.append((TITLES[kind], contest.spread(value, 1), memory, sent))
+        head = ("", "step, ms", "peak memory, MiB", f"sent, KiB (gradients: {gradients:,.0f})")
+        lines += [*contest.table(head, *rows), ""]
+        rows = []
         for name, value in result["efficiency"].items():
             many, one = name.split("/")
             target = f"{TARGETS[workload]}" if (many, one) == ("ours", "apart") else ""
             title = f"{TITLES[many]}, against {TITLES[one]}"
             if one == "ddp":
                 title, target = "DDP's step over ours (above 1: ours is faster)", "above 1"
-            lines.append(f"| {title} | {contest.spread(value, 3)} | {target} |")
+            rows.append((title, contest.spread(value, 3), target))
+        lines += contest.table(("efficiency", "measured", "to reach"), *rows)
         memory = f"{memory_over_apart(result):.2f}"
         memory_line = f"A worker's memory over that of a process that knows of no other: {memory}"
         if workload == LANGUAGE_MODEL:
@@ -172,12 +171,7 @@ def page(results, described, options):
                 f"and {SENT_TARGET_KIB} KiB"
             )
         lines += ["", f"{memory_line}.", ""]
-    versions = {
-        k: v for r in results.values() for d in r["versions"].values() for k, v in d.items()
-    }
-    named = {k: v for k, v in versions.items() if k in ("tensorflow", "keras", "torch")}
-    lines.pop()
-    return lines + contest.footer("scaling", described | named, options, "num_rounds")
+    return lines[:-1]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import contextlib
 import sys
 
 import contest
-import environment
 from pipeline import PROGRAMS
 
 NUM_WORKERS = 2
@@ -33,11 +32,11 @@ OF_TORCH = ("ddp", "fsdp")
 
 def main(arguments):
     options = parse(arguments)
-    cores = environment.cores_to_pin(NUM_WORKERS)
-    described = environment.describe()
+    cores = contest.cores_to_pin(NUM_WORKERS)
     results = measure(options, cores)
-    figures = {"date": described["Date"]} | results["ratios"]
-    contest.publish("sharded", page(results, described, options), results, options, figures)
+    written = {"figures": results["ratios"], "versions": results["versions"]}
+    flags = ("num_rounds", "num_steps")
+    contest.publish("sharded", page(results), results, options, *flags, **written)
 
 
 def parse(arguments):
@@ -53,7 +52,7 @@ def start(kind, stack, cores, torch):
     is_torch = kind in OF_TORCH
     return contest.Group(
         stack,
-        "1",  # Micro-batches.
+        "1" if is_torch else "transformer_32",  # PyTorch's: the number of micro-batches.
         kind,
         contest.job_environments(NUM_WORKERS),
         cores=cores,
@@ -68,7 +67,7 @@ def measure(options, cores):
         for kind in kinds:  # One after the other: each traces for a while.
             contenders[kind] = start(kind, stack, cores, options.torch)
             reply = contenders[kind].wait_until_ready()[0]
-            versions |= {k: v for k, v in reply.items() if k in ("tensorflow", "keras", "torch")}
+            versions |= contest.versions_of([reply])
             contenders[kind].train(NUM_SKIPPED + 2, NUM_SKIPPED)
         rounds = contest.rounds_in_turn(
             contenders, options, NUM_WARM_UP_ROUNDS, options.num_steps, NUM_SKIPPED
@@ -85,7 +84,7 @@ def measure(options, cores):
     }
 
 
-def page(results, described, options):
+def page(results):
     """The lines of RESULTS.md about shares."""
     lines = [
         "## Shares: 2 workers, a core each",
@@ -95,18 +94,16 @@ def page(results, described, options):
         "slowest at each step. Ratios by round. Memory is the most that a process has held, "
         "tracing included.",
         "",
-        "| | step, ms | over whole parameters | to reach | peak memory, MiB |",
-        "| --- | --- | --- | --- | --- |",
     ]
+    rows = []
     for kind, value in results["step_ms"].items():
         ratio = results["ratios"].get(f"{kind}_over_{RATIOS.get(kind)}")
         ratio = contest.spread(ratio, 2) if ratio else ""
-        target = f"{TARGET}" if kind == "parameters" else ""
+        target = TARGET if kind == "parameters" else ""
         peak = f"{results['peak_mib'][kind]:.0f}"
-        step = contest.spread(value, 0)
-        lines.append(f"| {TITLES[kind]} | {step} | {ratio} | {target} | {peak} |")
-    described = described | results["versions"]
-    return lines + contest.footer("sharded", described, options, "num_rounds", "num_steps")
+        rows.append((TITLES[kind], contest.spread(value, 0), ratio, target, peak))
+    head = ("", "step, ms", "over whole parameters", "to reach", "peak memory, MiB")
+    return lines + contest.table(head, *rows)
 
 
 if __name__ == "__main__":

@@ -19,13 +19,11 @@ import sys
 import tempfile
 
 import contest
-import environment
 import memory
 import memory_run
 
 from tfparallel.texts import parse_bytes
 
-RUN = pathlib.Path(__file__).with_name("sharded_memory_run.py")
 LAYER_BYTES = 4 * memory_run.WIDTH**2
 # Weights, gradients and two slots.
 COPIES = 4
@@ -34,7 +32,6 @@ COPIES = 4
 def main(arguments):
     options = parse(arguments)
     limit, number = parse_bytes(options.limit), options.num_processes
-    described = environment.describe()
     launched = [sys.executable, "-m", "tfparallel", "launch", f"--nproc_per_node={number}", "--"]
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = pathlib.Path(name)
@@ -42,9 +39,9 @@ def main(arguments):
         budget_bytes = limit - start["peak_data_bytes"]
         num_layers = math.ceil(options.times * budget_bytes / COPIES / LAYER_BYTES)
         memory.say(f"{num_layers} layers, {memory.gigabytes(budget_bytes)} GB a process")
-        plain = run(0, num_layers, folder / "plain", "plain")
+        plain = run(0, num_layers, folder / "plain", "whole")
         memory.say(f"plain Keras: loss {plain['loss']}")
-        failed = run(limit, num_layers, folder / "limited", "plain")
+        failed = run(limit, num_layers, folder / "limited", "whole")
         memory.say(f"plain Keras under the limit: {failed}")
         shares = run(limit, num_layers, folder / "shares", "shares", launched)
         memory.say(f"{number} processes under the limit: {shares}")
@@ -58,13 +55,14 @@ def main(arguments):
     }
     if "error" in shares:
         raise RuntimeError(f"{number} processes under the limit failed: {shares['error']}")
-    contest.publish("sharded_memory", page(results, described, options), results, options)
+    flags = ("limit", "num_processes", "times")
+    contest.publish("sharded_memory", page(results, options), results, options, *flags)
     return 0 if "error" in failed and shares["largest"] <= 1e-4 else 1
 
 
 def run(limit, num_layers, output, mode, launched=()):
     """Trains once; returns the report, or the error and exit code."""
-    done = memory.run(limit, num_layers, output, mode, launched, check=False, program=RUN)
+    done = memory.run(limit, num_layers, output, mode, launched, check=False)
     if done.returncode:
         return {"error": memory.last_words(done.stdout), "exit_code": done.returncode}
     return json.loads(pathlib.Path(f"{output}.json").read_text())
@@ -79,13 +77,13 @@ def parse(arguments):
     return contest.parse(parser, arguments)
 
 
-def page(results, described, options):
+def page(results, options):
     shares, budget_bytes = results["shares"], results["budget_bytes"]
     weight_bytes = 4 * shares["num_parameters"]
     state_bytes = COPIES * weight_bytes
     peak_bytes = shares["peak_data_bytes"] - (results["limit"] - budget_bytes)
     failed = results["failed"]
-    lines = [
+    return [
         "## Memory: a model in shares",
         "",
         f"{results['num_layers']} dense layers of {memory_run.WIDTH} units, "
@@ -94,33 +92,34 @@ def page(results, described, options):
         f"RLIMIT_DATA is {options.limit} a process; a worker that trains almost nothing takes some "
         "of it.",
         "",
-        "| | GB | of what a process may hold |",
-        "| --- | --- | --- |",
-        *(
-            f"| {name} | {memory.gigabytes(size)} | {size / budget_bytes:.2f} |"
-            for name, size in (
-                ("what a process may hold", budget_bytes),
-                ("weights", weight_bytes),
-                ("training state: weights, gradients and slots", state_bytes),
-                ("a share of the training state", state_bytes / options.num_processes),
-                ("one layer's weights", LAYER_BYTES),
-                ("the most that worker 0 held", peak_bytes),
-            )
+        *memory.sizes_table(
+            budget_bytes,
+            ("what a process may hold", budget_bytes),
+            ("weights", weight_bytes),
+            ("training state: weights, gradients and slots", state_bytes),
+            ("a share of the training state", state_bytes / options.num_processes),
+            ("one layer's weights", LAYER_BYTES),
+            ("the most that worker 0 held", peak_bytes),
         ),
         "",
-        "| run | result |",
-        "| --- | --- |",
-        f"| plain Keras, 1 process under the limit | fails: exit code {failed['exit_code']}, "
-        f'"{failed["error"]}" |',
-        f'| `data_parallel(shard="parameters")`, {options.num_processes} processes under the limit '
-        f"| trains, loss {shares['loss']:.7g} |",
-        f"| plain Keras, 1 process without a limit | loss {results['plain']['loss']:.7g} |",
-        f"| largest difference of a weight, relative to the largest in its variable "
-        f"| {shares['largest']:.1e} |",
+        *contest.table(
+            ("run", "result"),
+            (
+                "plain Keras, 1 process under the limit",
+                f'fails: exit code {failed["exit_code"]}, "{failed["error"]}"',
+            ),
+            (
+                f'`data_parallel(shard="parameters")`, {options.num_processes} processes under '
+                "the limit",
+                f"trains, loss {shares['loss']:.7g}",
+            ),
+            ("plain Keras, 1 process without a limit", f"loss {results['plain']['loss']:.7g}"),
+            (
+                "largest difference of a weight, relative to the largest in its variable",
+                f"{shares['largest']:.1e}",
+            ),
+        ),
     ]
-    return lines + contest.footer(
-        "sharded_memory", described, options, "limit", "num_processes", "times"
-    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import contextlib
 import sys
 
 import contest
-import environment
 import numpy as np
 import two_hosts
 from scaling import NUM_WORKERS, PROGRAMS, WORKLOADS
@@ -36,8 +35,7 @@ TITLES = {
 
 def main(arguments):
     options = contest.parse(contest.make_parser(__doc__, num_rounds=3, torch=True), arguments)
-    cores = environment.cores_to_pin(NUM_WORKERS)
-    described = environment.describe()
+    cores = contest.cores_to_pin(NUM_WORKERS)
     with contextlib.ExitStack() as stack:
         try:
             names = stack.enter_context(two_hosts.linked(RATE))
@@ -56,11 +54,9 @@ def main(arguments):
             kind: contest.percentiles([r[kind] / r[APART] for r in rounds]) for kind in kinds
         },
     }
-    versions = {key: value for one in replies.values() for key, value in one.items()}
-    named = {k: v for k, v in versions.items() if k in ("tensorflow", "keras", "torch")}
-    figures = {"date": described["Date"], "over_apart": results["over_apart"]}
-    lines = page(results, described | named, options)
-    contest.publish("slow_link", lines, results, options, figures)
+    written = {"figures": {"over_apart": results["over_apart"]}}
+    written["versions"] = contest.versions_of(replies.values())
+    contest.publish("slow_link", page(results), results, options, "num_rounds", **written)
 
 
 def start(kind, stack, cores, names, torch):
@@ -94,7 +90,7 @@ def measure(groups, options):
     return rounds
 
 
-def page(results, described, options):
+def page(results):
     """The lines of RESULTS.md about two hosts on a slow link."""
     lines = [
         "## Two hosts on a link of 1 Gbit/s",
@@ -105,13 +101,12 @@ def page(results, described, options):
         f"whose link carries {results['megabits']:,.0f} Mbit/s of one TCP connection; TensorFlow's "
         "ring joins them.",
         "",
-        "| | step, ms | over the unjoined |",
-        "| --- | --- | --- |",
     ]
+    rows = []
     for kind, value in results["step_ms"].items():
         over = contest.spread(results["over_apart"][kind], 2) if kind != APART else ""
-        lines.append(f"| {TITLES[kind]} | {contest.spread(value, 0)} | {over} |")
-    return lines + contest.footer("slow_link", described, options, "num_rounds")
+        rows.append((TITLES[kind], contest.spread(value, 0), over))
+    return lines + contest.table(("", "step, ms", "over the unjoined"), *rows)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,10 @@ import datetime
 import pathlib
 from typing import NamedTuple
 
-import blocks
 import contest
+import data_parallel
 import first_epoch
 import pipeline
-import results
 import scaling
 
 PACKAGE = contest.TOP / "tfparallel"
@@ -60,7 +59,7 @@ def of_replicas(what, workload, pair):
     return Row(
         f"{what}, {workload.replace('_', '-')}: step of ours over theirs",
         ("data_parallel", workload, "/".join(pair)),
-        results.TARGETS[workload][pair],
+        data_parallel.TARGETS[workload][pair],
     )
 
 
@@ -102,7 +101,7 @@ ROWS = [
 
 def main(arguments):
     options = contest.parse(contest.make_parser(__doc__), arguments)
-    figures = blocks.read_figures(pathlib.Path(options.write)) if options.write else {}
+    figures = contest.read_figures(pathlib.Path(options.write)) if options.write else {}
     num_lines = count_lines(PACKAGE)
     today = datetime.date.today().isoformat()
     report = {"figures": figures, "num_lines": num_lines}
@@ -118,7 +117,7 @@ def page(figures, num_lines, today):
     """The lines of RESULTS.md that show the targets.
 
     Args:
-        figures: What `blocks.read_figures` returns.
+        figures: What `contest.read_figures` returns.
         num_lines: Lines of the package.
         today: The date on which they were counted.
     """

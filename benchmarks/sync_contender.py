@@ -13,6 +13,7 @@ import importlib
 import time
 from typing import NamedTuple
 
+import contender
 import dialog
 
 EVALUATED_EVERY = 8
@@ -122,12 +123,11 @@ def train(workers, policy, name, seed, num_steps, num_epochs):
 def main():
     order, reply = dialog.begin()  # Before TensorFlow makes its threads.
     import keras
-    import policies
     import tensorflow as tf
 
     import tfparallel
 
-    policy = policies.POLICIES[order["kind"]]
+    policy = contender.POLICIES[order["kind"]]
     strategy = tfparallel.MultiWorkerMirroredStrategy(compression=policy.get("compression"))
     reply(tensorflow=tf.__version__, keras=keras.__version__, sums=strategy.workers.implementation)
     for request in dialog.requests():

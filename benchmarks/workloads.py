@@ -1,4 +1,4 @@
-"""The models that `data_parallel.py` and `scaling.py` train, and their data.
+"""The models that the programs of `contender.py` train, and their data.
 
 The data are class prototypes with noise, so there is something to learn and nothing to download.
 The time of a step does not depend on them.
@@ -102,6 +102,67 @@ def build_language_model(width=64):
     return keras.Model(ids, keras.layers.Dense(NUM_WORDS)(x), name="language_model")
 
 
+NUM_BYTES, SEQUENCE_LENGTH, NUM_SEQUENCES = 256, 64, 64
+WIDTH, NUM_HEADS, NUM_BLOCKS = 384, 6, 6
+BLOCK = ("norm1", "attention", "add1", "norm2", "wide", "narrow", "add2")
+
+
+def build_transformer():
+    """Returns a GPT on bytes of 10.8 M parameters; `torch_pipeline_contender.py` has the same.
+
+    The attention is written with `Dense`, as PyTorch's is with `Linear`. In Keras's
+    `MultiHeadAttention` the gradient of a projection's weights is one matrix a sequence, and their
+    sum: a step takes 1.14 times as long (docs/internals/pipeline.md).
+    """
+    layers, ops = keras.layers, keras.ops
+
+    class Attention(layers.Layer):
+        """Causal self-attention."""
+
+        def build(self, shape):
+            self.projections = [layers.Dense(WIDTH) for _ in range(4)]
+            for projection in self.projections:
+                projection.build(shape)
+            self.seen = np.tril(np.ones((SEQUENCE_LENGTH, SEQUENCE_LENGTH), bool))
+
+        def call(self, x):
+            *projections, out = self.projections
+            shape = (-1, SEQUENCE_LENGTH, NUM_HEADS, WIDTH // NUM_HEADS)
+            query, key, value = (
+                ops.transpose(ops.reshape(projection(x), shape), (0, 2, 1, 3))
+                for projection in projections
+            )
+            query = query * (WIDTH // NUM_HEADS) ** -0.5
+            scores = ops.matmul(query, ops.swapaxes(key, -1, -2))
+            shares = ops.softmax(ops.where(self.seen, scores, -1e9))
+            heads = ops.transpose(ops.matmul(shares, value), (0, 2, 1, 3))
+            return out(ops.reshape(heads, (-1, SEQUENCE_LENGTH, WIDTH)))
+
+    inputs = keras.Input((SEQUENCE_LENGTH,), dtype="int32")
+    x = layers.Embedding(NUM_BYTES, WIDTH, name="embedding")(inputs)
+    for index in range(NUM_BLOCKS):
+        norm1, attention, add1, norm2, wide, narrow, add2 = (f"{index}_{part}" for part in BLOCK)
+        y = layers.LayerNormalization(name=norm1)(x)
+        x = layers.Add(name=add1)([x, Attention(name=attention)(y)])
+        y = layers.LayerNormalization(name=norm2)(x)
+        y = layers.Dense(4 * WIDTH, activation="gelu", name=wide)(y)
+        x = layers.Add(name=add2)([x, layers.Dense(WIDTH, name=narrow)(y)])
+    x = layers.LayerNormalization(name="norm")(x)
+    return keras.Model(inputs, layers.Dense(NUM_BYTES, name="logits")(x), name="transformer")
+
+
+def layers_per_stage():
+    """Half of the blocks each, the same cut as in PyTorch's stages."""
+    half = NUM_BLOCKS // 2 * len(BLOCK)
+    return [1 + half, half + 2]
+
+
+def build_mobilenet():
+    return keras.applications.MobileNetV2(
+        (64, 64, 3), alpha=0.35, weights=None, classes=NUM_CLASSES, classifier_activation=None
+    )
+
+
 WORKLOADS = {
     "dispatch_bound": Workload(
         "MLP of 8 thin dense layers", build_mlp, input_shape=(32,), global_batch_size=64
@@ -129,5 +190,19 @@ WORKLOADS = {
         input_shape=(LENGTH,),
         global_batch_size=16,
         num_words=NUM_WORDS,
+    ),
+    # For `pipeline.py` and, in a smaller batch per worker, for `sharded.py`.
+    **{
+        name: Workload(
+            "transformer of 10.8 M parameters",
+            build_transformer,
+            input_shape=(SEQUENCE_LENGTH,),
+            global_batch_size=number,
+            num_words=NUM_BYTES,
+        )
+        for name, number in (("transformer", NUM_SEQUENCES), ("transformer_32", 32))
+    },
+    "mobilenet_v2": Workload(
+        "MobileNetV2", build_mobilenet, input_shape=(64, 64, 3), global_batch_size=32
     ),
 }

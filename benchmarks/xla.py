@@ -197,8 +197,7 @@ def page(results):
         rows = [row for row in results if row["network"] == network]
         plain = {row["round"]: row.get("step_ms") for row in rows if row["way"] == "plain"}
         lines += ["", f"### {network}, {rows[0]['precision']}, {rows[0]['kind']}", ""]
-        lines += [f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|"]
-        lines += [f"| {' | '.join(cells(row, plain.get(row['round'])))} |" for row in rows]
+        lines += contest.table(COLUMNS, *(cells(row, plain.get(row["round"])) for row in rows))
     return lines
 
 

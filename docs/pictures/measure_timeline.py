@@ -21,34 +21,34 @@ def main():
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
     os.environ |= {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
-    import environment
+    import contest
 
-    described = environment.describe()
+    described = contest.describe()
     del described["System"]
     import tfparallel
 
     devices = tfparallel.connect_to_cluster()  # Returns in process 0 alone.
     import keras
     import numpy as np
-    import pipeline_contender
     import tensorflow as tf
+    import workloads
 
     from tfparallel.pipeline.measure import measured_timelines
 
-    keras.utils.set_random_seed(pipeline_contender.SEED)
+    keras.utils.set_random_seed(workloads.SEED)
     model = tfparallel.pipeline_parallel(
-        pipeline_contender.build_transformer,
+        workloads.build_transformer,
         devices,
         NUM_MICRO_BATCHES,
         schedule="1f1b",
-        layers_per_stage=pipeline_contender.layers_per_stage(),
+        layers_per_stage=workloads.layers_per_stage(),
     )
     model.compile(
         optimizer="adam", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     )
-    size = (pipeline_contender.NUM_SEQUENCES, pipeline_contender.SEQUENCE_LENGTH)
-    generator = np.random.default_rng(pipeline_contender.SEED)
-    x, y = (generator.integers(pipeline_contender.NUM_BYTES, size=size) for _ in range(2))
+    size = (workloads.NUM_SEQUENCES, workloads.SEQUENCE_LENGTH)
+    generator = np.random.default_rng(workloads.SEED)
+    x, y = (generator.integers(workloads.NUM_BYTES, size=size) for _ in range(2))
     timelines = measured_timelines(model, (x.astype("int32"), y), NUM_STEPS)
     fastest = min(timelines, key=lambda timeline: timeline.makespan)
     content = {

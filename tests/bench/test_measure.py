@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from tfparallel.bench import collectives, table
-from tfparallel.bench.contender import OneProcess
 from tfparallel.bench.cost_fit import fitted
-from tfparallel.bench.measure import measure
+from tfparallel.bench.measure import OneProcess, measure
 from tfparallel.bench.sizes import COLLECTIVES, ITEM_BYTES, sweep
 from tfparallel.bench.table import Row
 

@@ -47,7 +47,7 @@ def reply(step_seconds, rss_mib=100.0, num_traces=3):
 
 def summarized(module, rounds, **of_workload):
     first = {name: reply([]) for name in rounds[0]}
-    result = module("results").summarize("dispatch_bound", rounds, first, first)
+    result = module("data_parallel").summarize("dispatch_bound", rounds, first, first)
     return {"workloads": {"dispatch_bound": {"num_steps_of_growth": 2000, **of_workload, **result}}}
 
 
@@ -78,7 +78,7 @@ def test_a_ratio_pairs_the_medians_of_each_round(module):
 )
 def test_a_promise_can_be_missed(module, slower, num_traces, rss_mib, missed):
     rounds = [{"plain_1": reply([1.0, 1.0]), "ours_1": reply([slower] * 2, rss_mib, num_traces)}]
-    verdicts = module("results").verdicts(summarized(module, rounds))
+    verdicts = module("data_parallel").verdicts(summarized(module, rounds))
     assert len(verdicts) == 3
     assert [what for what, *_, reached in verdicts if not reached] == [
         f"dispatch_bound: {what}" for what in missed
@@ -88,7 +88,7 @@ def test_a_promise_can_be_missed(module, slower, num_traces, rss_mib, missed):
 def test_growth_over_fewer_steps_than_promised_is_no_verdict(module):
     rounds = [{"plain_1": reply([1.0, 1.0]), "ours_1": reply([1.0, 1.0], rss_mib=500.0)}]
     summary = summarized(module, rounds, num_steps_of_growth=999)
-    assert not any("memory" in what for what, *_ in module("results").verdicts(summary))
+    assert not any("memory" in what for what, *_ in module("data_parallel").verdicts(summary))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_the_program_measures_every_contender(module, tmp_path):
 
     text = json_path.read_text()
     report = json.loads(text)
-    assert set(report) == {"environment", "command", "workloads"}
+    assert set(report) == {"environment", "workloads"}
     workload = report["workloads"]["dispatch_bound"]
     assert list(workload["contenders"]) == CONTENDERS
     for contender in workload["contenders"].values():
@@ -140,10 +140,10 @@ def test_the_program_measures_every_contender(module, tmp_path):
     page = page_path.read_text()
     parts = [line for line in page.splitlines() if line.startswith("## ")]
     assert parts == ["## Data parallel on one machine"]
-    (figures,) = module("blocks").read_figures(page_path).values()
+    (figures,) = module("contest").read_figures(page_path).values()
     assert figures["dispatch_bound"]["ours_1/plain_1"]["median"] > 0
-    assert report["command"] in page
-    assert "--num_rounds=2 --num_steps=4" in report["command"]
+    assert figures["date"] == report["environment"]["Date"]
+    assert "data_parallel.py --workload=dispatch_bound --num_rounds=2 --num_steps=4`" in page
     for written in (text, page):
         assert os.uname().nodename not in written.split()
         assert str(tmp_path) not in written and str(BENCHMARKS.parent) not in written

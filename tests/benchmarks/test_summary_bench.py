@@ -92,43 +92,40 @@ def test_the_programs_leave_figures_where_the_summary_looks(module):
         "versions": {"plain": {"gradient_bytes": 2048}},
     }
     epoch = {
-        "figures": {kind: {"tracing_seconds": spread(1.0)} for kind in ("ours", "pipeline")},
+        "figures": {kind: {"tracing_seconds": spread(1.0)} for kind in ("ours", "pipeline:8")},
         "ratio": spread(1.0),
     }
     figures = {
-        "data_parallel": module("results").figures(
-            {"environment": {"Date": DAY}, "workloads": workloads}
-        ),
-        "scaling": module("scaling").figures_of(
-            dict.fromkeys(module("scaling").WORKLOADS, scaled), DAY
-        ),
+        "data_parallel": module("data_parallel").figures_of({"workloads": workloads}),
+        "scaling": module("scaling").figures_of(dict.fromkeys(module("scaling").WORKLOADS, scaled)),
         "first_epoch": module("first_epoch").figures_of(
-            dict.fromkeys(module("first_epoch").CONTENDERS, epoch), DAY
+            dict.fromkeys(module("first_epoch").CONTENDERS, epoch)
         ),
         "pipeline": module("pipeline").figures_of(
-            {"rows": [{"num_micro_batches": 8, "ours_over_torch": spread(1.0)}]}, DAY
+            {"rows": [{"num_micro_batches": 8, "ours_over_torch": spread(1.0)}]}
         ),
     }
-    page = "\n".join(summary.page(figures, 1, DAY))
+    dated = {name: {"date": DAY} | of_block for name, of_block in figures.items()}
+    page = "\n".join(summary.page(dated, 1, DAY))
     assert "not run" not in page
     assert "memory over the unjoined | 1.100 |" in page
     assert "beyond its gradients | 1.0 KiB |" in page
 
 
 def test_the_summary_stands_before_the_other_blocks_and_stays_there(module, tmp_path):
-    blocks, path = module("blocks"), tmp_path / "RESULTS.md"
-    blocks.write(path, "scaling", ["old"], {"date": DAY, "ratio": 1.23456})
-    blocks.write(path, "pipeline", ["piped"])
-    blocks.write(path, "summary", ["first"])
-    blocks.write(path, "scaling", ["new"], {"date": DAY, "ratio": 2.34567})
-    blocks.write(path, "summary", ["again"])
-    assert path.read_text().removeprefix(blocks.HEAD) == (
+    contest, path = module("contest"), tmp_path / "RESULTS.md"
+    contest.write_block(path, "scaling", ["old"], {"date": DAY, "ratio": 1.23456})
+    contest.write_block(path, "pipeline", ["piped"])
+    contest.write_block(path, "summary", ["first"])
+    contest.write_block(path, "scaling", ["new"], {"date": DAY, "ratio": 2.34567})
+    contest.write_block(path, "summary", ["again"])
+    assert path.read_text().removeprefix(contest.HEAD) == (
         "\n<!-- summary: begin -->\nagain\n<!-- summary: end -->\n"
         "\n<!-- scaling: begin -->\nnew\n\n"
         f'<!-- figures: {{"date": "{DAY}", "ratio": 2.3457}} -->\n<!-- scaling: end -->\n'
         "\n<!-- pipeline: begin -->\npiped\n<!-- pipeline: end -->\n"
     )
-    assert blocks.read_figures(path) == {"scaling": {"date": DAY, "ratio": 2.3457}}
+    assert contest.read_figures(path) == {"scaling": {"date": DAY, "ratio": 2.3457}}
 
 
 def test_lines_of_python_are_counted(module, tmp_path):

@@ -34,7 +34,7 @@ def reply(seconds, losses=(0.5, 0.2), accuracy=0.9, sent=1000):
 
 def test_the_clock_is_that_of_the_slower_worker_without_the_steps_that_trace(module):
     fast, slow = [60.0] + [1.0] * 15, [50.0] + [1.0] * 7 + [2.0] * 8
-    run = module("sync_results").of_workers([reply(fast), reply(slow)], (0, 64))
+    run = module("sync").of_workers([reply(fast), reply(slow)], (0, 64))
     assert run["seconds"] == [7.0, 23.0]
     assert run["step_ms"] == pytest.approx(1e3 * 23 / 15)
     assert run["sent_bytes"] == [500, 1000] and run["accuracy"] == 0.9
@@ -43,7 +43,7 @@ def test_the_clock_is_that_of_the_slower_worker_without_the_steps_that_trace(mod
 def test_workers_that_went_apart_are_an_error(module):
     replies = [reply([1.0] * 16), reply([1.0] * 16, losses=(0.5, 0.3))]
     with pytest.raises(RuntimeError, match="The workers have different weights"):
-        module("sync_results").of_workers(replies, ())
+        module("sync").of_workers(replies, ())
 
 
 def run_of(losses, accuracy, sent):
@@ -68,7 +68,7 @@ RUNS = {
 
 
 def test_promises_are_judged_by_the_means_over_the_seeds(module):
-    results = module("sync_results")
+    results = module("sync")
     figures = results.summarize(RUNS, 0.1)
     bytes_sent = "bytes, over those of `every_step`"
     points = "points of accuracy lost against `every_step`"
@@ -81,7 +81,7 @@ def test_promises_are_judged_by_the_means_over_the_seeds(module):
 
 
 def test_figures_become_a_table(module):
-    results = module("sync_results")
+    results = module("sync")
     lines = results.lines_of({"digits_cnn": results.summarize(RUNS, 0.1)}, {"digits_cnn": 16})
     rows = [line for line in lines if line.startswith("| `") and "points" not in line]
     assert rows[-3:] == [
@@ -96,7 +96,7 @@ def test_figures_become_a_table(module):
 
 
 def test_without_every_step_nothing_is_judged(module):
-    results = module("sync_results")
+    results = module("sync")
     figures = results.summarize({"bf16": RUNS["bf16"]}, 0.1)
     assert results.verdicts(figures) == []
     lines = results.lines_of({"digits_cnn": figures}, {"digits_cnn": 16})

@@ -14,7 +14,7 @@ from tfparallel.placement.layer_timing import measured_side_by_side
 from tfparallel.planning import planner
 from tfparallel.planning.calibration import TinySteps
 from tfparallel.planning.candidates import Choices
-from tfparallel.planning.step_timing import measured_loss
+from tfparallel.planning.timing import measured_loss
 from tfparallel.problems import PlacementError
 
 ROWS = 16

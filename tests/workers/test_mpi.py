@@ -184,10 +184,10 @@ import os
 import tensorflow as tf
 import tfparallel
 from tfparallel.collectives import transport_selection
-from tfparallel.collectives.mpi import start
+from tfparallel.collectives.mpi import workers
 
 def main():
-    start._memory_name = lambda: os.environ["RANK"]  # Each on a host of its own, it says.
+    workers._memory_name = lambda: os.environ["RANK"]  # Each on a host of its own, it says.
     group = tfparallel.MultiWorkerMirroredStrategy(all_reduce="mpi").workers
     by_default = transport_selection.by_default(group.by_tensorflow).choice
     sums = [group.all_reduce([tf.ones([size])])[0] for size in (1, 100, 300_000)]

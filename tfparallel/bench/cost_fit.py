@@ -11,6 +11,7 @@ larger than the caches. Data in the caches can be faster.
 """
 
 import concurrent.futures
+import dataclasses
 import os
 import time
 from collections.abc import Sequence
@@ -80,16 +81,7 @@ def describe(model: CostModel) -> str:
 
 def as_json(model: CostModel) -> dict:
     """Returns the model, times in seconds."""
-    return {
-        "transport": model.transport,
-        "num_cores": model.num_cores,
-        "fixed": model.fixed,
-        "alpha": model.alpha,
-        "beta": model.beta,
-        "gamma": model.gamma,
-        "median_error": model.median_error,
-        "residuals": list(model.residuals),
-    }
+    return {**dataclasses.asdict(model), "median_error": model.median_error}
 
 
 def fastest(rows: Sequence[Row]) -> list[tuple[int, str]]:

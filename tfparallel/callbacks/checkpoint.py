@@ -4,7 +4,8 @@ import collections
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -12,15 +13,12 @@ import numpy as np
 
 from tfparallel.checkpoint import state
 from tfparallel.checkpoint.folder import CheckpointFolder
-from tfparallel.checkpoint.skip_steps import PassedSteps
 from tfparallel.checkpoint.stored import CheckpointError, ForeignCheckpointError, StoredCheckpoint
 from tfparallel.collectives.group import workers_of
 from tfparallel.data.batches import EpochBatches
 from tfparallel.layout.layout import Layout
 from tfparallel.seams.keras import begin_at
 from tfparallel.variables.sharded import ShardedVariable
-
-__all__ = ["Checkpoint"]
 
 _ERRORS = {kind.__name__: kind for kind in (CheckpointError, ForeignCheckpointError)}
 
@@ -112,7 +110,7 @@ class Checkpoint(keras.callbacks.Callback):
     def _forget(self):
         self.resumed = None
         self._metrics: list[np.ndarray] = []
-        self._passed: PassedSteps | None = None
+        self._passed: _PassedSteps | None = None
         self.is_passing = False
         self._written_on: Layout | None = None
         self._epoch = 0
@@ -168,7 +166,7 @@ class Checkpoint(keras.callbacks.Callback):
             return
         self._history().epoch = list(range(epoch))  # Keras cleared it when training began.
         done = self.resumed["step_in_epoch"]
-        self._passed = PassedSteps(self.model, done, self._metrics)
+        self._passed = _PassedSteps(self.model, done, self._metrics)
         if self._batches is not None:
             self._batches.start_at(epoch, done)
 
@@ -348,3 +346,55 @@ class Checkpoint(keras.callbacks.Callback):
 def _read_rest(arrays: Iterator[np.ndarray]) -> None:
     """Consumes the remaining arrays: reading is collective, so other workers would wait."""
     collections.deque(arrays, maxlen=0)
+
+
+class _PassedSteps:
+    """The completed steps at the start of one epoch, which are not trained again.
+
+    Keras can start at any epoch, but only at its first step. So the epoch runs from its start, and
+    the train function, which `fit` looks up at each step, is replaced by one that consumes the
+    batches without training. Steps keep their numbers, the epoch keeps its length, and a dataset
+    that cannot start in the middle advances on its own.
+
+    Args:
+        model: The training model.
+        num_steps: Number of steps to skip.
+        metrics: The state of the epoch's metrics at the interruption, from `state.capture`.
+    """
+
+    def __init__(self, model: keras.Model, num_steps: int, metrics: Sequence[np.ndarray]):
+        self._model = model
+        self._num_steps = num_steps
+        self._metrics = metrics
+        self._logs: dict[str, Any] | None = None
+        self.num_calls = 0
+
+    def before_step(self, step: int) -> bool:
+        """Called before each step; returns whether to skip the step."""
+        if step >= self._num_steps:
+            self._num_steps = 0  # The next epoch starts again at step 0.
+            return False
+        # For this call only, so that an interrupted `fit` leaves the model unchanged.
+        trains = self._model.train_function
+        self._model.train_function = lambda iterator: self._pass(iterator, trains)
+        return True
+
+    def _pass(self, iterator, train_function):
+        self._model.train_function = train_function
+        batch = None
+        for _ in range(self._model.steps_per_execution):
+            batch = next(iterator)
+        if self._logs is None:
+            # Not earlier: Keras resets the metrics at the start of an epoch, and may build them
+            # only when a step needs them.
+            if not state.restore_metrics(self._model, self._metrics, batch):
+                warnings.warn(
+                    "The metrics of the checkpoint could not be restored; those logged for this "
+                    "epoch cover only the steps from here on. The weights are not affected.",
+                    stacklevel=2,
+                )
+            if hasattr(self._model, "metrics_were_restored"):
+                self._model.metrics_were_restored()
+            self._logs = self._model.get_metrics_result()
+        self.num_calls += 1
+        return self._logs

@@ -22,8 +22,6 @@ from tfparallel.collectives.group import workers_of
 from tfparallel.seams.keras import begin_at, first_epoch
 from tfparallel.update.files import is_in_pieces
 
-__all__ = ["ChiefOnly", "RestoredByChief", "path_of_chief", "send_state", "writing_by_chief"]
-
 _PATH_OF = {
     keras.callbacks.ModelCheckpoint: "filepath",
     keras.callbacks.TensorBoard: "log_dir",

@@ -11,8 +11,6 @@ import keras
 
 from tfparallel.activity import Activity
 
-__all__ = ["EpochLines"]
-
 _REDRAW_SECONDS = 0.1
 _WIDEST_BAR = 30
 

@@ -17,8 +17,6 @@ from tfparallel.flight.marks import Marks
 from tfparallel.flight.record import FOLDER, FlightRecord, path_of
 from tfparallel.user_log import notice
 
-__all__ = ["FlightRecorder"]
-
 _LOOK_SECONDS = 0.5
 _NUM_FRAMES = 8
 _STANDS_SECONDS = 2.0  # An activity that lasts longer gets its stack recorded.

@@ -7,8 +7,6 @@ from typing import Any
 import keras
 import numpy as np
 
-__all__ = ["NaNGuard", "NaNLossError"]
-
 
 class NaNLossError(RuntimeError):
     """Training stopped because the loss was not finite."""

@@ -11,8 +11,6 @@ from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN, SignalWatch
 from tfparallel.collectives.coordination import PreemptionSync
 from tfparallel.collectives.group import workers_of
 
-__all__ = ["Preempted", "Preemption"]
-
 
 class Preempted(SystemExit):
     """Ends a program whose state is saved, with exit code 75: it should be restarted."""

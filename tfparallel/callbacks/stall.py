@@ -22,8 +22,6 @@ import tensorflow as tf
 
 from tfparallel.cluster.preemption import TRY_AGAIN
 
-__all__ = ["StallGuard"]
-
 _HEAD_START = 0.1  # Fraction of the timeout by which the other workers end later.
 
 

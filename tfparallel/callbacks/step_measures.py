@@ -9,8 +9,6 @@ import numpy as np
 
 from tfparallel.collectives.process_group import ProcessGroup
 
-__all__ = ["SentBytes", "StepTime"]
-
 # The first steps of a `fit` also compare the workers' batches, and the last batch of an epoch may
 # be short.
 _STEP = 3

@@ -9,8 +9,6 @@ import keras
 from tfparallel.keras_compat import MultiOptimizer
 from tfparallel.seams.optimizers import rate_of
 
-__all__ = ["LearningRateWarmup"]
-
 _SCALINGS = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
 
 

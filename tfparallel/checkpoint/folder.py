@@ -43,8 +43,6 @@ from tfparallel.checkpoint.stored import (
     read,
 )
 
-__all__ = ["CheckpointFolder"]
-
 _UNFINISHED = "unfinished_"
 _UNREADABLE = "unreadable_"
 _NEW = ".new"

@@ -21,8 +21,6 @@ import keras
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.extend import is_own
 
-__all__ = ["can_be_streamed", "is_written_by_chief", "moved_into_place", "save_streamed"]
-
 
 @contextlib.contextmanager
 def moved_into_place(path: str) -> Iterator[str]:

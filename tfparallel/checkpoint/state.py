@@ -35,18 +35,6 @@ from tfparallel.tracing.trial_trace import traced_apart
 from tfparallel.update.built_optimizers import optimizers_of, wrapped_by
 from tfparallel.update.files import assign, holds_pieces, value, wait_to_save
 
-__all__ = [
-    "GROUPS",
-    "build",
-    "capture",
-    "describe",
-    "differences",
-    "restore_metrics",
-    "restore_training",
-    "restore_unsent",
-    "summed_values",
-]
-
 GROUPS = ("training", "metrics", "seeds", "unsent")
 _SHOWN = 8
 

@@ -16,18 +16,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "ARRAYS",
-    "FORMAT",
-    "MANIFEST",
-    "CheckpointError",
-    "ForeignCheckpointError",
-    "NewerCheckpointError",
-    "StoredCheckpoint",
-    "digest",
-    "read",
-]
-
 FORMAT = 1
 ARRAYS = "state.npy"
 MANIFEST = "manifest.json"

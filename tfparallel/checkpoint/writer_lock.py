@@ -28,8 +28,6 @@ import time
 import warnings
 from typing import Any
 
-__all__ = ["is_lost", "release", "take"]
-
 _FILE = ".writer"
 _BEAT_SECONDS = 2.0
 _PATIENCE_SECONDS = 30.0  # For a holder on another host.

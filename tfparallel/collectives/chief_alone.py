@@ -3,8 +3,6 @@
 import contextlib
 from collections.abc import Iterator
 
-__all__ = ["check_all_take_part", "on_chief_alone"]
-
 _running: list[str] = []  # What runs on the chief alone at present, the innermost last.
 
 

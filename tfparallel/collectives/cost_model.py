@@ -149,15 +149,15 @@ class CostModel:
         return changes
 
     def _terms(self, algorithm, num_ranks, size_bytes, local_ranks, link) -> Terms:
-        module = ALGORITHMS[algorithm]
+        terms = ALGORITHMS[algorithm].terms
         if algorithm in GROUPED:
-            return module.terms(num_ranks, local_ranks)
+            return terms(num_ranks, local_ranks)
         if algorithm == "double_binary_tree" and link.alpha > 0:
             packets = double_binary_tree.best_num_packets(
                 num_ranks, size_bytes, link.alpha, link.beta
             )
-            return module.terms(num_ranks, packets)
-        return module.terms(num_ranks)
+            return terms(num_ranks, packets)
+        return terms(num_ranks)
 
 
 def simulate(

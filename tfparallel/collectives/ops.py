@@ -32,7 +32,6 @@ from tfparallel.collectives.coordination import wait_for_all
 from tfparallel.collectives.in_replica import Replicas
 from tfparallel.collectives.packing import sendable
 from tfparallel.collectives.process_group import ProcessGroup
-from tfparallel.collectives.validate import agreed
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.judge.propagation import exchanged, is_judging
 
@@ -62,7 +61,7 @@ def all_reduce(value: Value, op: str = "sum") -> Value:
         >>> float(logs["loss"])  # A single process gets its own value back.
         0.5
     """
-    ranks, tensors = agreed("all_reduce", value, op=op)
+    ranks, tensors = group.agreed("all_reduce", value, op=op)
     if is_judging():
         terms = map(_as_float, tensors) if op == "mean" else tensors
         return tf.nest.pack_sequence_as(value, [exchanged(each, op) for each in terms])
@@ -93,7 +92,7 @@ def all_gather(value: Value) -> Value:
         >>> strategy.run(contrast, [tf.ones((2, 8))]).values[0].numpy()
         array([4, 8], dtype=int32)
     """
-    ranks, tensors = agreed("all_gather", value)
+    ranks, tensors = group.agreed("all_gather", value)
     if is_judging():
         return tf.nest.pack_sequence_as(value, [exchanged(each, "gather") for each in tensors])
     return tf.nest.pack_sequence_as(value, _join(ranks, tensors))
@@ -122,7 +121,7 @@ def gather(value: Value, root: int = 0) -> Value:
         >>> if tfparallel.worker_index() == 0:
         ...     np.save("errors.npy", errors)
     """
-    ranks, tensors = agreed("gather", value, root=root)
+    ranks, tensors = group.agreed("gather", value, root=root)
     joined = _join(ranks, tensors)
     if ranks.num_ranks > 1:
         is_root = tf.equal(ranks.rank, root)
@@ -148,7 +147,7 @@ def broadcast(value: Value, root: int = 0) -> Value:
     Example:
         >>> seed = tfparallel.broadcast(np.random.randint(1000))  # The number worker 0 drew.
     """
-    ranks, tensors = agreed("broadcast", value, root=root)
+    ranks, tensors = group.agreed("broadcast", value, root=root)
     if ranks.num_ranks > 1:
         is_root = tf.equal(ranks.rank, root)
         # A sum with zeros: negative zeros, since +0.0 would turn the root's -0.0 into 0.0.
@@ -181,7 +180,7 @@ def reduce_scatter(value: Value, op: str = "sum") -> Value:
         >>> shares.values[0].shape, float(tf.reduce_max(shares.values[0]))
         (TensorShape([2, 8]), 2.0)
     """
-    ranks, tensors = agreed("reduce_scatter", value, op=op)
+    ranks, tensors = group.agreed("reduce_scatter", value, op=op)
     results = _reduce(ranks, tensors, op)
     if ranks.num_ranks > 1:
         results = [

@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from tfparallel.cluster.environment import ALL_REDUCE
 from tfparallel.collectives import nccl
-from tfparallel.collectives.mpi import communicator, start
+from tfparallel.collectives.mpi import communicator, workers
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.startup import has_nvidia_gpu
 
@@ -110,7 +110,7 @@ def joined(group: ProcessGroup, name: str | None) -> ProcessGroup:
             )
     if not name.startswith("mpi"):
         return group.with_transport(name)
-    return start.join(group, name)
+    return workers.join(group, name)
 
 
 def nccl_refusal(group: ProcessGroup) -> str:

@@ -20,7 +20,7 @@ from absl import logging
 
 from tfparallel.collectives import algorithm_selection, profile, transport
 from tfparallel.collectives.algorithm_selection import Choice
-from tfparallel.collectives.mpi import library, start
+from tfparallel.collectives.mpi import library, workers
 from tfparallel.collectives.process_group import ProcessGroup
 
 _WHAT = "the choice of the transport"  # Names the exchanges.
@@ -55,7 +55,7 @@ def _default(group) -> tuple[str, str]:
     """Returns the name of the default transport and the reason."""
     if not transport.nccl_refusal(group):
         return "nccl", "each worker has a GPU"
-    offers = start.offers(group, _WHAT)
+    offers = workers.offers(group, _WHAT)
     if len({offer["memory"] for offer in offers}) > 1:
         return group.transport, "the workers are on several hosts"
     missing = {k: offer["missing"] for k, offer in enumerate(offers) if offer["missing"]}

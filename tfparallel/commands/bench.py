@@ -12,12 +12,10 @@ from absl import flags
 from tfparallel import devices as device_lib
 from tfparallel.bench import cost_fit, table
 from tfparallel.bench.collectives import REDUCING
-from tfparallel.bench.contender import Contender, OneProcess, World
-from tfparallel.bench.in_process import device_contenders
-from tfparallel.bench.measure import measure
+from tfparallel.bench.contenders import Workers, device_contenders, worker_contenders
+from tfparallel.bench.measure import Contender, OneProcess, World, measure
 from tfparallel.bench.sizes import ITEM_BYTES
 from tfparallel.bench.table import Row
-from tfparallel.bench.worker_contenders import Workers, worker_contenders
 from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.collectives import cross_device, profile
 from tfparallel.collectives.algorithm_selection import MIN_GAIN

@@ -5,12 +5,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from tfparallel.collectives.algorithms import (
-    ALGORITHMS,
-    GROUPED,
-    double_binary_tree,
-    hierarchical,
-)
+from tfparallel.collectives.algorithms import ALGORITHMS, GROUPED, double_binary_tree, rings
 from tfparallel.collectives.cost_model import CostModel, Link, simulate
 from tfparallel.command_line.contradictions import counts_of, size_problems
 from tfparallel.command_line.exits import UsageError
@@ -70,7 +65,7 @@ def problems(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
         )
     elif values.local_ranks is not None:
         try:
-            hierarchical.groups(values.ranks, values.local_ranks)
+            rings.groups(values.ranks, values.local_ranks)
         except ValueError as error:
             problems.append(f"--local_ranks: {error}")
     return problems + size_problems(values, 1)
@@ -108,11 +103,11 @@ def _fitted(path) -> CostModel:
 def _simulated(name, ranks, local, sizes, model) -> list[float] | None:
     if model.transport != "wire":
         return None
-    module = ALGORITHMS[name]
+    algorithm = ALGORITHMS[name]
     if name in GROUPED:
-        return simulate(module.schedule(ranks, local), sizes, model, local)
+        return simulate(algorithm.schedule(ranks, local), sizes, model, local)
     if name != "double_binary_tree":
-        return simulate(module.schedule(ranks), sizes, model, local)
+        return simulate(algorithm.schedule(ranks), sizes, model, local)
     if ranks > _MAX_TREE_RANKS:
         return None
     wire = model.across or model

@@ -8,8 +8,6 @@ import tensorflow as tf
 from tfparallel.data.rows_of_worker import readings_of
 from tfparallel.seams.tensorflow import batch_size_of, made_of
 
-__all__ = ["KERAS_BATCH_SIZE", "full_batch_size"]
-
 KERAS_BATCH_SIZE = 32  # Keras's default for arrays.
 # Dataset transformations that do not change the elements.
 _KEEP_ELEMENTS = {

@@ -19,8 +19,6 @@ from tfparallel.data import rows_of_worker
 from tfparallel.data.example_order import batch_indices, num_batches_per_pass
 from tfparallel.data.sources import Source, as_source, cast
 
-__all__ = ["EpochBatches", "evaluation_batches", "first_batches"]
-
 _EXAMPLES = {"global_batch_size": 64, "seed": 0, "steps_per_epoch": 100}
 _NUM_COMPARED = 64  # Rows of the first batch that workers compare.
 

@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-__all__ = ["batch_indices", "epoch_order", "num_batches_per_pass", "window_order"]
-
 
 def epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
     """Returns the order in which pass number `epoch` visits the examples.

@@ -13,8 +13,6 @@ import tensorflow as tf
 from tfparallel.data.partition import row_ranges
 from tfparallel.texts import short
 
-__all__ = ["by_feature"]
-
 
 def by_feature(
     data: Any, num_parts: int, *, axis: int = -1, weights: Sequence[int] | None = None

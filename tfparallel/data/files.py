@@ -19,8 +19,6 @@ from tfparallel.data.example_order import window_order
 from tfparallel.data.sources import Source, cast
 from tfparallel.texts import short
 
-__all__ = ["NPZShards", "TFRecords"]
-
 
 class _Files(Source):
     """Examples in several files: the common base of records and arrays."""

@@ -16,8 +16,6 @@ import tensorflow as tf
 
 from tfparallel.seams.tensorflow import graph_of
 
-__all__ = ["NUMBER", "ROWS", "counts_rows", "inputs_made_of", "made_of", "maker_of", "stand_for"]
-
 ROWS, NUMBER = "rows", "number of rows"
 
 # These depend on the shape of their input, but not on its values.

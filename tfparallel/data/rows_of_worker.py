@@ -15,8 +15,6 @@ import tensorflow as tf
 
 from tfparallel.data.partition import RowRange, row_ranges
 
-__all__ = ["Readings", "mark", "offer", "readings_of", "rows_of_worker", "rows_to_read", "unmarked"]
-
 _KEY = "__rows_of_a_batch__"
 
 Bounds = Callable[[int], RowRange]

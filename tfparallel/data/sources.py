@@ -23,8 +23,6 @@ import tensorflow as tf
 from tfparallel.data.example_order import epoch_order
 from tfparallel.texts import short
 
-__all__ = ["Arrays", "Batches", "Examples", "Source", "as_source", "cast"]
-
 _MOST_EXAMPLES = 2**40  # An endless dataset reports `sys.maxsize`.
 
 

@@ -34,15 +34,6 @@ from tfparallel.diagnostics.floor import Comparison, Deviation, Key, deviation
 from tfparallel.diagnostics.layers import first_difference, random_layers
 from tfparallel.diagnostics.training_run import Build, Outcome, Trial, coarsest_dtype, plain
 
-__all__ = [
-    "CheckReport",
-    "ValueReport",
-    "VariableReport",
-    "check_parity",
-    "make_deterministic",
-    "uneven_first",
-]
-
 _SHOWN = 8
 
 

@@ -16,8 +16,6 @@ from tfparallel.pipeline.pipeline_parallel import pipeline_parallel
 from tfparallel.placement.model_parallel import model_parallel
 from tfparallel.replication.data_parallel import data_parallel
 
-__all__ = ["check"]
-
 _BUILDERS = {
     "data": data_parallel,
     "model": model_parallel,

@@ -8,8 +8,6 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from tfparallel.diagnostics.check_report import CheckReport
 from tfparallel.diagnostics.compare import UNITS
 
-__all__ = ["draw"]
-
 # Colors of Okabe and Ito (2008): safe for color-blind readers.
 _FORM, _FLOOR, _TOLERANCE = "#0072B2", "#E69F00", "#555555"
 

@@ -2,12 +2,11 @@
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfparallel.diagnostics.compare import digits_that_agree
 from tfparallel.diagnostics.floor import StepReport
-
-__all__ = ["CheckReport", "ValueReport", "VariableReport"]
 
 _VERDICTS = ("match", "reproducible", "undetermined", "differs")
 
@@ -125,11 +124,11 @@ class CheckReport:
     def __str__(self) -> str:
         lines = [
             "",
-            *_variables_table(self.variables),
+            *_table(_OF_VARIABLES, self.variables),
             "",
-            *_values_table(self.values),
+            *_table(_OF_VALUES, self.values),
             "",
-            *_steps_table(self.steps),
+            *_table(_OF_STEPS, self.steps),
             "",
             f"computed in {self.dtype}, tolerance {self.tolerance:.0e} relative to the largest "
             f"magnitude in a variable; {_batches(self.batch_sizes)}",
@@ -191,45 +190,6 @@ _SHARPER = dict.fromkeys(("float32", "bfloat16", "float16"), "Check in float64."
 }
 
 
-def _variables_table(variables):
-    rows = [
-        [
-            item.path,
-            str(item.shape),
-            f"{item.absolute:.1e}",
-            f"{item.relative:.1e}",
-            f"{item.floor:.1e}",
-            _verdict(item),
-        ]
-        for item in variables
-    ]
-    head = ["variable", "shape", "largest abs", "largest rel", "floor", "verdict"]
-    return _table(head, rows)
-
-
-def _values_table(values):
-    rows = [
-        [item.name, f"{item.single:.9g}", f"{item.parallel:.9g}", _verdict(item)] for item in values
-    ]
-    return _table(["loss or metric", "one device", "in parallel", "verdict"], rows)
-
-
-def _steps_table(steps):
-    rows = [
-        [
-            str(item.step),
-            f"{item.median_difference:.1e}",
-            f"{item.difference:.1e}",
-            f"{item.median_floor:.1e}",
-            f"{item.floor:.1e}",
-            f"{item.num_sharp} of {item.num_weights} weights",
-        ]
-        for item in steps
-    ]
-    head = ["step", "median diff", "largest diff", "median floor", "largest floor", "sharp"]
-    return _table(head, rows)
-
-
 def _sent(sent_bytes: dict[str, int]) -> str:
     sums, slices, rows = (
         f"{num_bytes / 1024:,.1f} KiB of {kind}" if num_bytes else f"no {kind}"
@@ -259,7 +219,9 @@ def _batches(sizes: tuple[int, ...]) -> str:
     )
 
 
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+def _table(columns: Sequence[tuple[str, Callable]], items: Sequence) -> list[str]:
+    head = [name for name, _ in columns]
+    rows = [[cell(item) for _, cell in columns] for item in items]
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     # Names are left-aligned, numbers right-aligned; the verdict comes last, unpadded.
     last = len(head) - 1
@@ -272,3 +234,28 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
         return "  ".join(cells)
 
     return [line(head), line(["-" * width for width in widths]), *(line(row) for row in rows)]
+
+
+# Name, and text of a cell.
+_OF_VARIABLES = (
+    ("variable", lambda item: item.path),
+    ("shape", lambda item: str(item.shape)),
+    ("largest abs", lambda item: f"{item.absolute:.1e}"),
+    ("largest rel", lambda item: f"{item.relative:.1e}"),
+    ("floor", lambda item: f"{item.floor:.1e}"),
+    ("verdict", _verdict),
+)
+_OF_VALUES = (
+    ("loss or metric", lambda item: item.name),
+    ("one device", lambda item: f"{item.single:.9g}"),
+    ("in parallel", lambda item: f"{item.parallel:.9g}"),
+    ("verdict", _verdict),
+)
+_OF_STEPS = (
+    ("step", lambda item: str(item.step)),
+    ("median diff", lambda item: f"{item.median_difference:.1e}"),
+    ("largest diff", lambda item: f"{item.difference:.1e}"),
+    ("median floor", lambda item: f"{item.median_floor:.1e}"),
+    ("largest floor", lambda item: f"{item.floor:.1e}"),
+    ("sharp", lambda item: f"{item.num_sharp} of {item.num_weights} weights"),
+)

@@ -15,8 +15,6 @@ from typing import Any
 from tfparallel.cluster.launcher_env import without_counts
 from tfparallel.cluster.spawn import spawn
 
-__all__ = ["main"]
-
 _OF_A_WORKER = ("TF_CONFIG", "TFPARALLEL_WORKERS", "RANK", "WORLD_SIZE", "JOB_COMPLETION_INDEX")
 _SPAWN_SECONDS = 90
 _ERROR_CHARACTERS = 2000

@@ -5,17 +5,6 @@ import math
 
 import numpy as np
 
-__all__ = [
-    "TOLERANCES",
-    "UNITS",
-    "Distance",
-    "digits_that_agree",
-    "distance_between",
-    "is_float",
-    "largest_magnitude",
-    "owner_of_slot",
-]
-
 # Relative to the largest magnitude of the same variable, after 20 steps. Reordered sums differ by a
 # few units in the last place; 20 steps of training rarely amplify that more than a thousandfold.
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}

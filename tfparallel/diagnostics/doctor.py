@@ -18,15 +18,17 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from tfparallel.diagnostics.engine import examine_engine
-from tfparallel.diagnostics.host import examine_cores, examine_disk, examine_memory
+from tfparallel.diagnostics.host import (
+    examine_cores,
+    examine_disk,
+    examine_engine,
+    examine_memory,
+)
 from tfparallel.diagnostics.ray_cluster import examine_ray, names_ray
 from tfparallel.diagnostics.reach import examine_cluster
 from tfparallel.diagnostics.report import Finding
 from tfparallel.installed import version_of
 from tfparallel.startup import has_nvidia_gpu
-
-__all__ = ["KNOWN_FAULTS", "TWO_WORKERS", "examine", "run_probe"]
 
 # The probe of each known fault of TensorFlow's own strategy, with a description.
 KNOWN_FAULTS = {
@@ -37,7 +39,7 @@ KNOWN_FAULTS = {
 }
 TWO_WORKERS = "fit with 2 workers on this host"
 _CLUSTER_PROBE = "tfparallel.diagnostics.cluster_probe"
-_RAY_PROBE = [sys.executable, "-m", "tfparallel.diagnostics.ray_probe"]
+_RAY_PROBE = [sys.executable, "-m", "tfparallel.diagnostics.ray_cluster"]
 # Reordered float64 sums stay well below this.
 _TOLERANCE = 1e-9
 

@@ -2,8 +2,6 @@
 
 import dataclasses
 
-__all__ = ["GRAMMAR", "Fault", "parse_fault"]
-
 GRAMMAR = """\
 kill:worker=1,step=20        the worker gets SIGKILL
 hang:worker=0,step=5         the worker stops making steps, but stays alive

@@ -35,20 +35,6 @@ import numpy as np
 from tfparallel.diagnostics.compare import Distance, distance_between, is_float, largest_magnitude
 from tfparallel.diagnostics.training_run import Outcome, Snapshot, State
 
-__all__ = [
-    "FINER",
-    "MULTIPLES",
-    "Comparison",
-    "Deviation",
-    "Key",
-    "Reading",
-    "StepReport",
-    "compare",
-    "deviation",
-    "growth",
-    "sharp_until",
-]
-
 Key = tuple[int | None, str] | str
 
 # Units in the last place by which the weights are nudged -> allowed multiple of that floor. `FINER`

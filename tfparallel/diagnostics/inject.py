@@ -13,8 +13,6 @@ from tfparallel.checkpoint.folder import CheckpointFolder
 from tfparallel.collectives.group import workers_of
 from tfparallel.diagnostics.faults import Fault, parse_fault
 
-__all__ = ["Inject"]
-
 _RESTART_COUNT = "TFPARALLEL_RESTART_COUNT"
 
 

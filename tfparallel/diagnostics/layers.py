@@ -11,8 +11,6 @@ from tfparallel.diagnostics.compare import distance_between, is_float
 from tfparallel.seams.functional import Functional, run_through
 from tfparallel.seams.keras import layers_in, takes_training
 
-__all__ = ["first_difference", "random_layers", "turn_off_draws"]
-
 Build = Callable[[], keras.Model]
 # The attributes that hold the rates of Keras's random layers.
 _RATES = ("rate", "stddev", "dropout", "recurrent_dropout", "_dropout", "drop_rate")

@@ -10,7 +10,7 @@ on one device, with TensorFlow's strategy and with tfparallel's, and compares th
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -20,11 +20,22 @@ import tensorflow as tf
 from tfparallel import devices
 from tfparallel.replication.drop_in_strategies import MirroredStrategy, MultiWorkerMirroredStrategy
 
-__all__ = ["PROBES", "main", "trained_by_workers"]
-
 # Logical CPUs, so that the probes run on any machine, even while a job uses its GPUs.
 _DEVICES = ["CPU:0", "CPU:1"]
 _ERROR_CHARACTERS = 2000
+# How each known fault trains.
+_FAULTS: dict[str, dict[str, Any]] = {
+    # Keras's accumulation, which crashes if a replica calls `merge_call` (keras#20582).
+    "gradient_accumulation": {
+        "optimizer": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    },
+    # Several steps per call, in control flow that breaks the collectives (keras#19246).
+    "steps_per_execution": {"steps_per_execution": 2},
+    # Clipping, which happens on each replica before the sum.
+    "gradient_clipping": {"optimizer": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.01)},
+    # A last batch that does not divide by the number of replicas.
+    "uneven_batches": {"num_examples": 41},
+}
 
 
 def installation() -> dict[str, Any]:
@@ -42,26 +53,6 @@ def installation() -> dict[str, Any]:
     return result
 
 
-def gradient_accumulation() -> dict[str, Any]:
-    """Keras's accumulation, which crashes if a replica calls `merge_call` (keras#20582)."""
-    return _compare(optimizer=lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
-
-
-def steps_per_execution() -> dict[str, Any]:
-    """Several steps per call, in control flow that breaks the collectives (keras#19246)."""
-    return _compare(steps_per_execution=2)
-
-
-def gradient_clipping() -> dict[str, Any]:
-    """Clipping, which happens on each replica before the sum."""
-    return _compare(optimizer=lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.01))
-
-
-def uneven_batches() -> dict[str, Any]:
-    """A last batch that does not divide by the number of replicas."""
-    return _compare(num_examples=41)
-
-
 def trained_by_workers(whose: str) -> dict[str, Any]:
     """Runs `fit` in one of several workers; returns the deviation from one device.
 
@@ -74,21 +65,13 @@ def trained_by_workers(whose: str) -> dict[str, Any]:
     return _difference(_train(contextlib.nullcontext()), lambda: weights)
 
 
-PROBES: dict[str, Callable[[], dict[str, Any]]] = {
-    "installation": installation,
-    "gradient_accumulation": gradient_accumulation,
-    "steps_per_execution": steps_per_execution,
-    "gradient_clipping": gradient_clipping,
-    "uneven_batches": uneven_batches,
-}
-
-
 def main(names: Sequence[str]) -> None:
     """Runs probes one after the other, and prints their results."""
     if set(names) != {"installation"}:
         devices.split_cpu(len(_DEVICES))
     for name in names:
-        print(json.dumps({"probe": name, **PROBES[name]()}), flush=True)
+        result = installation() if name == "installation" else _compare(**_FAULTS[name])
+        print(json.dumps({"probe": name, **result}), flush=True)
 
 
 def _compare(**options) -> dict[str, Any]:

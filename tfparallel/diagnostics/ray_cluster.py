@@ -1,19 +1,30 @@
 """Examines the Ray cluster that this process is told of, for the doctor.
 
 Ray takes no process of another Ray or Python, and runs a worker with what its node has installed.
+
+    python -m tfparallel.diagnostics.ray_cluster
+
+is the probe of such a cluster: whether it takes this process, and what its nodes have. It connects
+as Ray itself would, by RAY_ADDRESS or to the cluster of this host, and prints a line of JSON. As
+those of the main module, its functions are sent to the nodes whole: a node may lack tfparallel.
 """
 
+import importlib
+import importlib.metadata
 import importlib.util
+import json
 import os
+import platform
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from tfparallel.diagnostics.reach import answer
 from tfparallel.diagnostics.report import Finding
 
-__all__ = ["examine_ray", "names_ray"]
-
 _ADDRESS_FILE = "/tmp/ray/ray_current_cluster"  # `ray start` writes it.
+_PACKAGES = ("tfparallel", "tensorflow", "keras")
+_MOST_NODES = 64
+_ANSWER_SECONDS = 60.0  # For a node to start a process, and to import the packages' metadata.
 
 
 def names_ray() -> bool:
@@ -27,7 +38,7 @@ def examine_ray(
     """Examines the cluster that `names_ray` has found.
 
     Args:
-        run_probe: Runs `ray_probe.py`; returns its lines, and the reason of a failure or "".
+        run_probe: Runs the probe; returns its lines, and the reason of a failure or "".
         timeout_seconds: How long the cluster's head may take to answer.
     """
     address, verdict = os.environ.get("RAY_ADDRESS"), "broken"
@@ -85,3 +96,49 @@ def _node_findings(result: dict[str, Any]) -> Iterator[Finding]:
             )
     text = f"{result['ray']}, {num_alike} of {result['num_nodes']} nodes have the versions of this "
     yield Finding("Ray", "ok", f"{text}environment")
+
+
+def main() -> None:
+    """Connects, and prints the installed versions of each node."""
+    print(json.dumps({"probe": "ray", **_look()}), flush=True)
+
+
+def _look() -> dict[str, Any]:
+    ray = importlib.import_module("ray")
+    strategies = importlib.import_module("ray.util.scheduling_strategies")
+    try:
+        ray.init("auto", log_to_driver=False, logging_level="error")
+    # Ray raises several kinds, and all of them mean that it cannot be used from here.
+    except Exception as error:
+        return {"error": " ".join(str(error).split())}
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    node_of = {}
+    for node in nodes[:_MOST_NODES]:
+        there = strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ask = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(_installed)
+        node_of[ask.remote()] = node["NodeManagerAddress"]
+    answered, silent = ray.wait(list(node_of), num_returns=len(node_of), timeout=_ANSWER_SECONDS)
+    return {
+        "ray": ray.__version__,
+        "num_nodes": len(nodes),
+        "here": _installed(),
+        "nodes": [[node_of[answer], ray.get(answer)] for answer in answered],
+        "silent": [node_of[answer] for answer in silent],
+    }
+
+
+def _installed() -> dict[str, str]:
+    """Returns the versions of Python and of those packages that can be imported."""
+    versions = {"Python": platform.python_version()}
+    for name in _PACKAGES:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None:  # Not merely a folder of this name.
+            try:
+                versions[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:  # Importable from a folder.
+                versions[name] = "of an unknown version"
+    return versions
+
+
+if __name__ == "__main__":
+    main()

@@ -14,8 +14,6 @@ from tfparallel.cluster.address import split_address
 from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.diagnostics.report import Finding
 
-__all__ = ["answer", "examine_cluster"]
-
 _MAX_CONNECTIONS = 64
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from tfparallel.installed import version_of
 
-__all__ = ["VERDICTS", "Finding", "peak_memory_bytes", "versions", "worst", "write_report"]
-
 # From harmless to harmful.
 VERDICTS = ("ok", "warn", "broken")
 

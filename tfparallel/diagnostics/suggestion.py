@@ -8,8 +8,6 @@ from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.cluster.environment import available_cores
 from tfparallel.diagnostics.host import WORKER_MIB, free_memory_mib
 
-__all__ = ["Machine", "Suggestion", "suggested", "this_machine"]
-
 _TRAIN = "tfparallel train TASK.py"
 
 

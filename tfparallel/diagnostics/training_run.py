@@ -15,8 +15,6 @@ from tfparallel.diagnostics.compare import TOLERANCES, UNITS, owner_of_slot
 from tfparallel.diagnostics.layers import turn_off_draws
 from tfparallel.seams.keras import layers_in
 
-__all__ = ["Build", "Outcome", "State", "Trial", "plain"]
-
 Build = Callable[[], keras.Model]
 
 

@@ -15,8 +15,6 @@ from tfparallel.cluster.worker_exit import Outcome, WorkerExit
 from tfparallel.flight.job import behind, elsewhere, silent
 from tfparallel.flight.record import WorkerRecord, path_of, read_record
 
-__all__ = ["has_lost_another", "lost_by", "waited_for", "with_errors"]
-
 
 def has_lost_another(culprit: WorkerExit, folder: str, attempt: int, began: float) -> bool:
     """Whether a worker of this host ended because another one was lost, by its flight record.

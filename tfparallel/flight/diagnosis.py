@@ -5,8 +5,6 @@ from collections.abc import Sequence
 
 from tfparallel.flight.job import Split
 
-__all__ = ["verdict"]
-
 _MUCH = 0.25  # Fraction of a step.
 _SLOWER = 1.25  # Relative to the other workers.
 _SMALL_BYTES = 4e6  # A smaller sum is dominated by latency.

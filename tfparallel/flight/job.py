@@ -15,8 +15,6 @@ from typing import Any
 
 from tfparallel.flight.record import BEGINS, SUFFIX, Event, WorkerRecord, read_record
 
-__all__ = ["Split", "behind", "chrome_trace", "doing", "read_job", "silent", "splits"]
-
 _PHASES = ("input", "forward", "backward", "passes", "update")
 _SILENT_SECONDS = 3.0  # A live worker updates its record twice a second.
 _NUM_FIRST_STEPS = 3  # They include tracing, and comparisons of the batches.

@@ -21,9 +21,6 @@ import tensorflow as tf
 from tfparallel.flight.record import BEGINS, NUM_MARKS, FlightRecord
 from tfparallel.seams.tensorflow import is_deterministic, run_independently
 
-__all__ = ["Marks", "around", "around_python", "mark"]
-
-
 _LOOK_SECONDS = 0.01  # Shorter steps are sampled.
 
 

@@ -21,18 +21,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = [
-    "BEGINS",
-    "FOLDER",
-    "NUM_MARKS",
-    "SUFFIX",
-    "Event",
-    "FlightRecord",
-    "WorkerRecord",
-    "path_of",
-    "read_record",
-]
-
 FOLDER = "TFPARALLEL_FLIGHT_DIR"  # Variable with the folder of a job's records; set by `launch`.
 SUFFIX = ".flight"
 BEGINS = " …"  # Suffix of the mark at the start of what the mark of that name ends.

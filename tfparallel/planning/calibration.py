@@ -12,8 +12,6 @@ from tfparallel.layout.model_costs import LayerCosts, Line, Machine, ModelCosts
 from tfparallel.layout.schedule import make_schedule
 from tfparallel.planning.prediction import Pieces, Prediction, predict
 
-__all__ = ["NUM_MICRO_BATCHES", "NUM_ROWS", "NUM_WEIGHTS", "TinySteps", "calibrated"]
-
 NUM_ROWS, NUM_MICRO_BATCHES = 8, 4  # The tiny model's batch size, and micro-batches in stages.
 NUM_WEIGHTS = 2  # Per layer; the tiny model has two layers.
 _CALL = 1e-3  # Seconds; a probe for how much a step grows with the time of a call.

@@ -18,17 +18,6 @@ from tfparallel.layout.schedule import ScheduleError, make_schedule
 from tfparallel.planning.prediction import Pieces, Prediction, predict
 from tfparallel.texts import size_text
 
-__all__ = [
-    "BALANCES",
-    "CLOSE",
-    "Candidate",
-    "Choices",
-    "parallelism_of",
-    "meshes_of",
-    "rank",
-    "with_trials",
-]
-
 BALANCES = ("time", "both", "memory")
 _NUM_MICRO_BATCHES, _NUM_MICRO_BATCHES_OF_A_REPLICA = 8, 4  # The defaults of the builders.
 CLOSE = 0.05  # A smaller difference of predicted steps may be reversed by a measurement.

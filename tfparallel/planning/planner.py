@@ -28,17 +28,19 @@ from tfparallel.placement.layer_timing import measured_side_by_side
 from tfparallel.placement.model_parallel import check_model
 from tfparallel.planning.calibration import calibrated
 from tfparallel.planning.candidates import Candidate, Choices, parallelism_of, rank
-from tfparallel.planning.part_timing import measured_whole_shares
 from tfparallel.planning.reasons import Remedy, remedies, why_first
-from tfparallel.planning.step_timing import measured_loss, measured_sum, measured_update
-from tfparallel.planning.tiny_model import measured_tiny_steps
+from tfparallel.planning.timing import (
+    measured_loss,
+    measured_sum,
+    measured_tiny_steps,
+    measured_update,
+    measured_whole_shares,
+)
 from tfparallel.problems import PlacementError
 from tfparallel.replication.sharding import large_weights
 from tfparallel.seams.keras import layers_in
 from tfparallel.update.optimizer_kinds import check_elementwise
 from tfparallel.variables.deferred_build import NeedsStorage, StoragelessModel
-
-__all__ = ["Plan", "make_plan"]
 
 _NUM_PIECES = 8  # The default number of micro-batches of a pipeline.
 

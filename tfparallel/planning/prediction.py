@@ -26,8 +26,6 @@ from tfparallel.layout.model_costs import FORWARD_SHARE, LayerCosts, Line, Machi
 from tfparallel.layout.schedule import Schedule, most_held
 from tfparallel.layout.simulator import StageSeconds, Timeline, simulate
 
-__all__ = ["Pieces", "Prediction", "Stage", "predict"]
-
 # What the parts of a split layer sum, as multiples of its outputs and of its inputs.
 _SUMS = {
     "column": (0, 1),

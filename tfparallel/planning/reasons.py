@@ -12,8 +12,6 @@ from typing import Any
 from tfparallel.planning.candidates import CLOSE, Candidate, Choices
 from tfparallel.texts import counted, seconds_text, size_text
 
-__all__ = ["Remedy", "remedies", "why_first"]
-
 _MOST_DEVICES = 1024  # The largest number of devices to suggest.
 
 

@@ -18,8 +18,6 @@ from tfparallel.planning.planner import Plan
 from tfparallel.task import Task, TaskError
 from tfparallel.user_log import unnoticed
 
-__all__ = ["after_trials", "batch_of"]
-
 _SECONDS, _LEAST_CALLS, _MOST_CALLS = 1.0, 5, 50  # Length of a trial after the warm-up.
 
 # Errors that a builder, TensorFlow or XLA may raise for one mesh but not for the next.

@@ -12,12 +12,11 @@ from tfparallel.collectives.algorithms import (
     ALGORITHMS,
     GROUPED,
     double_binary_tree,
-    hierarchical,
-    ring,
+    rings,
     schedule,
-    tree,
+    trees,
 )
-from tfparallel.collectives.algorithms.schedule import holdings, log2_ceiling
+from tfparallel.collectives.algorithms.schedule import log2_ceiling
 
 NAMES = st.sampled_from(sorted(ALGORITHMS))
 MANY = settings(max_examples=60, deadline=None)
@@ -27,8 +26,26 @@ def sent(step):
     return [(source, target, start) for source, target, start, _ in step.messages()]
 
 
+def holdings(schedule):
+    """Counts the terms in each block of each rank at the end: `(ranks, blocks, ranks)`.
+
+    A correct all-reduce ends with 1 everywhere.
+    """
+    num_ranks = schedule.num_ranks
+    counts = np.zeros((num_ranks, schedule.num_blocks, num_ranks), int)
+    counts[np.arange(num_ranks), :, np.arange(num_ranks)] = 1
+    for step in schedule.steps():
+        before = counts.copy()
+        for source, target, start, stop in step.messages():
+            if step.adds:
+                counts[target, start:stop] += before[source, start:stop]
+            else:
+                counts[target, start:stop] = before[source, start:stop]
+    return counts
+
+
 def test_a_ring_of_three():
-    first, second, third, fourth = ring.schedule(3).steps()
+    first, second, third, fourth = rings.ring(3).steps()
     assert sent(first) == [(0, 1, 0), (1, 2, 1), (2, 0, 2)]
     assert sent(second) == [(0, 1, 2), (1, 2, 0), (2, 0, 1)]
     # Backwards: rank 0, which has the sum of block 1, gives it to 2 first.
@@ -37,13 +54,13 @@ def test_a_ring_of_three():
 
 
 def test_the_drawing_is_the_one_in_the_docstring():
-    drawn = str(ring.schedule(3)).splitlines()
+    drawn = str(rings.ring(3)).splitlines()
     assert len(drawn) == 4 and all(line in schedule.__doc__ for line in drawn)
-    assert str(tree.schedule(2)) == "step 0  add   1 ──► 0\nstep 1  copy  0 ──► 1"
+    assert str(trees.tree(2)) == "step 0  add   1 ──► 0\nstep 1  copy  0 ──► 1"
 
 
 def test_a_tree_of_five():
-    steps = list(tree.schedule(5).steps())
+    steps = list(trees.tree(5).steps())
     assert [sent(step) for step in steps[:3]] == [[(1, 0, 0), (3, 2, 0)], [(2, 0, 0)], [(4, 0, 0)]]
     assert len(steps) == 6
 
@@ -89,7 +106,7 @@ def test_the_published_formulas():
 
 def check_published_formulas(n):
     share, log = (n - 1) / n, log2_ceiling(n)
-    terms = {name: tuple(module.terms(n))[:3] for name, module in ALGORITHMS.items()}
+    terms = {name: tuple(each.terms(n))[:3] for name, each in ALGORITHMS.items()}
     assert terms["ring"] == (2 * (n - 1), 2 * share, share)
     assert terms["halving_doubling"] == (2 * log, 2 * share, share)
     assert terms["recursive_doubling"] == (log, log, log)
@@ -121,15 +138,15 @@ def test_groups_of_any_size(name, local_ranks, num_groups):
 
 def test_groups_that_do_not_divide():
     with pytest.raises(ValueError, match="local_ranks=3, num_ranks=8"):
-        hierarchical.schedule(8, 3)
-    assert hierarchical.groups(12, None) == (4, 3)
-    assert hierarchical.groups(7, None) == (7, 1)
+        rings.hierarchical(8, 3)
+    assert rings.groups(12, None) == (4, 3)
+    assert rings.groups(7, None) == (7, 1)
 
 
 @given(st.integers(0, 50), st.integers(1, 12))
 @MANY
 def test_blocks_cover_a_vector_of_any_size(count, num_ranks):
-    bounds = ring.schedule(num_ranks).bounds(count)
+    bounds = rings.ring(num_ranks).bounds(count)
     assert bounds[0] == 0 and bounds[-1] == count
     assert np.ptp(np.diff(bounds)) <= 1
 

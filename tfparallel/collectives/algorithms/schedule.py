@@ -7,7 +7,7 @@ step carry the values from before the step.
 Most all-reduces are a reduction, followed by the same steps in reverse, which return the sums along
 the same paths. A schedule prints each message with the blocks that it carries:
 
-    >>> print(ring.schedule(3))
+    >>> print(rings.ring(3))
     step 0  add   0 ─0─► 1   1 ─1─► 2   2 ─2─► 0
     step 1  add   0 ─2─► 1   1 ─0─► 2   2 ─1─► 0
     step 2  copy  1 ─2─► 0   2 ─0─► 1   0 ─1─► 2
@@ -112,26 +112,6 @@ def there_and_back(
             yield step(number).backwards()
 
     return MessageSchedule(num_ranks, num_blocks, steps)
-
-
-def holdings(schedule: MessageSchedule) -> np.ndarray:
-    """Counts the terms in each block of each rank after the last step, to verify a schedule.
-
-    Returns:
-        Counts of shape `(num_ranks, num_blocks, num_ranks)`: how often rank r's block b contains
-        the term of each rank. A correct all-reduce ends with 1 everywhere.
-    """
-    num_ranks = schedule.num_ranks
-    counts = np.zeros((num_ranks, schedule.num_blocks, num_ranks), int)
-    counts[np.arange(num_ranks), :, np.arange(num_ranks)] = 1
-    for step in schedule.steps():
-        before = counts.copy()
-        for source, target, start, stop in step.messages():
-            if step.adds:
-                counts[target, start:stop] += before[source, start:stop]
-            else:
-                counts[target, start:stop] = before[source, start:stop]
-    return counts
 
 
 def check_num_ranks(num_ranks: int) -> None:

@@ -57,7 +57,7 @@ def missing() -> str | None:
 
 
 def speaks_pmi() -> bool:
-    """Whether `start` can start the library the way it starts MPICH; it must be installed."""
+    """Whether `workers.join` can start the library as it starts MPICH; it must be installed."""
     version = _module().Get_library_version()
     return "MPICH" in version or version.startswith("Intel(R) MPI")
 

@@ -1,7 +1,7 @@
-"""The world and the contenders of a multi-worker job: one rank per process.
+"""The implementations that a benchmark compares, between devices or between workers.
 
 To add a transport, write a class with `name`, `implementation`, `collectives` and `prepare` (see
-`tfparallel.bench.contender`), and add a line to `worker_contenders`.
+`tfparallel.bench.measure.Contender`), and add a line to `worker_contenders`.
 """
 
 import functools
@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from tfparallel.bench.collectives import input_count
 from tfparallel.bench.sizes import COLLECTIVES
-from tfparallel.collectives import transport
+from tfparallel.collectives import cross_device, transport
+from tfparallel.collectives.algorithm_selection import variables_on_each
 from tfparallel.collectives.mpi.communicator import ALGORITHMS
 from tfparallel.collectives.mpi.workers import MpiProcessGroup
 from tfparallel.collectives.process_group import ProcessGroup
@@ -20,7 +21,7 @@ from tfparallel.collectives.transport_selection import names_of
 
 
 class Workers:
-    """The workers of a job, one rank each."""
+    """The workers of a job, one rank each: a `tfparallel.bench.measure.World`."""
 
     def __init__(self, group: ProcessGroup):
         self._group = group
@@ -45,53 +46,113 @@ class Workers:
 
 
 class PreparedStep:
-    """One collective of one size and type; see `tfparallel.bench.contender.Prepared`.
+    """One collective of one size and type; see `tfparallel.bench.measure.Prepared`.
 
     Args:
-        collective: The collective, called in a `tf.function`.
-        count: The number of elements of this worker's input.
-        dtype: Their dtype.
+        inputs: The input of each rank of this process, in one or several variables:
+            `inputs[part][rank]`.
+        collective: Called in a `tf.function`: takes `tensors[part][rank]`, and returns the same.
         before: Called before each run.
     """
 
     def __init__(
         self,
-        collective: Callable[[tf.Tensor], tf.Tensor],
-        count: int,
-        dtype: str,
+        inputs: Sequence[Sequence[tf.Variable]],
+        collective: Callable[[list[list[tf.Tensor]]], list[list[tf.Tensor]]],
         before: Callable[[], None] = lambda: None,
     ):
-        self._before = before
-        self._input = tf.Variable(tf.zeros([count], dtype), trainable=False)
-        # Read from a variable: a constant would be exchanged only once, at trace time.
-        steps = (
-            lambda: collective(self._input.read_value()),
-            lambda: tf.identity(self._input.read_value()),
-        )
-        self._run, self._run_null = [tf.function(s).get_concrete_function() for s in steps]
+        self._inputs, self._before = inputs, before
+        # Trace now: TensorFlow warns of retracing if many functions are traced in a loop.
+        self._run, self._run_null = [
+            tf.function(lambda f=f: self._step(f), autograph=False).get_concrete_function()
+            for f in (collective, lambda tensors: tensors)
+        ]
+
+    def _step(self, collective):
+        tensors = [[] for _ in self._inputs]
+        for of_part, variables in zip(tensors, self._inputs, strict=True):
+            for variable in variables:
+                # Read from a variable: a constant would be exchanged only once, at trace time.
+                with tf.device(variable.device):
+                    of_part.append(variable.read_value())
+        results = collective(tensors)
+        lasts = [result[-1] for of_part in results for result in of_part]
+        with tf.device("CPU:0"):
+            # One element of each result, for which to wait until all of them are complete.
+            return results, tf.stack(lasts) if len(lasts) > 1 else None
 
     def load(self, inputs: Sequence[np.ndarray]) -> None:
-        """Sets this worker's input."""
-        self._input.assign(inputs[0])
+        """Sets the input of each rank of this process."""
+        ends = np.cumsum([variables[0].shape[0] for variables in self._inputs])
+        for rank, values in enumerate(inputs):
+            parts = np.split(values, ends[:-1])
+            for variables, part in zip(self._inputs, parts, strict=True):
+                variables[rank].assign(part)
 
-    def run(self) -> tf.Tensor:
-        """Runs the collective once; returns its complete result."""
+    def run(self) -> list[list[tf.Tensor]]:
+        """Runs the collective once; returns its complete results."""
         self._before()
-        return _wait(self._run())
+        return _complete(self._run())
 
     def run_null(self) -> None:
         """Does the same as `run` without the exchange."""
-        _wait(self._run_null())
+        _complete(self._run_null())
 
-    def arrays(self, outcome: tf.Tensor) -> list[np.ndarray]:
-        """Returns this worker's result."""
-        return [outcome.numpy()]
+    def arrays(self, outcome: list[list[tf.Tensor]]) -> list[np.ndarray]:
+        """Returns the result of each rank of this process."""
+        by_rank = zip(*outcome, strict=True)
+        return [np.concatenate([part.numpy() for part in of_rank]) for of_rank in by_rank]
 
 
-def _wait(result: tf.Tensor) -> tf.Tensor:
-    if "GPU" in result.device:
-        result[-1].numpy()  # On a CPU the call returns with the result.
-    return result
+def _complete(outcome):
+    results, lasts = outcome
+    if lasts is not None:
+        lasts.numpy()
+    elif "GPU" in results[0][0].device:  # On a CPU the call returns with a single result.
+        results[0][0][-1].numpy()
+    return results
+
+
+class DeviceContender:
+    """An algorithm of `cross_device.make` between the devices of this process.
+
+    Args:
+        name: The algorithm.
+        devices: Names of the devices.
+        inputs: Takes a count and a dtype; returns the variables of the devices.
+    """
+
+    collectives = ("all_reduce",)
+
+    def __init__(self, name: str, devices: Sequence[str], inputs: Callable):
+        self.name = name
+        self._ops = cross_device.make(name, devices)
+        self._inputs = inputs
+        self.implementation = cross_device.implementation(name)
+
+    def prepare(self, collective: str, count: int, dtype: str) -> PreparedStep:
+        """Traces an all-reduce of `count` elements."""
+        del collective  # Always "all_reduce".
+        reduce = functools.partial(cross_device.all_reduce, self._ops)
+        return PreparedStep(self._inputs(count, dtype), reduce)
+
+
+def device_contenders(
+    devices: Sequence[str], names: Sequence[str], parts: Sequence[int] | None = None
+) -> list[DeviceContender]:
+    """Returns the contenders of these names, which share their inputs.
+
+    Args:
+        devices: Names of the devices.
+        names: The algorithms.
+        parts: The element counts of the tensors that make up a vector; by default it is one tensor.
+    """
+
+    @functools.lru_cache(maxsize=1)  # Shared by all contenders of a size: inputs may be large.
+    def inputs(count, dtype):
+        return variables_on_each(devices, [(part, dtype) for part in parts or [count]])
+
+    return [DeviceContender(name, devices, inputs) for name in names]
 
 
 class TensorFlowCollectives:
@@ -124,7 +185,7 @@ class TensorFlowCollectives:
             "all_gather": lambda x: self._group.all_gather([x], [num_elements] * num_workers)[0],
             "broadcast": lambda x: self._group.broadcast([x])[0],
         }
-        return PreparedStep(steps[collective], num_elements, dtype)
+        return _of_worker(steps[collective], num_elements, dtype)
 
 
 class MpiContender:
@@ -142,17 +203,22 @@ class MpiContender:
         num_elements = input_count(collective, count, group.num_workers)
         if collective == "all_reduce":
             use = functools.partial(group.communicator.use, self.name)
-            return PreparedStep(lambda x: group.all_reduce([x])[0], num_elements, dtype, before=use)
+            return _of_worker(lambda x: group.all_reduce([x])[0], num_elements, dtype, use)
         self.implementation = group.communicator.implementation(collective)
-        is_half = tf.as_dtype(dtype).size == 2
-        if collective == "reduce_scatter" and is_half:  # MPI's library cannot add it.
-            self.implementation += ", in float32"
-            return PreparedStep(
-                lambda x: tf.cast(group.run_on_arrays(collective, tf.cast(x, tf.float32)), x.dtype),
-                num_elements,
-                dtype,
-            )
-        return PreparedStep(lambda x: group.run_on_arrays(collective, x), num_elements, dtype)
+        sent_as = dtype
+        if collective == "reduce_scatter" and tf.as_dtype(dtype).size == 2:
+            self.implementation += ", in float32"  # MPI's library cannot add 16 bits.
+            sent_as = "float32"
+
+        def step(x):
+            return tf.cast(group.run_on_arrays(collective, tf.cast(x, sent_as)), dtype)
+
+        return _of_worker(step, num_elements, dtype)
+
+
+def _of_worker(collective, count, dtype, before=lambda: None) -> PreparedStep:
+    variable = tf.Variable(tf.zeros([count], dtype), trainable=False)
+    return PreparedStep([[variable]], lambda tensors: [[collective(tensors[0][0])]], before)
 
 
 def worker_contenders(group: ProcessGroup) -> tuple[list, dict[str, str]]:

@@ -1,6 +1,17 @@
-"""Halving-doubling: exchange half of the remaining data with ever nearer partners; then back.
+"""Doublings: p = 2^⌊log₂ n⌋ ranks exchange with ever more distant, or ever nearer partners.
 
-    p = 2^⌊log₂ n⌋ ranks participate; each of the other n−p first adds its vector to a neighbour's.
+Each of the other n−p ranks first adds its vector to a neighbour's, and receives the sum at the end.
+
+Recursive doubling exchanges the whole vector with ever more distant partners.
+
+    step s = 0 … log₂p − 1:   rank r ◄──whole vector──► rank r xor 2ˢ,   both add
+
+    T = log₂p·(α + Sβ + Sγ)      and, if n > p,   2α + 2Sβ + Sγ
+
+Half the messages of halving-doubling, but more bytes: for small vectors. Partners compute a + b and
+b + a, which are equal, so the results are bitwise equal on all ranks.
+
+Halving-doubling exchanges half of the remaining data with ever nearer partners; then back.
 
     step s = 0 … log₂p − 1:   rank r ◄──► rank r xor (p/2ˢ⁺¹)
                               each sends the half of its part that belongs to the partner's side
@@ -30,16 +41,41 @@ from tfparallel.collectives.algorithms.schedule import (
 )
 
 
-def schedule(num_ranks: int) -> MessageSchedule:
+def recursive_doubling(num_ranks: int) -> MessageSchedule:
+    """Returns the schedule of n ranks, in one block."""
+    members, others = _fold(num_ranks)
+    p = len(members)
+    index = np.arange(p)
+
+    def steps():
+        into = _whole(others, members[: len(others)], 1)
+        if len(others):
+            yield into
+        for s in range(p.bit_length() - 1):
+            yield _whole(members, members[index ^ 1 << s], 1)
+        if len(others):
+            yield into.backwards()
+
+    return MessageSchedule(num_ranks, 1, steps)
+
+
+def recursive_doubling_terms(num_ranks: int) -> Terms:
+    """Returns the cost."""
+    exchanges = num_ranks.bit_length() - 1
+    folds = int(num_ranks > 1 << exchanges)
+    return Terms(exchanges + 2 * folds, exchanges + 2 * folds, exchanges + folds)
+
+
+def halving_doubling(num_ranks: int) -> MessageSchedule:
     """Returns the schedule of n ranks, in p blocks."""
-    members, others = fold(num_ranks)
+    members, others = _fold(num_ranks)
     p = len(members)
     index = np.arange(p)  # Index of each member, and of the block that it ends up with.
     num_folds = int(num_ranks > p)
 
     def step(s):
         if s < num_folds:
-            return whole(others, members[: len(others)], p)
+            return _whole(others, members[: len(others)], p)
         half = p >> (s - num_folds + 1)
         partner = index ^ half
         # The partner's side of the 2·half blocks that the two still share.
@@ -49,19 +85,15 @@ def schedule(num_ranks: int) -> MessageSchedule:
     return there_and_back(num_ranks, p, num_folds + p.bit_length() - 1, step)
 
 
-def terms(num_ranks: int) -> Terms:
+def halving_doubling_terms(num_ranks: int) -> Terms:
     """Returns the cost."""
-    p = 1 << (num_ranks.bit_length() - 1)
-    folds = int(num_ranks > p)
-    share = (p - 1) / p
-    return Terms(
-        latencies=2 * (p.bit_length() - 1) + 2 * folds,
-        sent=2 * share + 2 * folds,
-        added=share + folds,
-    )
+    exchanges = num_ranks.bit_length() - 1
+    p = 1 << exchanges
+    folds, share = int(num_ranks > p), (p - 1) / p
+    return Terms(2 * exchanges + 2 * folds, 2 * share + 2 * folds, share + folds)
 
 
-def fold(num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
+def _fold(num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the p participating ranks and the n−p others, which fold into the first members."""
     check_num_ranks(num_ranks)
     p = 1 << (num_ranks.bit_length() - 1)
@@ -70,6 +102,6 @@ def fold(num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([pairs[::2], np.arange(2 * num_others, num_ranks)]), pairs[1::2]
 
 
-def whole(sources: np.ndarray, targets: np.ndarray, num_blocks: int) -> Step:
+def _whole(sources: np.ndarray, targets: np.ndarray, num_blocks: int) -> Step:
     """Returns a step that sends all blocks."""
     return Step(sources, targets, np.zeros_like(sources), np.full_like(sources, num_blocks))
