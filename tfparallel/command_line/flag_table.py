@@ -287,7 +287,8 @@ TABLE = {
     ),
     "Measurements": (
         Flag("algorithms", "bench", "Algorithms to measure, by name.", ["all"], "list"),
-        Flag("dtype", "bench", "Type of the elements.", "float32", choices=tuple(ITEM_BYTES)),
+        Flag("dtype", "bench", "Type of the elements.", "float32", choices=tuple(ITEM_BYTES),
+            choices_elsewhere=words.DTYPES),
         Flag("min_bytes", "bench, plan all_reduce", "The smallest size; K, M and G are powers of "
             "1024.", "4K", shown="SIZE"),
         Flag("max_bytes", "bench", "The largest size.", "16M", shown="SIZE"),

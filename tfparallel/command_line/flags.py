@@ -69,8 +69,11 @@ _IN_TASK = dict.fromkeys(("loss", "metrics", "optimizer"), "in `compile_model(mo
 _IN_TASK |= dict.fromkeys(
     ("learning_rate", "lr", "momentum", "weight_decay"), "the optimizer, in `compile_model(model)`"
 )
-_IN_TASK |= dict.fromkeys(("data", "data_dir", "dataset", "shuffle"), "in `load_data()`")
+_IN_TASK |= dict.fromkeys(
+    ("data", "data_dir", "dataset", "shuffle", "validation_split"), "in `load_data()`"
+)
 _IN_TASK |= dict.fromkeys(("model", "dropout", "num_layers"), "in `build_model()`")
+_IN_TASK |= dict.fromkeys(("early_stopping", "patience"), "in `callbacks()`")
 
 # How other tools make a choice a flag: --use_gpu, --tensor_parallel_size.
 _AROUND_CHOICE = re.compile("^(use|enable)_|_?(parallel_size|parallelism|parallel|size)$")

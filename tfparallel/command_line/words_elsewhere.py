@@ -1,6 +1,7 @@
 """Words of other tools, which usage errors translate."""
 
 __all__ = [
+    "DTYPES",
     "EMITTED",
     "FLAGS",
     "NEEDLESS",
@@ -19,14 +20,18 @@ _WORKERS = "nproc_per_node|num_workers"
 FLAGS = {
     "mode": "parallel", "parallelism": "parallel", "tensor": "parallel=tensor",
     **dict.fromkeys(("gpus", "num_gpus", "n", "g", "stages", "num_stages", "world_size"), _DEVICES),
-    **dict.fromkeys(("accelerator", "device"), "device_type"), "gpu": "device_type=gpu",
+    **dict.fromkeys(("accelerator", "device"), "device_type"),
+    **dict.fromkeys(("cuda", "gpu"), "device_type=gpu"), "no_cuda": "device_type=cpu",
+    **dict.fromkeys(("gpu_ids", "visible_devices"), "devices"),
+    **dict.fromkeys(("distributed", "multi_gpu"), "parallel=data"),
     **dict.fromkeys(("np", "nproc", "nprocs", "num_processes", "workers"), _WORKERS),
     "nproc_per_node": "num_workers", "num_workers": "nproc_per_node",
     **dict.fromkeys(("hosts", "nodes", "num_nodes", "host", "hostfile", "h"), "nnodes"),
     **dict.fromkeys(("master_addr", "master_port"), "rdzv_endpoint"), "rdzv_id": "job_name",
     "backend": "transport|all_reduce",
     **dict.fromkeys(("batch_size", "per_device_batch_size", "bs"), "global_batch_size"),
-    "steps": "steps_per_epoch", "epochs": "steps", "num_epochs": "epochs", "output": "save, report",
+    **dict.fromkeys(("steps", "max_steps", "num_steps", "train_steps"), "steps_per_epoch|steps"),
+    "epochs": "steps", "num_epochs": "epochs", **dict.fromkeys(("output", "o"), "save, report"),
     "output_dir": "checkpoint_dir|log_dir",
     **dict.fromkeys(("ckpt", "resume", "resume_from_checkpoint"), "checkpoint_dir"),
     **dict.fromkeys(("log_dir", "logdir"), "tensorboard"), "json": "report",
@@ -39,7 +44,8 @@ FLAGS = {
 }  # fmt: skip
 
 # Flags of other launchers that nothing here needs.
-NEEDLESS = ("local_rank", "rdzv_backend", "standalone", "use_env", "verbose")
+NEEDLESS = ("dist_backend", "dist_url", "local_rank", "rank", "rdzv_backend", "standalone")
+NEEDLESS += ("use_env", "verbose")
 
 # Terms of PyTorch users and of papers.
 PARALLELISMS = {
@@ -56,12 +62,13 @@ PRECISIONS = {
 }  # fmt: skip
 STRATEGIES = {
     "mirroredstrategy": "mirrored", "multiworkermirroredstrategy": "multi_worker",
-    "multi_worker_mirrored": "multi_worker",
+    "multi_worker_mirrored": "multi_worker", "ddp": "mirrored",
 }  # fmt: skip
 SHARDS = {
     "zero1": "optimizer", "zero2": "gradients", "grads": "gradients",
     **dict.fromkeys(("zero3", "fsdp", "params", "weights", "true"), "parameters"),
 }
+DTYPES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 EMITTED = {"k8s": "kubernetes", "sbatch": "slurm", "kubeflow": "trainjob"}
 PREDICTED = {
     "classification": "image", "regression": "table", "csv": "table", "tabular": "table",
