@@ -82,6 +82,19 @@ def test_check_devices_refuses_none_at_all():
         devices.check_devices([])
 
 
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ("2", "Received: '2'. Pass 2.$"),
+        ([0], "0 is not a device name such as 'GPU:0'; pass 'GPU:0'"),
+        (["cuda:1"], "CUDA:1 does not exist; pass 'GPU:1'"),
+    ],
+)
+def test_check_devices_translates_what_others_call_a_device(names, said):
+    with pytest.raises(ValueError, match=said):
+        devices.check_devices(names)
+
+
 def test_check_devices_refuses_one_text():
     with pytest.raises(ValueError, match=r"Received: 'CPU:0,CPU:1'\. Pass \['CPU:0', 'CPU:1'\]"):
         devices.check_devices("CPU:0,CPU:1")

@@ -3,7 +3,6 @@
 import os
 import pathlib
 import re
-import shlex
 
 import pytest
 
@@ -37,36 +36,6 @@ def test_the_example_runs_and_saves_plain_keras(tmp_path):
 
 def environment():
     return {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
-
-
-def commands():
-    """What the README calls `tfparallel` with, under `launch` or not."""
-    lines = [line for block in blocks("") for line in block.splitlines()]
-    lines = [line.partition("  #")[0] for line in lines if line.startswith("tfparallel ")]
-    return [line.rpartition("-- ")[2] for line in lines]
-
-
-def test_the_commands_are_shown():
-    names = {shlex.split(line)[1] for line in commands()}
-    assert names == {"doctor", "init", "train", "check", "plan", "bench"}
-    assert any("launch --nproc_per_node=" in block for block in blocks(""))
-
-
-@pytest.mark.parametrize("line", commands())
-def test_the_flags_of_each_command_exist(line):
-    """Parsed and checked together as the command does, without the training."""
-    _, name, *rest = shlex.split(line)
-    files = [word for word in rest if not word.startswith("--")]
-    is_no_file = (name, files) in [("init", ["task.py"]), ("bench", ["all_reduce"])]
-    assert is_no_file or all((TOP / file).is_file() for file in files)
-    program = (
-        "import sys; from tfparallel.command_line.runner import checked\n"
-        f"checked({name!r}, sys.argv[1:]); print('right')"
-    )
-    finished = run_python(
-        ["-c", program, *rest], cwd=TOP, env=environment(), timeout=DEADLINE_SECONDS
-    )
-    assert finished.stdout == "right\n", finished.stderr
 
 
 DOCS = [f"docs/{page.name}" for page in (TOP / "docs").glob("*.md")]

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import tfparallel
 from tfparallel import startup
 
 TOP = pathlib.Path(__file__).parents[1]
@@ -71,10 +72,16 @@ def test_the_face_lists_what_it_offers():
         "assert set(tfparallel.__all__) == set(tfparallel._FACE) | {'__version__'}\n"
         "assert set(tfparallel.__all__) == set(dir(tfparallel))\n"
         "assert set(tfparallel.data.__all__) == set(dir(tfparallel.data))\n"
-        "tfparallel.dataparallel"
+        "tfparallel.Strategy"
     )
-    said = "no attribute 'dataparallel'. It offers: Cluster, Mesh, MirroredStrategy, "
+    said = "no attribute 'Strategy'. It offers: Cluster, Mesh, MirroredStrategy, "
     assert said in finished.stderr
+
+
+@pytest.mark.parametrize("name", ["dataparallel", "DataParallel", "data_paralel"])
+def test_a_misspelt_name_is_told_the_right_one(name):
+    with pytest.raises(AttributeError, match=r"Did you mean `tfparallel.data_parallel`\?$"):
+        getattr(tfparallel, name)
 
 
 @pytest.mark.slow

@@ -78,7 +78,8 @@ def test_all_missing_functions_are_named_together(tmp_path):
 
 
 def test_an_import_error_is_told_with_its_cause(tmp_path):
-    path = write(tmp_path, "import a_module_that_is_nowhere\n", "broken_task.py")
+    text = "import a_module_that_is_nowhere\ndef load_data(): pass"
+    path = write(tmp_path, text, "broken_task.py")
     with pytest.raises(TaskError, match="ModuleNotFoundError.*a_module_that_is_nowhere") as caught:
         load_task(path)
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
@@ -110,6 +111,8 @@ def test_data_errors_are_each_their_own():
     assert "train: each of train and validation must be (x, y)" in data_error(x)
     assert "x['b'][0]: 3" in data_error(({"a": x, "b": (x[:3],)}, x))
     assert "y must be an array of examples. Received: float" in data_error((x, 1.0))
+    assert "x[0] must be an array of examples. Received: float. Convert" in data_error(([1.0], x))
+    assert "Received: list_iterator. Wrap it: tf.data." in data_error(iter([x]))
     assert "Received: a tuple of 4: (numpy.ndarray of shape (4, 2), " in data_error((x, x, x, x))
     assert "cardinality 0" in data_error(tf.data.Dataset.from_tensor_slices((x[:0], x[:0])))
     assert "must yield (x, y)" in data_error(tf.data.Dataset.from_tensor_slices(x))
@@ -160,7 +163,9 @@ def test_x_and_y_alone_are_told_what_to_return():
     assert "\n" not in text
 
 
-@pytest.mark.parametrize("content", ["import absent_module", "def f(:\n    pass"])
+@pytest.mark.parametrize(
+    "content", ["import absent_module  # load_data", "def load_data(:\n    pass"]
+)
 def test_a_file_that_cannot_be_imported_shows_its_own_frames(tmp_path, content):
     """Story: importlib's frames and ours stood above the line of the user's."""
     path = write(tmp_path, content)
@@ -169,3 +174,37 @@ def test_a_file_that_cannot_be_imported_shows_its_own_frames(tmp_path, content):
     frames = traceback.extract_tb(caught.value.__cause__.__traceback__)
     assert {frame.filename for frame in frames} <= {path}
     assert bool(frames) == content.startswith("import")
+
+
+def test_a_script_is_not_run(tmp_path):
+    """Story: a script was given; it trained, and only then its functions were missed."""
+    path = write(tmp_path, "open('ran', 'w')\nmodel = data = None\n")
+    with pytest.raises(TaskError, match="without any of them. If it is a script, run it: tfpar"):
+        load_task(path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_file_may_import_its_functions(tmp_path):
+    functions = "def build_model(): pass\ndef compile_model(model): pass\ndef load_data(): pass\n"
+    write(tmp_path, functions, "functions_of_a_task.py")
+    assert load_task(write(tmp_path, "from functions_of_a_task import *\n")).name == "task"
+
+
+def test_a_file_that_exits_is_told_so(tmp_path):
+    path = write(tmp_path, "import sys\ndef load_data(): pass\nsys.exit('usage: me')\n")
+    with pytest.raises(TaskError, match="SystemExit: usage: me. .*Move what ends the program"):
+        load_task(path)
+
+
+def test_the_arguments_of_the_functions_are_looked_at(tmp_path):
+    text = """
+        def build_model(units): pass
+        def compile_model(): pass
+        def load_data(path="data.npz", *more, **options): pass
+        """
+    with pytest.raises(TaskError) as caught:
+        load_task(write(tmp_path, text))
+    text = str(caught.value)
+    assert "build_model() must take these arguments. Received: build_model(units)." in text
+    assert "compile_model(model) must take these arguments. Received: compile_model()." in text
+    assert "Received: load_data" not in text

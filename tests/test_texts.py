@@ -22,7 +22,8 @@ def test_a_number_of_bytes_for_people(size_bytes, text):
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("16GiB", 2**34), ("5MB", 5 * 10**6), ("7", 7), ("4K", 4096), ("16M", 2**24)]
+    [("16GiB", 2**34), ("5MB", 5 * 10**6), ("7", 7), ("4K", 4096), ("16M", 2**24),
+     ("2Gi", 2**31)],
 )
 def test_parse_bytes(text, number):
     assert parse_bytes(text) == number

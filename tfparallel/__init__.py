@@ -90,9 +90,7 @@ __all__ = [
 
 def __getattr__(name):
     if name not in _FACE:
-        raise AttributeError(
-            f"Module 'tfparallel' has no attribute {name!r}. It offers: {', '.join(sorted(_FACE))}."
-        )
+        raise AttributeError(f"Module 'tfparallel' has no attribute {name!r}. {_offer(name)}")
     if name not in _PLAIN:
         importlib.import_module("tfparallel.startup").prepare()
     module_name, attribute = _FACE[name]
@@ -101,6 +99,15 @@ def __getattr__(name):
     # The next access finds the value without this function.
     globals()[name] = value
     return value
+
+
+def _offer(name):
+    """Returns the public name that resembles a misspelt one, or all of them."""
+    close_matches = importlib.import_module("difflib").get_close_matches
+    plain = {public.lower().replace("_", ""): public for public in _FACE}
+    if alike := close_matches(name.lower().replace("_", ""), plain, n=1, cutoff=0.8):
+        return f"Did you mean `tfparallel.{plain[alike[0]]}`?"
+    return f"It offers: {', '.join(sorted(_FACE))}."
 
 
 def __dir__():

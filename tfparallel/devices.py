@@ -81,9 +81,10 @@ def check_devices(names: Sequence[str] | int) -> list[str]:
     if isinstance(names, int):
         return choose_devices(num_devices=names)
     if isinstance(names, str):
+        fix = names if names.isdecimal() else [name.strip() for name in names.split(",")]
         raise ValueError(
-            "devices must be a list of names, one for each device. "
-            f"Received: {names!r}. Pass {[name.strip() for name in names.split(',')]}."
+            "devices must be a number, or a list of names, one for each device. "
+            f"Received: {names!r}. Pass {fix}."
         )
     names = list(names)
     existing = list_devices()
@@ -95,12 +96,14 @@ def check_devices(names: Sequence[str] | int) -> list[str]:
         try:
             device = resolve(name)
         except ValueError:
-            problems.append(f"{name!r} is not a device name such as 'GPU:0'")
+            fix = f"; pass 'GPU:{name}'" if str(name).isdecimal() else ""
+            problems.append(f"{name!r} is not a device name such as 'GPU:0'{fix}")
             continue
         checked.append(device)
     for device in dict.fromkeys(checked):
         if device not in existing:
-            problems.append(f"{device} does not exist")
+            fix = f"; pass '{device.replace('CUDA', 'GPU')}'" if device.startswith("CUDA") else ""
+            problems.append(f"{device} does not exist{fix}")
         if checked.count(device) > 1:
             problems.append(f"{device} is listed {checked.count(device)} times")
     if problems:

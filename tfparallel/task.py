@@ -20,13 +20,14 @@ TensorFlow before a function of the task is called.
 
 import dataclasses
 import importlib.util
+import inspect
 import os
 import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["Task", "TaskError", "load_task"]
+__all__ = ["Task", "TaskError", "load_task", "path_problems"]
 
 _SIGNATURES = ("build_model()", "compile_model(model)", "load_data()")
 _CALLBACKS = "callbacks"
@@ -165,14 +166,9 @@ def load_task(path: str) -> Task:
         TaskError: If the file is missing, is not Python, fails to import, or
             lacks functions; the error names all missing ones.
     """
-    if os.path.isdir(path):
-        raise TaskError(f"A task file is required. Received: a folder, {path!r}.")
-    if not os.path.exists(path):
-        raise TaskError(
-            f"The task file does not exist. Received: {path!r} (in {os.getcwd()}). Check the path."
-        )
-    if not path.endswith(".py"):
-        raise TaskError(f"A task file must be a Python file that ends in .py. Received: {path!r}.")
+    if problems := path_problems(path):
+        raise TaskError(problems[0])
+    _check_is_no_script(path)
     name = os.path.splitext(os.path.basename(path))[0]
     module = _import(path, name)
     problems, functions = [], {}
@@ -185,6 +181,7 @@ def load_task(path: str) -> Task:
             problems.append(f"{signature} must be a function. Received: {function} = {received}")
         else:
             functions[function] = getattr(module, function)
+            problems += _signature_problems(signature, functions[function])
     if hasattr(module, _CALLBACKS):
         functions[_CALLBACKS] = getattr(module, _CALLBACKS)
         if not callable(functions[_CALLBACKS]):
@@ -202,6 +199,49 @@ def load_task(path: str) -> Task:
     return Task(path=path, name=name, functions=functions, epochs=epochs)
 
 
+def path_problems(path: str) -> list[str]:
+    """Returns why a path names no task file, as at most one sentence."""
+    if os.path.isdir(path):
+        files = sorted(each for each in os.listdir(path) if each.endswith(".py"))
+        fix = f"Choose a file in it, such as {os.path.join(path, files[0])}." if files else ""
+        return [f"A task file is required. Received: a folder, {path!r}. {fix}".rstrip()]
+    if not os.path.exists(path):
+        is_short = os.path.exists(f"{path}.py")
+        fix = f"Did you mean {path}.py?" if is_short else "Check the path."
+        return [f"The task file does not exist. Received: {path!r} (in {os.getcwd()}). {fix}"]
+    if not path.endswith(".py"):
+        return [
+            f"A task file must be a Python file that ends in .py. Received: {path!r}. `tfparallel "
+            "init task.py` writes an example."
+        ]
+    return []
+
+
+def _check_is_no_script(path: str) -> None:
+    """Raises if a file cannot define any of the functions; to import a script would run it."""
+    with open(path, "rb") as file:
+        text = file.read()
+    names = [signature.partition("(")[0].encode() for signature in _SIGNATURES]
+    if not any(name in text for name in (*names, b"import *")):
+        raise TaskError(
+            f"The task file {path} must define {', '.join(_SIGNATURES)}. Received: a file without "
+            f"any of them. If it is a script, run it: tfparallel launch -- python {path}"
+        )
+
+
+def _signature_problems(signature: str, function: Callable[..., Any]) -> list[str]:
+    try:
+        received = inspect.signature(function)
+    except ValueError:  # Written in C.
+        return []
+    try:
+        received.bind(*["model"] * ("model)" in signature))
+    except TypeError:
+        name = signature.partition("(")[0]
+        return [f"{signature} must take these arguments. Received: {name}{received}"]
+    return []
+
+
 def _import(path: str, name: str) -> Any:
     folder = os.path.dirname(os.path.abspath(path))
     spec = importlib.util.spec_from_file_location(name, path)
@@ -212,12 +252,13 @@ def _import(path: str, name: str) -> Any:
     sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # A script may read its own flags, and exit.
         if sys.modules.get(name) is module:
             del sys.modules[name]
+        fix = " Move what ends the program, or reads flags, out of the file."
         raise TaskError(
             f"The task file cannot be imported: {type(error).__name__}: {error}. "
-            f"Received: {path!r}."
+            f"Received: {path!r}.{fix * isinstance(error, SystemExit)}"
         ) from error.with_traceback(_from_file_on(spec.origin, error.__traceback__))
     finally:
         sys.path.remove(folder)
@@ -237,14 +278,18 @@ def _data_problems(part: Any) -> list[str]:
     if hasattr(part, "num_indices") or hasattr(part, "num_batches"):
         return []  # A source, or a PyDataset, is checked where it is created and read.
     if not isinstance(part, tuple | list) or len(part) not in (2, 3):
-        return [f"{_DATA_FORM}. Received: {_describe(part)}"]
+        is_iterator = hasattr(part, "__next__")
+        fix = ". Wrap it: tf.data.Dataset.from_generator(...)" if is_iterator else ""
+        return [f"{_DATA_FORM}. Received: {_describe(part)}{fix}"]
     lengths = {}
     for name, structure in zip(("x", "y", "sample_weight"), part, strict=False):
         if structure is None and name == "sample_weight":
             continue
         for path, array in _leaves(structure, name):
             if not getattr(array, "shape", ()):
-                return [f"{path} must be an array of examples. Received: {_describe(array)}"]
+                fix = ". Convert lists: numpy.asarray(...)" if path.endswith("]") else ""
+                received = f"Received: {_describe(array)}"
+                return [f"{path} must be an array of examples. {received}{fix}"]
             lengths[path] = int(array.shape[0])
     if not lengths:
         return [f"it contains no array. Received: {_describe(part)}"]

@@ -2,10 +2,14 @@
 
 import pytest
 
+from tfparallel.command_line import flags
 from tfparallel.command_line.command_table import COMMANDS
 from tfparallel.command_line.exclusions import EXCLUDES
 from tfparallel.command_line.flag_table import TABLE, flags_of
 from tfparallel.command_line.flags import defined, flag_problems
+from tfparallel.command_line.options import TrainOptions
+from tfparallel.command_line.runner import checked
+from tfparallel.layout.mesh import Mesh
 
 ROWS = [row for rows in TABLE.values() for row in rows]
 
@@ -43,6 +47,21 @@ def test_what_is_absent_contradicts_nothing(command):
     values([command])
     assert not flag_problems(command, values)
     assert set(flags_of(command)) <= set(values)
+
+
+def test_a_text_is_read_once(monkeypatch):
+    """Story: the door, the contradictions and the command's body each parsed them."""
+    texts = []
+    for name in ("mesh", "sync"):
+        read = flags._READERS[name]
+        monkeypatch.setitem(
+            flags._READERS, name, lambda text, read=read: texts.append(text) or read(text)
+        )
+    typed = ["--parallel=hybrid", "--mesh=data=3,pipeline=5", "--sync=accumulate:17"]
+    values, _ = checked("train", [__file__, *typed])
+    options = TrainOptions.of(values)
+    assert options.mesh == Mesh(3, 5) and options.policy.accumulated == 17
+    assert sorted(texts) == ["accumulate:17", "data=3,pipeline=5"]
 
 
 def test_a_number_outside_of_its_row_is_told():

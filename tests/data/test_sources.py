@@ -210,6 +210,8 @@ def test_the_split_of_a_batch_is_told():
 
 def test_files_that_are_not_there(kind, tmp_path):
     make = (lambda paths, **k: TFRecords(paths, parse, **k)) if kind is TFRecords else NPZShards
+    with pytest.raises(ValueError, match=f"paths of existing files. Received: {tmp_path} "):
+        make([tmp_path])
     with pytest.raises(ValueError, match="paths of existing files. Received: no path"):
         make([])
     with pytest.raises(ValueError, match="Received: .*missing"):
@@ -242,6 +244,13 @@ def test_a_damaged_record_is_not_read(tmp_path, digits):
     source = TFRecords(paths, parse)
     with pytest.raises(tf.errors.OpError, match="orrupted record"):
         source.read(tf.constant([0], tf.int64))
+
+
+def test_lists_and_misspelt_names_are_told():
+    with pytest.raises(ValueError, match=r"shapes \(\), .*\. Make arrays of lists: numpy.asarray"):
+        EpochBatches(([1, 2], [3, 4]), global_batch_size=2)
+    with pytest.raises(AttributeError, match="'TFRecord'. It offers: EpochBatches, Examples, NPZ"):
+        tfparallel.data.TFRecord  # noqa: B018
 
 
 def test_shards_that_do_not_fit_each_other(tmp_path, digits):

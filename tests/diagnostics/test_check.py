@@ -443,6 +443,17 @@ def test_a_form_that_loses_weights_is_an_error():
         check(build(), lambda _: build(keras.layers.BatchNormalization)())
 
 
+@pytest.mark.slow
+def test_a_model_that_its_first_batch_builds():
+    """Story: `train` took it, and `check` refused: it built the replicas outside of their scope."""
+
+    def build_model():
+        return keras.Sequential([keras.layers.Dense(2, name="last")])
+
+    report = check(build_model, data_parallel_on(2), batches=some_batches(2))
+    assert report.verdict == "match", report
+
+
 def test_no_batches():
     with pytest.raises(ValueError, match="At least one batch"):
         check(build(), make_same, batches=[])

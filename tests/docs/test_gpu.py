@@ -1,4 +1,4 @@
-"""The job of docs/gpu.md asks Slurm for what the page says; test_guides.py has its commands."""
+"""The job of docs/gpu.md asks Slurm for what the page says; test_commands.py has its commands."""
 
 import pathlib
 import re

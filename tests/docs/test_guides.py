@@ -1,18 +1,14 @@
-"""What holds for every guide: it is short, its links lead somewhere, its commands exist."""
+"""What holds for every guide: it is short, its links lead somewhere, its scripts run."""
 
 import ast
-import importlib.util
 import pathlib
 import re
-import shlex
 import sys
 import unicodedata
 
 import pytest
 
 from tests.forked import run_python
-from tfparallel.command_line.command_table import COMMANDS
-from tfparallel.command_line.runner import checked
 
 TOP = pathlib.Path(__file__).resolve().parents[2]
 # Written by tests, or a list of what the code rests on: tables, and no guides.
@@ -26,8 +22,6 @@ LINKED = [TOP / "README.md", *sorted((TOP / "docs").glob("*.md")), *INTERNALS]
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 MAX_WORDS = 1000
 DEADLINE_SECONDS = 180
-# What stands for the reader's own file or command.
-PLACEHOLDERS = ("…", "TASK.py", "task.py", "train.py")
 
 
 def name_of(path):
@@ -159,54 +153,6 @@ def test_links_and_anchors_lead_somewhere(page):
         if not there.exists() or (anchor and anchor not in anchors(there)):
             missing.append(f"{target}#{anchor}" if anchor else target)
     assert not missing
-
-
-def commands(text):
-    """What a page calls `tfparallel` with, in blocks and in a line of prose, under `launch` too."""
-    text = text.replace("\\\n", " ")
-    blocks = [block.partition("\n")[2] for block in FENCE.findall(text)]
-    lines = [line for block in blocks for line in block.splitlines()]
-    # A command that a sentence names without a flag is its name, and not a call.
-    lines += re.findall(r"`(tfparallel [^`\n]*--\w[^`\n]*)`", prose(text))
-    for line in lines:
-        line = re.split(r"  #| > | && | \| ", line)[0]
-        for command in line.split(" -- "):
-            called = re.match(r"(?:\$ |srun .*?)?\s*(?:\S*/)?tfparallel ([a-z]+)( .*|)$", command)
-            if called and called[1] in COMMANDS:
-                yield " ".join(f"{called[1]}{called[2]}".split())
-
-
-CALLS = sorted({call for page in GUIDES for call in commands(page.read_text(encoding="utf-8"))})
-
-
-def test_the_calls_are_seen():
-    assert {call.split()[0] for call in CALLS} == {name.split()[0] for name in COMMANDS}
-    assert {"doctor", "launch --nproc_per_node=8"} <= set(CALLS)
-    assert commands("```bash\ntfparallel launch --x=1 -- \\\n  tfparallel train a.py\n```\n")
-    lines = "```bash\n$ tfparallel plan a.py  # first\nsrun -n 2 tfparallel train b.py > c\n```\n"
-    assert list(commands(lines)) == ["plan a.py", "train b.py"]
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_a_call_is_one(call, tmp_path, monkeypatch):
-    name, *arguments = shlex.split(call)
-    if "--on=ray" in arguments and importlib.util.find_spec("ray") is None:
-        pytest.skip("Ray is not installed: pip install 'tfparallel[ray]'")
-    if (of_two := f"{name} {arguments[0]}" if arguments else name) in COMMANDS:
-        name, arguments = of_two, arguments[1:]
-    monkeypatch.setenv("TFPARALLEL_JOB_TOKEN", "a-secret-of-the-tests")
-    monkeypatch.chdir(tmp_path)  # Files to write are looked for where the command runs.
-    words = []
-    for word in arguments:
-        if (word in PLACEHOLDERS or (TOP / word).is_file()) and name != "init":
-            word = str(tmp_path / "task.py")
-            pathlib.Path(word).touch()
-        words.append(word)
-    if name == "trace":
-        (tmp_path / words[0]).mkdir(parents=True)
-    if name == "launch":  # What stands behind "--" is looked at by itself.
-        words = [*(word for word in words if word.startswith("--")), "--", sys.executable]
-    checked(name, words)
 
 
 def messages():

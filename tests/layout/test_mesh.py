@@ -1,5 +1,9 @@
 """The axes of a job."""
 
+import dataclasses
+import inspect
+import pickle
+
 import pytest
 
 from tfparallel.layout.layout import Layout, LayoutError
@@ -18,6 +22,17 @@ def test_a_mesh_is_read_as_it_is_written(mesh):
 def test_what_is_no_mesh_is_refused(text):
     with pytest.raises(ValueError, match="such as data=2,pipeline=2. Received: "):
         Mesh.parse(text)
+
+
+def test_an_axis_of_another_name_is_told():
+    with pytest.raises(ValueError, match="Received: 'dp=2,x=3'. Here, dp is data.$"):
+        Mesh.parse("dp=2,x=3")
+    with pytest.raises(TypeError, match="Received: pp=2, rows=3. Here, pp is pipeline.$"):
+        Mesh(data=2, pp=2, rows=3)
+    with pytest.raises(ValueError, match="Received: data='2'. Drop the quotes"):
+        Mesh(data="2")
+    assert dataclasses.replace(Mesh(2), tensor=3) == pickle.loads(pickle.dumps(Mesh(2, 1, 3)))
+    assert list(inspect.signature(Mesh).parameters) == list(Coordinate._fields)
 
 
 def test_workers_have_devices_of_the_same_names():

@@ -176,6 +176,8 @@ def bench(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
     if not positional or positional[0] not in COLLECTIVES:
         match = nearest(positional[0].replace("-", "_"), COLLECTIVES) if positional else None
         fix = f"Did you mean {match}?" if match else "Example: tfparallel bench all_reduce"
+        if positional and positional[0].endswith(".py"):
+            fix += f" {positional[0]}"
         problems.append(
             f"The name of a collective is required: {', '.join(COLLECTIVES)}; or `train TASK.py`, "
             f"or `pipeline TASK.py`. Received: {list(positional)}. {fix}"

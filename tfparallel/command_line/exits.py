@@ -11,6 +11,8 @@ from tfparallel.cluster.worker_error import say_why
 
 __all__ = ["LostError", "StartError", "UsageError", "run_command"]
 
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
 
 class UsageError(Exception):
     """A usage error; its text is printed, and the exit code is 2."""
@@ -47,7 +49,7 @@ def run_command(name: str, run: Callable[[], int], input_errors: tuple[type, ...
         return 128 + signal.SIGPIPE
     except (UsageError, *input_errors) as error:
         cause = error.__cause__
-        if cause is not None and not isinstance(error, UsageError):
+        if cause is not None and not isinstance(error, UsageError) and not _is_ours(cause):
             traceback.print_exception(cause)
         say_why(f"tfparallel {name}: {error}")
         return 2
@@ -60,6 +62,12 @@ def run_command(name: str, run: Callable[[], int], input_errors: tuple[type, ...
         sys.stderr.flush()
         # Skip TensorFlow's shutdown, which waits seconds for the lost workers.
         os._exit(TRY_AGAIN)
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether this package raised an error: its text says all, and its frames say nothing more."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_code.co_filename.startswith(_PACKAGE)
 
 
 def _flushed(name, code):

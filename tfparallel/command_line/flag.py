@@ -22,7 +22,6 @@ class Flag:
         shown: The placeholder after "=" in `--help`, if not derived from kind and choices.
         if_absent: The choice that an absent flag means, if the default is None.
         also: Aliases.
-        elsewhere: Its names in other tools.
         choices_elsewhere: Names of its choices in other tools.
         least: The minimum.
         most: The maximum.
@@ -42,7 +41,6 @@ class Flag:
     shown: str | None = None
     if_absent: str | None = None
     also: tuple[str, ...] = ()
-    elsewhere: tuple[str, ...] = ()
     choices_elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)
     least: float | None = None
     most: float | None = None

@@ -8,8 +8,8 @@ from tfparallel.cluster.launcher_env import parse_nnodes
 from tfparallel.cluster.supervisor import GRACE_SECONDS
 from tfparallel.collectives import compression_name
 from tfparallel.collectives.compression_name import CompressionName
+from tfparallel.command_line import words_elsewhere as words
 from tfparallel.command_line.flag import Flag
-from tfparallel.command_line.words_elsewhere import PARALLELISMS, PRECISIONS, PROCESSES
 from tfparallel.diagnostics.faults import parse_fault
 from tfparallel.layout.layout import RECOMPUTES, SHARED_OUT
 from tfparallel.layout.mesh import Mesh
@@ -42,14 +42,13 @@ TABLE = {
                     "time",
                 "hybrid": "replicas of a model that itself spans several devices, see --mesh",
                 "auto": "the first choice of `tfparallel plan`, measured here",
-            }, elsewhere=("mode", "parallelism"), choices_elsewhere=PARALLELISMS),
+            }, choices_elsewhere=words.PARALLELISMS),
         Flag("parallel", "plan", "What to plan.", "auto",
             choices={
                 "auto": "every mesh of the devices, best first",
                 "model": "how many devices the model needs, and which layers go where",
                 "pipeline": "what each device does when, with micro-batches",
-            }, elsewhere=("mode", "parallelism"),
-            choices_elsewhere=dict.fromkeys(("data", "hybrid", "tensor"), "auto")),
+            }, choices_elsewhere=dict.fromkeys(("data", "hybrid", "tensor"), "auto")),
         Flag("parallel", "init", "The parallelism in the file's example commands; the file itself "
             "works with all.",
             choices={
@@ -68,11 +67,11 @@ TABLE = {
     ),
     "Devices": (
         Flag("num_devices", _IN_PARALLEL, "Number of devices; the CPU is split as needed.",
-            kind="whole", elsewhere=("gpus", "n", "num_gpus"), least=1),
+            kind="whole", least=1),
         Flag("num_devices", "plan", "Number of devices available.", 1, "whole",
-            elsewhere=("gpus", "n", "num_gpus"), least=1),
+            least=1),
         Flag("num_devices", "bench", "Ranks in one process; the CPU is split as needed.",
-            kind="whole", elsewhere=("gpus", "n", "num_gpus"), least=2),
+            kind="whole", least=2),
         Flag("num_devices", "bench pipeline", "Numbers of stages to measure; each stage is a "
             "process.", ["2"], "list"),
         Flag("devices", _IN_PARALLEL, "Devices by name, such as GPU:0,GPU:2.", kind="list",
@@ -84,15 +83,13 @@ TABLE = {
     ),
     "Workers": (
         Flag("nproc_per_node", "launch", "Workers on this host: a number; gpu, one per GPU; cpu, "
-            "one per core; auto, one per GPU if there is one, else one per core.", "1", "workers",
-            elsewhere=("gpus", "num_gpus", *PROCESSES)),
+            "one per core; auto, one per GPU if there is one, else one per core.", "1", "workers"),
         Flag("nproc_per_node", "bench", "Start this many processes, one rank each.", kind="whole",
-            elsewhere=PROCESSES, least=2),
+            least=2),
         Flag("nproc_per_node", "bench train", "Numbers of workers to measure, all on this host.",
-            ["1", "2"], "list", elsewhere=PROCESSES),
+            ["1", "2"], "list"),
         Flag("num_workers", _IN_PARALLEL, "Start this many workers on this host.", kind="whole",
-            elsewhere=("nproc_per_node", *PROCESSES[1:]), least=1,
-            only_with="parallel=data|model|pipeline|hybrid"),
+            least=1, only_with="parallel=data|model|pipeline|hybrid"),
         Flag("num_ps", "launch", "For --sync=async: number of parameter servers. They are started "
             "beside the workers, as is a chief, which runs the program and assigns its batches.",
             kind="whole", least=1),
@@ -101,7 +98,7 @@ TABLE = {
                 "auto": "all workers, if this process is one of several; else its devices",
                 "mirrored": "the devices of this process",
                 "multi_worker": "all workers of the job",
-            }, only_with="parallel=data"),
+            }, choices_elsewhere=words.STRATEGIES, only_with="parallel=data"),
         Flag("allow_independent_workers", _IN_PARALLEL, "Let each worker of a job train its own "
             "model.", False, "switch"),
         Flag("independent", "launch", "Let each worker train a model alone.", False, "switch"),
@@ -134,13 +131,12 @@ TABLE = {
             "node must see before the workers start.", read=parse_storage_path, shown="PATH",
             only_with="on=ray"),
         Flag("nnodes", "launch", "Number of hosts of the job, which share a secret, "
-            "TFPARALLEL_JOB_TOKEN.", "1", read=parse_nnodes, shown="N",
-            elsewhere=("hosts", "nodes", "num_nodes")),
+            "TFPARALLEL_JOB_TOKEN.", "1", read=parse_nnodes, shown="N"),
         Flag("node_rank", "launch", "This host's index, from 0; with --nnodes. Default: the index "
             "set by Slurm (SLURM_NODEID) or by an indexed Job of Kubernetes "
             "(JOB_COMPLETION_INDEX).", kind="whole"),
         Flag("rdzv_endpoint", "launch", "host:port on node 0, the same on every host; with "
-            "--nnodes.", shown="HOST:PORT", elsewhere=("master_addr", "master_port")),
+            "--nnodes.", shown="HOST:PORT"),
         Flag("local_addr", "launch", "The address at which other hosts reach this one; with "
             "--nnodes. Default: the source address of its connections. Node 0 listens on it.",
             shown="ADDRESS"),
@@ -155,8 +151,7 @@ TABLE = {
             "afterwards.", False, "switch"),
         Flag("grace_seconds", "launch", "Seconds between a signal to stop the workers and SIGKILL; "
             "at most one second if another worker failed.", GRACE_SECONDS, "real", least=0),
-        Flag("log_dir", "launch", "Write each worker's full output to this folder.", shown="DIR",
-            elsewhere=("output_dir",)),
+        Flag("log_dir", "launch", "Write each worker's full output to this folder.", shown="DIR"),
     ),
     "Training": (
         Flag("prove", "check", "Do not train: prove from the model's operations that it treats "
@@ -165,14 +160,14 @@ TABLE = {
         Flag("epochs", "train", "Number of passes over the data. Default: EPOCHS in the task file, "
             "or else 1.", kind="whole", least=1),
         Flag("steps_per_epoch", "train", "Batches per epoch. Default: one pass over the data.",
-            kind="whole", elsewhere=("steps",), least=1),
+            kind="whole", least=1),
         Flag("steps", "check", "Number of training steps.", 20, "whole", least=1),
         Flag("steps", "bench pipeline", "Timed steps per configuration.", 20, "whole", least=1),
         Flag("steps", "bench pipeline_job", "Timed steps.", 20, "whole", least=1),
         Flag("steps", "bench train", "Steps per run.", 100, "whole", least=10),
         Flag("global_batch_size", f"{_IN_PARALLEL}, plan, bench pipeline, bench train", "Examples "
             "per step, over all devices.", 64, "whole",
-            elsewhere=("batch_size", "per_device_batch_size"), least=1),
+            least=1),
         Flag("seed", _IN_PARALLEL, "Fixes the initial weights and the order of the data.", 0,
             "whole", least=0, most=2**32 - 1),
         Flag("callbacks", "train", "Whether to use the Keras callbacks that callbacks() in the "
@@ -189,7 +184,7 @@ TABLE = {
                 "float64": "everything in 64 bits; the most sensitive setting for `check`",
                 "mixed_float16": "compute in 16 bits, weights in 32, with loss scaling",
                 "mixed_bfloat16": "compute in 16 bits with the range of float32, weights in 32",
-            }, also=("dtype",), choices_elsewhere=PRECISIONS),
+            }, also=("dtype",), choices_elsewhere=words.PRECISIONS),
         Flag("jit_compile", "train, check", "Whether XLA compiles each device's computation. "
             "Default: as in the task file's `compile`. Not with --sync=async.", kind="switch"),
     ),
@@ -214,7 +209,8 @@ TABLE = {
             shown="WHEN", read=Synchronization.parse),
         Flag("shard", _IN_PARALLEL, "What to shard over the replicas: optimizer state, or also the "
             "weights and all gradients. For data also: gradients accumulated by "
-            "--sync=accumulate:N.", choices=list(SHARED_OUT), only_with="parallel=data|hybrid"),
+            "--sync=accumulate:N.", choices=list(SHARED_OUT), choices_elsewhere=words.SHARDS,
+            only_with="parallel=data|hybrid"),
     ),
     "Stages and micro-batches": (
         Flag("num_micro_batches", f"{_IN_PARALLEL}, plan", "For pipeline: micro-batches per batch "
@@ -265,7 +261,8 @@ TABLE = {
     ),
     "Task file": (
         Flag("kind", "init", "What the model predicts.",
-            choices={name: kind.predicts for name, kind in KINDS.items()}),
+            choices={name: kind.predicts for name, kind in KINDS.items()},
+            choices_elsewhere=words.PREDICTED),
         Flag("data", "init", "sample, or a file: .npz with arrays x and y, .csv with a header "
             "line, .txt for text. Default: sample.", shown="sample|FILE"),
         Flag("target", "init", "For .csv: the column to predict. Default: the last; for series, "
@@ -290,7 +287,8 @@ TABLE = {
     ),
     "Measurements": (
         Flag("algorithms", "bench", "Algorithms to measure, by name.", ["all"], "list"),
-        Flag("dtype", "bench", "Type of the elements.", "float32", choices=tuple(ITEM_BYTES)),
+        Flag("dtype", "bench", "Type of the elements.", "float32", choices=tuple(ITEM_BYTES),
+            choices_elsewhere=words.DTYPES),
         Flag("min_bytes", "bench, plan all_reduce", "The smallest size; K, M and G are powers of "
             "1024.", "4K", shown="SIZE"),
         Flag("max_bytes", "bench", "The largest size.", "16M", shown="SIZE"),
@@ -319,9 +317,9 @@ TABLE = {
     ),
     "Output files": (
         Flag("save", "train", "Save the model to this file (.keras).", shown="FILE.keras",
-            elsewhere=("output",), ending=".keras"),
+            ending=".keras"),
         Flag("checkpoint_dir", "train", "Save a checkpoint to this folder after each epoch, and "
-            "resume from it.", shown="DIR", elsewhere=("output_dir",)),
+            "resume from it.", shown="DIR"),
         Flag("checkpoint_dir", "doctor", "Where checkpoints will be saved. Default: the current "
             "folder.", shown="DIR"),
         Flag("checkpoint_every_steps", "train", "Also save a checkpoint every N steps; with "
@@ -330,9 +328,9 @@ TABLE = {
             "`tensorboard --logdir=DIR`.", shown="DIR",
             needs_package=("tensorboard", "tensorboard")),
         Flag("report", f"{_IN_PARALLEL}, plan, plan all_reduce, doctor", "Write a report to this "
-            "file (.json).", shown="FILE.json", elsewhere=("output",), ending=".json"),
+            "file (.json).", shown="FILE.json", ending=".json"),
         Flag("report", "bench, bench pipeline, bench train", "Write all figures to this file "
-            "(.json).", shown="FILE.json", also=("json",), elsewhere=("output",), ending=".json"),
+            "(.json).", shown="FILE.json", also=("json",), ending=".json"),
         Flag("csv", "bench", "Write the rows to this file (.csv).", shown="FILE.csv",
             ending=".csv"),
         Flag("plot", "check", "Plot the difference and the rounding floor at each step (.png).",
@@ -363,7 +361,7 @@ TABLE = {
                 "kubernetes": "a Service and an indexed Job for kubectl",
                 "jobset": "a JobSet for kubectl",
                 "trainjob": "a TrainingRuntime and a TrainJob of Kubeflow Trainer, for kubectl",
-            }),
+            }, choices_elsewhere=words.EMITTED),
         Flag("job_name", "launch", "The job's name, the same on all its hosts; hosts of another "
             "job are rejected. Default: the program's name.", shown="NAME"),
         Flag("gpus_per_node", "launch", "With --emit: GPUs per host.", 0, "whole",

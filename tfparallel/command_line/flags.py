@@ -1,11 +1,14 @@
 """Defines and parses absl flags from the rows of the table, and reports usage errors."""
 
+import contextlib
 import difflib
+import functools
 import importlib.util
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import flags
@@ -17,6 +20,8 @@ from tfparallel.command_line.exclusions import EXCLUDES
 from tfparallel.command_line.exits import UsageError
 from tfparallel.command_line.flag import Flag
 from tfparallel.command_line.flag_table import TABLE, flags_of
+from tfparallel.command_line.help import placeholder
+from tfparallel.command_line.words_elsewhere import FLAGS, NEEDLESS
 
 __all__ = ["defined", "flag_problems", "nearest", "parsed", "resolved", "value_of"]
 
@@ -61,7 +66,17 @@ _DEFINE = {
 
 # Settings that belong in the task file rather than in flags.
 _IN_TASK = dict.fromkeys(("loss", "metrics", "optimizer"), "in `compile_model(model)`")
-_IN_TASK |= dict.fromkeys(("learning_rate", "lr"), "the optimizer, in `compile_model(model)`")
+_IN_TASK |= dict.fromkeys(
+    ("learning_rate", "lr", "momentum", "weight_decay"), "the optimizer, in `compile_model(model)`"
+)
+_IN_TASK |= dict.fromkeys(
+    ("data", "data_dir", "dataset", "shuffle", "validation_split"), "in `load_data()`"
+)
+_IN_TASK |= dict.fromkeys(("model", "dropout", "num_layers"), "in `build_model()`")
+_IN_TASK |= dict.fromkeys(("early_stopping", "patience"), "in `callbacks()`")
+
+# How other tools make a choice a flag: --use_gpu, --tensor_parallel_size.
+_AROUND_CHOICE = re.compile("^(use|enable)_|_?(parallel_size|parallelism|parallel|size)$")
 
 # A flag's text is parsed the same way in every command.
 _READERS = {row.name: row.read for rows in TABLE.values() for row in rows if row.read is not None}
@@ -100,7 +115,9 @@ def parsed(command: str, values: flags.FlagValues, arguments: Sequence[str]) -> 
     except flags.Error as error:
         name = str(error).removeprefix("Missing value for flag ")
         if name != str(error):
-            raise UsageError(f"{name} needs a value. Received: none. Use {name}=…") from error
+            row = flags_of(command)[name.lstrip("-")]
+            shown = "|".join(row.choices) if row.choices else placeholder(row)
+            raise UsageError(f"{name} needs a value. Received: none. Use {name}={shown}") from error
         raise UsageError(str(error)) from error
     for name, flag in flags_of(command).items():
         typed = {text.partition("=")[0] for text in spelled}
@@ -133,10 +150,14 @@ def _value_error(command, message):
         row = flags_of(command)[name]
         required = f"one of {', '.join(row.choices)}"
         typed = value.lower().replace("-", "_")
-        if typed in row.choices_elsewhere:
+        if name == "parallel" and "," in typed:
+            fix = " For several at once, use --parallel=hybrid --mesh=data=2,pipeline=2."
+        elif typed in row.choices_elsewhere:
             fix = f" The value here is --{name}={row.choices_elsewhere[typed]}."
-        elif alike := nearest(typed, row.choices):
+        elif alike := nearest(_AROUND_CHOICE.sub("", typed), row.choices):
             fix = f" Did you mean --{name}={alike}?"
+    if value == "=":
+        fix = f" Type --{name}=VALUE, without spaces."
     if required is None:
         return message
     return f"--{name} must be {required}. Received: --{name}={value}.{fix}"
@@ -156,23 +177,50 @@ def nearest(typed: str, words: Iterable[str]) -> str | None:
     return next(iter([*alike, *whole, *parts]), None)
 
 
-def _is_any(typed: str, words: Iterable[str]) -> bool:
-    """Whether it is one of some words, ignoring underscores."""
-    return typed.replace("_", "") in [word.replace("_", "") for word in words]
+def _equivalents(name: str, rows: Mapping[str, Flag]) -> list[str]:
+    """Returns the flags, or a flag and its value, that a name of another tool means here."""
+    whole = {typed.replace("_", ""): texts for typed, texts in FLAGS.items()}
+    groups = whole.get(name.replace("_", ""), "").split(", ")
+    found = []
+    for group in groups:
+        here = [text for text in group.split("|") if text.partition("=")[0] in rows]
+        found += [f"--{text}" for text in here[:1]]
+    if found or name in _IN_TASK:
+        return found
+    for word in (name, _AROUND_CHOICE.sub("", name)):
+        for row in rows.values():
+            if word in row.choices_elsewhere:
+                return [f"--{row.name}={row.choices_elsewhere[word]}"]
+            if word in (row.choices or ()):
+                return [f"--{row.name}={word}"]
+    return []
+
+
+def _of_launcher(name: str) -> str | None:
+    """Returns the flag of `launch` that has a name, there or in another tool."""
+    rows = flags_of("launch")
+    return f"--{name}" if name in rows else next(iter(_equivalents(name, rows)), None)
 
 
 def _unknown(command, typed):
     """Returns the error for an unknown flag, with a suggestion."""
-    name = typed.lstrip("-").replace("-", "_")
+    name = typed.lstrip("-").replace("-", "_").lower()
     rows = flags_of(command)
-    equivalents = [f"--{each.name}" for each in rows.values() if _is_any(name, each.elsewhere)]
+    is_on_task = COMMANDS[command].is_on_task
+    equivalents = _equivalents(name, rows)
     others = [other for other in COMMANDS if " " not in other and name in flags_of(other)]
     if equivalents:
         fix = f"The flag here is {' or '.join(equivalents)}."
-    elif name in _IN_TASK and COMMANDS[command].is_on_task:
+    elif name in _IN_TASK and is_on_task:
         fix = f"It is set in the task file: {_IN_TASK[name]}."
+    elif is_on_task and (launch := _of_launcher(name)) is not None:
+        fix = f"It is for the launcher: `tfparallel launch {launch}=… -- tfparallel {command} …`."
     elif match := nearest(name, [word for row in rows.values() for word in (row.name, *row.also)]):
         fix = f"Did you mean --{match}?"
+    elif name in NEEDLESS:
+        fix = "Nothing here needs it: drop it."
+    elif name == "version":
+        fix = "`tfparallel --version` shows the versions."
     else:
         fix = f"It is a flag of `{'`, `'.join(others)}`. " if others else ""
         fix += f"`tfparallel {command} --help` shows the flags."
@@ -223,9 +271,13 @@ def _value_problems(row: Flag, values) -> Iterator[str]:
             yield f"--{row.name} must be {required}. {received}"
     if row.read is not None:
         try:
-            row.read(value)
+            _read(row.name, value)
         except ValueError as error:
-            yield f"--{row.name}: {error}"
+            plain, fix = str(value).lower().replace("-", "_"), ""
+            with contextlib.suppress(ValueError):  # Only the spelling may be wrong.
+                _read(row.name, plain)
+                fix = f" Did you mean --{row.name}={plain}?"
+            yield f"--{row.name}: {error}{fix}"
     if row.ending is not None:
         yield from _path_problems(row, value, received)
     if row.needs_package is not None:
@@ -247,8 +299,15 @@ def _path_problems(row: Flag, path: str, received: str) -> Iterator[str]:
     elif not os.path.isdir(parent):
         create = f"Create it: mkdir -p {os.path.dirname(path)}"
         yield f"The output folder does not exist. {received} {create}"
-    elif not os.access(parent, os.W_OK):
-        yield f"The output folder is not writable. {received}"
+    elif os.path.exists(path) and not os.access(path, os.W_OK):
+        yield f"The file exists and is not writable. {received}"
+    else:
+        try:
+            # To root, `os.access` promises what some file systems refuse.
+            with tempfile.TemporaryFile(dir=parent):
+                pass
+        except OSError as error:
+            yield f"The output folder is not writable ({error.strerror}). {received}"
 
 
 def _requirement_problems(row: Flag, values) -> Iterator[str]:
@@ -290,10 +349,15 @@ def _as_typed(values, name: str) -> str:
     return f"--{name}={getattr(value, 'text', value)}"
 
 
+@functools.cache  # The check at the door and the command's body read the same text.
+def _read(name: str, text: str) -> Any:
+    return _READERS[name](text)
+
+
 def value_of(values: flags.FlagValues, name: str) -> Any:
-    """Returns the parsed value of a flag."""
-    value, read = values[name].value, _READERS.get(name)
-    return value if value is None or read is None else read(value)
+    """Returns the parsed value of a flag whose row has a reader; None for None."""
+    value = values[name].value
+    return None if value is None else _read(name, value)
 
 
 def resolved(values: flags.FlagValues) -> dict[str, Any]:

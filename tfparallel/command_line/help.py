@@ -8,7 +8,7 @@ from tfparallel.command_line.command_table import COMMANDS
 from tfparallel.command_line.flag import Flag
 from tfparallel.command_line.flag_table import TABLE
 
-__all__ = ["help_text"]
+__all__ = ["help_text", "placeholder"]
 
 _WIDEST = 100
 _COLUMN = 28  # Where a flag's text begins.
@@ -65,10 +65,11 @@ def _flag_lines(row: Flag, width) -> Iterator[str]:
 def _head(row: Flag) -> str:
     if row.kind == "switch":
         return f"--[no]{row.name}" if row.default is not False else f"--{row.name}"
-    return f"--{row.name}={_placeholder(row)}"
+    return f"--{row.name}={placeholder(row)}"
 
 
-def _placeholder(row: Flag) -> str:
+def placeholder(row: Flag) -> str:
+    """Returns what stands for a flag's value in `--help`."""
     if row.shown is not None:
         return row.shown
     if row.choices is not None:

@@ -7,7 +7,7 @@ from absl import flags
 
 from tfparallel.command_line.flags import resolved, value_of
 from tfparallel.layout.mesh import Mesh
-from tfparallel.replication.sync_option import Synchronization
+from tfparallel.replication.sync_option import EVERY_STEP, Synchronization
 
 __all__ = ["TrainOptions"]
 
@@ -27,7 +27,7 @@ class TrainOptions:
         seed: Fixes the initial weights and the order of the data.
         precision, jit_compile: The dtype policy, and whether to use XLA; None as in the task.
         all_reduce, calibrate, bucket_bytes, compression, shard: Gradient reduction and updates.
-        sync: When the weights are updated.
+        sync, policy: When the weights are updated, as text for a builder and parsed.
         num_micro_batches, schedule, chunks_per_device, recompute, batch_normalization: The
             pipeline; None if not given.
         balance: The quantity by which stages are balanced; None if not given.
@@ -56,6 +56,7 @@ class TrainOptions:
     compression: str | None = None
     shard: str | None = None
     sync: str = "every_step"
+    policy: Synchronization = EVERY_STEP
     num_micro_batches: int | None = None
     schedule: str | None = None
     chunks_per_device: int | None = None
@@ -78,6 +79,8 @@ class TrainOptions:
         for name in ("mesh", "bucket_bytes", "device_memory"):
             if name in values:
                 arguments[name] = value_of(values, name)
+        if "sync" in values:
+            arguments["policy"] = value_of(values, "sync")
         if arguments.get("devices") is not None:
             arguments["devices"] = tuple(arguments["devices"])
         return cls(**{name: value for name, value in arguments.items() if value is not None})
@@ -90,11 +93,6 @@ class TrainOptions:
             if chosen != getattr(original, field.name):
                 configuration[field.name] = str(chosen) if isinstance(chosen, Mesh) else chosen
         return {name: value for name, value in configuration.items() if value is not None}
-
-    @property
-    def policy(self) -> Synchronization:
-        """The synchronization policy, parsed from `sync`."""
-        return Synchronization.parse(self.sync)
 
     @property
     def num_pieces(self) -> int:

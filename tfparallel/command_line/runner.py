@@ -6,6 +6,7 @@ TensorFlow takes seconds to load: help and usage errors come first.
 import importlib
 import os
 import pkgutil
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from tfparallel.command_line.exits import StartError, UsageError, run_command
 from tfparallel.command_line.flag_table import flags_of
 from tfparallel.command_line.flags import defined, flag_problems, parsed
 from tfparallel.command_line.help import help_text
-from tfparallel.task import TaskError
+from tfparallel.task import TaskError, path_problems
 
 __all__ = ["TFPARALLEL", "checked", "run", "run_job"]
 
@@ -41,7 +42,8 @@ def run(name: str, arguments: Sequence[str]) -> int:
 
 def _run(name: str, command: Command, arguments: Sequence[str]) -> int:
     end = arguments.index("--") if command.runs_program and "--" in arguments else len(arguments)
-    if any(argument in ("-h", "-help", "--help") for argument in arguments[:end]):
+    wants_help = list(arguments) == ["help"] and not os.path.exists("help")
+    if wants_help or any(word in ("-h", "-help", "--help") for word in arguments[:end]):
         print(help_text(name))
         return 0
     values, positional = checked(name, arguments)
@@ -75,9 +77,10 @@ def checked(name: str, arguments: Sequence[str]) -> tuple[flags.FlagValues, list
         end = arguments.index("--") if "--" in arguments else len(arguments)
         before, positional = parsed(name, values, arguments[:end]), list(arguments[end + 1 :])
         if before:
+            program = shlex.join(["python"] * before[0].endswith(".py") + before)
             raise UsageError(
                 "The workers' command must follow `--`. "
-                f"Received: {before} before it. Example: {command.example}"
+                f"Received: {before} before it. Type `tfparallel {name} … -- {program}`."
             )
     else:
         positional = parsed(name, values, arguments)
@@ -94,24 +97,28 @@ def _positional_problems(name: str, command: Command, positional: list[str]) -> 
     """Returns the problems of positional arguments that the command's usage determines."""
     if command.is_on_task:
         if len(positional) != 1:
-            bare = [word for word in positional if word.partition("=")[0] in flags_of(name)]
-            fix = f"Did you mean --{bare[0]}?" if bare else f"Example: {command.example}"
+            fix = _fix_of_words(name, positional) or f"Example: {command.example}"
             return [f"One task file is required. Received: {positional}. {fix}"]
-        (path,) = positional
-        if os.path.isdir(path):
-            files = sorted(each for each in os.listdir(path) if each.endswith(".py"))
-            fix = f"Choose a file in it, such as {os.path.join(path, files[0])}." if files else ""
-            return [f"A task file is required. Received: a folder, {path!r}. {fix}".rstrip()]
-        if not os.path.exists(path):
-            is_short = os.path.exists(f"{path}.py")
-            fix = f"Did you mean {path}.py?" if is_short else "Check the path."
-            return [f"The task file does not exist. Received: {path!r} (in {os.getcwd()}). {fix}"]
+        return path_problems(positional[0])
     if command.arguments == "[--flags]" and positional:
         return [
             f"tfparallel {name} takes only flags. Received: {positional}. Example: "
             f"{command.example}"
         ]
     return []
+
+
+def _fix_of_words(name: str, words: Sequence[str]) -> str | None:
+    """Returns how to fix words beside the task file, if they look like parts of flags."""
+    dashes = [word for word in words if word[0] in "\u2010\u2011\u2012\u2013\u2014\u2212"]
+    bare = [word for word in words if word.partition("=")[0] in flags_of(name)]
+    if dashes:  # As documents and chats write two hyphens.
+        return f"A flag begins with two hyphens: --{dashes[0].lstrip(dashes[0][0])}."
+    if bare:
+        return f"Did you mean --{bare[0]}?"
+    if len(words) > 1 and os.path.isfile(words[0]) and not os.path.exists(words[1]):
+        return "A flag's value has no spaces, or stands in quotes."
+    return None
 
 
 def _run_as_workers(

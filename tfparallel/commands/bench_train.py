@@ -13,8 +13,8 @@ from absl import flags
 
 from tfparallel.cluster.environment import available_cores
 from tfparallel.command_line.exits import StartError
+from tfparallel.command_line.flags import value_of
 from tfparallel.command_line.runner import TFPARALLEL, run_job
-from tfparallel.diagnostics.faults import parse_fault
 from tfparallel.diagnostics.report import write_report
 from tfparallel.flight.diagnosis import verdict
 from tfparallel.flight.job import Split
@@ -107,7 +107,8 @@ def _run(path, values, num_workers, global_batch_size, max_workers) -> Scaling:
         train += [f"--global_batch_size={global_batch_size}"]
         if values.all_reduce is not None and num_workers > 1:
             train.append(f"--all_reduce={values.all_reduce}")
-        if values.inject is not None and parse_fault(values.inject).worker < num_workers > 1:
+        fault = value_of(values, "inject")
+        if fault is not None and fault.worker < num_workers > 1:
             train.append(f"--inject={values.inject}")
         names = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
         environment = dict.fromkeys(names, threads)

@@ -92,7 +92,7 @@ def _check(path: str, values: flags.FlagValues) -> int:
     with Activity("building the model", is_shown=parallelism.is_chief) as activity:
         report = check_parity(
             build_single,
-            compiling(task.compile_model, values.jit_compile),
+            compiling(task, values.jit_compile, [batches[0][0]]),
             batches,
             make_parallel_model=build,
             seed=values.seed,

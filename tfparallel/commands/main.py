@@ -28,6 +28,12 @@ _TOPICS = {
     },
 }
 _COMMANDS = {name: job for topic in _TOPICS.values() for name, job in topic.items()}
+# Names that other tools use.
+_ELSEWHERE = {
+    **dict.fromkeys(("run", "fit", "start"), "train"), "new": "init", "create": "init",
+    **dict.fromkeys(("verify", "test", "compare"), "check"), "benchmark": "bench",
+    **dict.fromkeys(("torchrun", "mpirun", "horovodrun", "spawn"), "launch"), "info": "doctor",
+}  # fmt: skip
 _OF_TWO_WORDS = ("bench pipeline", "bench pipeline_job", "bench train", "plan all_reduce")
 
 _USAGE = """\
@@ -91,16 +97,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage(), file=sys.stderr)
         return 2
     name, *rest = arguments
-    if name not in _COMMANDS:
-        alike = difflib.get_close_matches(name, _COMMANDS, n=1)
-        fix = f"Did you mean `tfparallel {alike[0]}`?" if alike else f"\n{usage()}"
-        print(
-            f"tfparallel: unknown command; it must be one of {', '.join(_COMMANDS)}. Received: "
-            f"{name!r}. {fix}",
-            file=sys.stderr,
-        )
+    two_words = f"{name} {rest[0]}" if rest else name
+    if (problem := _unknown(arguments) or _misspelt(two_words)) is not None:
+        print(f"tfparallel: {problem}", file=sys.stderr)
         return 2
-    if (two_words := f"{name} {rest[0]}" if rest else name) in _OF_TWO_WORDS:
+    if two_words in _OF_TWO_WORDS:
         name, rest = two_words, rest[1:]
     # The general `--help` does not need the modules behind the table of flags.
     return importlib.import_module("tfparallel.command_line.runner").run(name, rest)
+
+
+def _unknown(arguments: Sequence[str]) -> str | None:
+    """Returns the problem of a first word that is no command."""
+    name = arguments[0]
+    if name in _COMMANDS:
+        return None
+    alike = difflib.get_close_matches(name.lower(), _COMMANDS, n=1)
+    later = [word for word in arguments if word in _COMMANDS]
+    if name.endswith(".py"):
+        alike = [f"train {name}"]
+    elif name in _ELSEWHERE:
+        alike = [_ELSEWHERE[name]]
+    fix = "`tfparallel --help` explains them."
+    if alike:
+        fix = f"Did you mean `tfparallel {alike[0]}`?"
+    if name.startswith("-") and later:
+        fix = f"Flags come after the command: `tfparallel {later[0]} …`."
+    names = ", ".join(_COMMANDS)
+    return f"unknown command; it must be one of {names}. Received: {name!r}. {fix}"
+
+
+def _misspelt(two_words: str) -> str | None:
+    """Returns the problem of a command of two words whose second is misspelt."""
+    alike = difflib.get_close_matches(two_words, _OF_TWO_WORDS, n=1, cutoff=0.85)
+    if not alike or two_words == alike[0] or two_words.endswith(".py"):
+        return None
+    return f"unknown command. Received: {two_words!r}. Did you mean `tfparallel {alike[0]}`?"

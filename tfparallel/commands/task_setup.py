@@ -21,7 +21,7 @@ from tfparallel.planning.planner import Plan, make_plan
 from tfparallel.planning.trials import after_trials, batch_of
 from tfparallel.problems import PlacementError
 from tfparallel.seams.compiled import compile_arguments
-from tfparallel.task import Task, load_task
+from tfparallel.task import Task, TaskError, load_task
 from tfparallel.texts import counted, size_text
 
 __all__ = [
@@ -52,23 +52,48 @@ def use_precision(precision: str | None) -> None:
 
 
 def compiling(
-    compile_model: Callable[[keras.Model], None], jit_compile: bool | None
+    task: Task, jit_compile: bool | None, inputs: Sequence[Any] = ()
 ) -> Callable[[keras.Model], None]:
     """Returns a function that compiles a task's model, and applies `--jit_compile`.
 
     Args:
-        compile_model: The task's function.
+        task: The task.
         jit_compile: The value of `--jit_compile`; None keeps the task's choice.
+        inputs: Batches of inputs, or their specs; the function raises a `TaskError` if the model
+            cannot take them.
     """
 
     def compile_with_flag(model: keras.Model) -> None:
-        compile_model(model)
+        for batch in inputs:
+            _check_input(task, model, batch)
+        task.compile_model(model)
         if jit_compile is not None:
             model.jit_compile = jit_compile
             if (saved := compile_arguments(model)) is not None:
                 saved["jit_compile"] = model.jit_compile
 
     return compile_with_flag
+
+
+def _check_input(task: Task, model: keras.Model, batch: Any) -> None:
+    """Raises if a model's only input has another number of dimensions than the data."""
+    inputs = getattr(model, "inputs", None)
+    if not isinstance(inputs, list) or len(inputs) != 1 or not hasattr(batch, "shape"):
+        return
+    if getattr(batch.shape, "rank", 0) is None:  # Unknown before the first batch.
+        return
+    expected, received = tuple(inputs[0].shape), tuple(batch.shape)
+    longer, shorter = sorted((expected, received), key=len, reverse=True)
+    # Keras adds or drops a last dimension of size 1.
+    if len(longer) == len(shorter) or (len(longer) == len(shorter) + 1 and longer[-1] == 1):
+        return
+    fix = ""
+    if len(received) > len(expected):
+        fix = " Batches are made by --global_batch_size: drop `.batch(...)` from a tf.data.Dataset."
+    raise TaskError(
+        f"The data must have examples of the shape that the model takes, {expected[1:]}. Received: "
+        f"examples of shape {received[1:]} from load_data() in {task.path}.{fix}"
+    )
 
 
 def start_chosen_parallelism(
@@ -234,7 +259,7 @@ def trial_builder(
         devices: The devices of the plan.
         options: The flags.
     """
-    compile_model = compiling(task.compile_model, options.jit_compile)
+    compile_model = compiling(task, options.jit_compile)
 
     def build(candidate: Candidate) -> keras.Model:
         mesh, cut = candidate.mesh, {}

@@ -26,6 +26,7 @@ from tfparallel.checkpoint.stored import CheckpointError, ForeignCheckpointError
 from tfparallel.collectives.lost_worker import WorkerLostError
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.command_line.exits import LostError, UsageError
+from tfparallel.command_line.flags import value_of
 from tfparallel.command_line.options import TrainOptions
 from tfparallel.commands.parallelism import Parallelism
 from tfparallel.commands.task_setup import compiling, start_chosen_parallelism, use_precision
@@ -101,7 +102,9 @@ def _train(path, values, options: TrainOptions) -> tuple[dict[str, Any], bool]:
     # Again: the initial weights must not depend on load_data's random numbers.
     keras.utils.set_random_seed(values.seed)
     model = parallelism.build(task.build_model)
-    compiling(task.compile_model, values.jit_compile)(model)
+    datasets = [batches.dataset] if validation is None else [batches.dataset, validation]
+    inputs = [dataset.element_spec[0] for dataset in datasets]
+    compiling(task, values.jit_compile, inputs)(model)
     parallelism.say(
         f"{task.name} ({model.name}): {parallelism.as_built(model)}, "
         f"global batch {values.global_batch_size}, seed {values.seed}, "
@@ -127,7 +130,7 @@ def _train(path, values, options: TrainOptions) -> tuple[dict[str, Any], bool]:
         )
         callbacks.append(checkpoint)
     if values.inject is not None:
-        callbacks.append(Inject(values.inject, values.checkpoint_dir))
+        callbacks.append(Inject(value_of(values, "inject"), values.checkpoint_dir))
     preemption: contextlib.AbstractContextManager = contextlib.nullcontext()
     if checkpoint is not None:
         preemption = Preemption(checkpoint)

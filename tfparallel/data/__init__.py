@@ -28,7 +28,9 @@ __all__ = sorted(_FACE)
 def __getattr__(name):
     # Lazy, so that the order and the partition can be imported without TensorFlow.
     if name not in _FACE:
-        raise AttributeError(f"Module 'tfparallel.data' has no attribute {name!r}.")
+        raise AttributeError(
+            f"Module 'tfparallel.data' has no attribute {name!r}. It offers: {', '.join(__all__)}."
+        )
     return getattr(importlib.import_module(_FACE[name]), name)
 
 

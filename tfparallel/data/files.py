@@ -31,7 +31,8 @@ class _Files(Source):
                 ", or `sorted(glob.glob('train-*'))`."
             )
         self.paths = [os.fspath(path) for path in paths]
-        missing = [path for path in self.paths if not tf.io.gfile.exists(path)]
+        gfile = tf.io.gfile
+        missing = [path for path in self.paths if not gfile.exists(path) or gfile.isdir(path)]
         if not self.paths or missing:
             raise ValueError(
                 f"{type(self).__name__} needs the paths of existing files. Received: "

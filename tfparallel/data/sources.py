@@ -98,10 +98,12 @@ class Arrays(Source):
         shapes = [tuple(tensor.shape) for tensor in tf.nest.flatten(self.tensors)]
         sizes = {shape[0] if shape else None for shape in shapes}
         if len(sizes) != 1 or not all(sizes):
+            fix = "Check how the data is loaded and filtered."
+            if None in sizes:
+                fix = "Make arrays of lists: numpy.asarray(x)."
             raise ValueError(
                 "All arrays of the data must have the same number of examples (their first axis), "
-                f"at least one. Received: arrays of shapes {', '.join(map(str, shapes))}. Check "
-                "how the data is loaded and filtered."
+                f"at least one. Received: arrays of shapes {', '.join(map(str, shapes))}. {fix}"
             )
         self.num_indices = int(sizes.pop())
 

@@ -131,7 +131,8 @@ class Trial:
         with _computing_in_float32() if in_float32 else contextlib.nullcontext():
             model = make_model(lambda: self.build(draws=draws))
         if not model.built:
-            model(batches[0][0])
+            with model.distribute_strategy.scope():
+                model(batches[0][0])
         self._set_initial_weights(model)
         if moved_by:
             model.set_weights(_nudged_weights(model, moved_by, self._seed))

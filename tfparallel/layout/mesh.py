@@ -15,11 +15,15 @@ different layers; parts along `tensor` hold different elements of the same weigh
 """
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 __all__ = ["Coordinate", "Mesh"]
+
+_AXES_ELSEWHERE = {"dp": "data", "batch": "data", "pp": "pipeline", "stage": "pipeline"}
+_AXES_ELSEWHERE |= {"tp": "tensor", "model": "tensor", "sp": "sequence", "cp": "sequence"}
 
 
 class Coordinate(NamedTuple):
@@ -63,9 +67,11 @@ class Mesh:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1
         }
         if wrong:
+            is_text = any(isinstance(size, str) for size in wrong.values())
+            fix = " Drop the quotes, or use `Mesh.parse`, which reads text." if is_text else ""
             raise ValueError(
                 "Each mesh axis must have a whole number of devices, at least 1. Received: "
-                f"{', '.join(f'{axis}={size!r}' for axis, size in wrong.items())}."
+                f"{', '.join(f'{axis}={size!r}' for axis, size in wrong.items())}.{fix}"
             )
         if self.tensor > 1 and self.sequence > 1:
             raise ValueError(
@@ -86,12 +92,12 @@ class Mesh:
         """
         pairs = [pair.partition("=") for pair in text.split(",")]
         names = [name.strip() for name, _, _ in pairs]
-        axes = [field.name for field in dataclasses.fields(cls)]
-        is_right = set(names) <= set(axes) and len(set(names)) == len(names)
+        is_right = set(names) <= set(Coordinate._fields) and len(set(names)) == len(names)
         if not is_right or not all(size.strip().isdecimal() for _, _, size in pairs):
             raise ValueError(
-                f"A mesh must name some of the axes {', '.join(axes)}, each once, with its number "
-                f"of devices, such as data=2,pipeline=2. Received: {text!r}."
+                f"A mesh must name some of the axes {', '.join(Coordinate._fields)}, each once, "
+                f"with its number of devices, such as data=2,pipeline=2. Received: {text!r}."
+                f"{_renamed(names)}"
             )
         return cls(**{name: int(size) for name, (_, _, size) in zip(names, pairs, strict=True)})
 
@@ -118,3 +124,26 @@ class Mesh:
     def __str__(self):
         sizes = [f"{axis}={n}" for axis, n in dataclasses.asdict(self).items() if n > 1]
         return ", ".join(sizes) or "one device"
+
+
+def _renamed(names: Iterable[str]) -> str:
+    """Returns how to fix axes that are named as elsewhere; "" if none is."""
+    fixes = [f"{name} is {_AXES_ELSEWHERE[name]}" for name in names if name in _AXES_ELSEWHERE]
+    return f" Here, {', '.join(fixes)}." if fixes else ""
+
+
+def _with_known_axes(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)  # With its signature, which documentation shows.
+    def checked(self, *sizes, **axes):
+        unknown = [axis for axis in axes if axis not in Coordinate._fields]
+        if unknown:
+            raise TypeError(
+                f"The axes of a mesh are {', '.join(Coordinate._fields)}. Received: "
+                f"{', '.join(f'{axis}={axes[axis]!r}' for axis in unknown)}.{_renamed(unknown)}"
+            )
+        init(self, *sizes, **axes)
+
+    return checked
+
+
+Mesh.__init__ = _with_known_axes(Mesh.__init__)
