@@ -248,6 +248,13 @@ class Lengthwise(layers.Layer):
         return x * 0.5 if x.shape[1] < 4 else x
 
 
+class Averaged(layers.Layer):
+    """Divides by its length where that is known."""
+
+    def call(self, x):
+        return x / ops.cast(x.shape[1] or LENGTH, x.dtype)
+
+
 class Whimsical(layers.Layer):
     """Draws in Python, as a layer does that is now and then left out."""
 
@@ -295,7 +302,7 @@ class Perturbed(layers.Layer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cls", [Lengthwise, Whimsical, Checked])
+@pytest.mark.parametrize("cls", [Lengthwise, Averaged, Whimsical, Checked])
 def test_what_looks_at_the_length_or_draws_reads_the_whole(cls):
     # A length that is known would fail the check when it is judged.
     build = around(lambda x: cls(name="own")(x), length=None if cls is Checked else LENGTH)

@@ -8,6 +8,7 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 import tfparallel
+from tests.comparison import seeded
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.data.partition import row_ranges
 from tfparallel.extend import extend
@@ -108,6 +109,44 @@ class DrawsInItsGradient(Draws):
         return noisy(x)
 
 
+class DrawsInABranch(Draws):
+    """Time first, in a branch: the judge does not see where its rows are."""
+
+    def call(self, x, training=False):
+        swapped = tf.transpose(x, (1, 0, 2))
+        noise = lambda: keras.random.normal(keras.ops.shape(swapped), seed=self.seed)  # noqa: E731
+        noisy = tf.cond(tf.shape(x)[1] > 0, lambda: swapped + noise(), lambda: swapped)
+        return tf.transpose(noisy, (1, 0, 2))
+
+
+class DrawsInItsGradientByASeedOfItsCall(Draws):
+    def call(self, x, training=False):
+        seed = self.seed.next()
+
+        @tf.custom_gradient
+        def noisy(x):
+            return x * 1, lambda dy: dy + tf.random.stateless_normal(tf.shape(dy), seed)
+
+        return noisy(x)
+
+
+class SharedNegatives(keras.layers.Layer):
+    """Looks up the same random rows of its table for all examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(11)
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(9, 3), initializer="uniform")
+
+    def call(self, ids):
+        negatives = keras.random.randint((4,), 0, 9, seed=self.seed)
+        rows = keras.ops.sum(keras.ops.take(self.table, ids, axis=0), 1)
+        others = keras.ops.take(self.table, negatives, axis=0)
+        return keras.ops.concatenate([rows, rows @ keras.ops.transpose(others)], -1)
+
+
 class TimeFirst(keras.layers.GaussianNoise):
     def call(self, x, training=False):
         swapped = super().call(keras.ops.transpose(x, (1, 0, 2)), training=training)
@@ -169,9 +208,14 @@ def test_draws_of_the_shards_join_to_those_of_the_batch(layer):
         (lambda: TimeFirst(1.0, seed=5), (None, 3)),
         (lambda: DrawsInALoop(None), (5, 3)),
         (lambda: Draws(lambda shape, seed: tf.cast(seed.next()[0] % 5, "float32")), (5, 3)),
+        (lambda: DrawsInABranch(None), (None, 3)),
         (lambda: DrawsInItsGradient(None), (5, 3)),
+        (lambda: DrawsInItsGradientByASeedOfItsCall(None), (5, 3)),
     ],
-    ids=["gamma", "beta", "time of any length first", "loop", "number", "gradient"],
+    ids=[
+        *("gamma", "beta", "time of any length first", "loop", "number", "branch", "gradient"),
+        "gradient by a seed of the call",
+    ],
 )
 def test_a_layer_whose_draws_cannot_be_divided_is_named(layer, shape):
     def drawn():
@@ -311,3 +355,24 @@ def test_replicas_draw_other_numbers_by_a_seed_of_all(layer, eagerly):
     assert len(np.unique(first)) == first.size
     np.testing.assert_array_equal(predicted(), first)
     assert type(keras.random.SeedGenerator()) is keras.random.SeedGenerator
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_rows_of_a_table_at_random_indices_are_looked_up_once(num_replicas, in_float64):
+    """Story: each replica's slices were counted, and Keras's Adam squared them one by one."""
+    ids = np.random.default_rng(0).integers(0, 9, (11, 2))
+
+    def build():
+        inputs = keras.Input((2,), dtype="int32")
+        return keras.Model(inputs, keras.layers.Dense(2)(SharedNegatives()(inputs)))
+
+    def trained(model):
+        model.compile(keras.optimizers.Adam(0.05), "mse")
+        model.fit(ids, np.ones((11, 2)), batch_size=4, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    devices = [f"CPU:{index}" for index in range(num_replicas)]
+    expected = trained(seeded(build))
+    actual = trained(seeded(lambda: tfparallel.data_parallel(build, devices=devices)))
+    for weight, same in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(weight, same, rtol=1e-9, atol=1e-12)

@@ -17,6 +17,8 @@ import tensorflow as tf
 from tfparallel.seams.tensorflow import graph_of
 
 ROWS, NUMBER = "rows", "number of rows"
+# Marks a draw, by its name scope; `…_all` one without rows, which is the same in all pieces.
+DRAW_OF_BATCH = "draw_of_batch"
 
 # These depend on the shape of their input, but not on its values.
 _OF_SHAPE = ("Shape", "ShapeN", "Size", "ZerosLike", "OnesLike")
@@ -35,7 +37,7 @@ _STANDS_FOR: weakref.WeakKeyDictionary[tf.Graph, dict[str, tuple[weakref.ref, st
 def made_of(tensor: tf.Tensor) -> frozenset[str]:
     """Returns what a graph tensor depends on: a subset of `{ROWS, NUMBER}`.
 
-    Random draws count as rows, since each replica and each micro-batch draws separately.
+    A random draw counts as rows, unless it is marked as the same in all pieces of the batch.
 
     Args:
         tensor: A tensor of a graph that is being traced.
@@ -197,6 +199,8 @@ def _axis_read(tensor) -> int | None:
 
 
 def _draws(operation) -> bool:
+    if f"{DRAW_OF_BATCH}_all_" in operation.name:
+        return False
     return "Random" in operation.type or "Multinomial" in operation.type
 
 

@@ -144,8 +144,9 @@ def computed_in(graph: tf.Graph) -> list:
     """
     operations = []
     for op in with_inner(graph.get_operations()):
-        if op.type == "Const" and op.outputs[0].dtype.is_floating:
-            operations.append((op.type, op.get_attr("value").SerializeToString()))
+        of = op.inputs[0].op if op.type == "Cast" else op  # A length may become a number so.
+        if of.type == "Const" and op.outputs[0].dtype.is_floating:
+            operations.append((op.type, of.get_attr("value").SerializeToString()))
         elif op.type not in ("Const", "Reshape") and any(
             out.dtype.is_floating or out.dtype.is_bool for out in op.outputs
         ):

@@ -6,12 +6,11 @@ import keras
 import tensorflow as tf
 
 from tfparallel.extend import attach
-from tfparallel.judge.placements import Shard
 from tfparallel.judge.propagation import Judge
 from tfparallel.judge.rules.draws import GLOBAL_SEED, draws, is_seed_as_number, row_draw_of
 from tfparallel.judge.where import place_in
 from tfparallel.seams.keras import layers_in, seed_generators_of
-from tfparallel.tracing.graphs import is_in_function, with_inner
+from tfparallel.tracing.graphs import with_inner
 
 __all__ = ["drawing_layers", "draws_in"]
 
@@ -36,7 +35,7 @@ def drawing_layers(layer: keras.Layer, judge: Judge) -> list[keras.Layer]:
             attach(generator, _row_axes=frozenset(axes[id(generator)]))
             # The shape of an eager draw does not tell where its rows are.
             is_by_row = not tf.executing_eagerly() or len(axes[id(generator)]) == 1
-            # A layer's seed that is not drawn in a call is drawn in a backward pass.
+            # What a layer does not draw in a call, it draws in a backward pass.
             is_by_row &= draw.is_in_call or (is_model and generator in generators[:-1])
         else:
             is_global = draw is not None and draw.source == GLOBAL_SEED
@@ -55,10 +54,8 @@ def _generators_of(parts) -> list[keras.random.SeedGenerator]:
 
 def _is_right(judge, op, drawn, rows) -> bool:
     """Whether the judge sees the rows where the draw has them."""
-    if op is drawn:
-        return rows == judge.of(op.outputs[0]).placement
-    # A loop may run once for each row, and the trace of a function be used for other rows.
-    return isinstance(rows, Shard) and not is_in_function(drawn.graph, judge.graph)
+    # Of a draw in a loop or a branch, the judge does not see where its rows are.
+    return op is drawn and rows == judge.of(op.outputs[0]).placement
 
 
 def draws_in(

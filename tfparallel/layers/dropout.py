@@ -13,7 +13,7 @@ from tfparallel.data import rows_of_replica as shards
 from tfparallel.extend import extend
 from tfparallel.layers.layer import PartwiseLayer
 from tfparallel.layers.parts import Parts, on_devices, whole
-from tfparallel.replication.row_draws import narrowed
+from tfparallel.replication.row_draws import for_both_passes, narrowed
 
 __all__ = ["Draw", "PartwiseDropout", "dropped_in_parts", "share_draws"]
 
@@ -68,7 +68,7 @@ class Draw:
 
     def __init__(self, layer: keras.layers.Dropout, sizes: Sequence, axis: int):
         self._layer, self._sizes, self._axis = layer, sizes, axis
-        self._seed = narrowed(layer.seed_generator.next())
+        self._seed = for_both_passes(narrowed(layer.seed_generator.next()))
         self._shard = shards.current()  # Attention draws a block again in the backward pass.
 
     def dropped(self, k: int, tensor: tf.Tensor) -> tf.Tensor:

@@ -17,7 +17,6 @@ import tensorflow as tf
 from tfparallel.compute_context import context, within
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.extend import extend
-from tfparallel.judge.propagation import is_judging
 from tfparallel.placement.layer_devices import PlacementError
 from tfparallel.replication.random import drawing_by, global_seed_generator, in_pieces
 from tfparallel.replication.row_draws import DividedSeeds
@@ -107,7 +106,7 @@ class MicroBatchSeedGenerator(DividedSeeds):
         stage_pass = current_pass()
         if stage_pass is None:
             seed = super().next(ordered)
-            return self._divided(seed, seed) if is_judging() else seed
+            return seed if tf.executing_eagerly() else self._divided(seed, seed)
         seed = self._of_step(stage_pass, ordered)
         index = tf.cast(stage_pass.shard.replica, tf.int64)
         of_piece = seed + tf.cast(tf.stack([index * _FOLD % 2**31, 0]), seed.dtype)

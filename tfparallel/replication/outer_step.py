@@ -68,6 +68,8 @@ class OuterStep:
             delta = start - mean
             moved = MOMENTUM * momentum.read_value() + delta
             value = start - LEARNING_RATE * (delta + MOMENTUM * moved)
+            if weight.constraint is not None:
+                value = weight.constraint(value)
             momentum.assign(moved)
             before.assign(value)
         return value

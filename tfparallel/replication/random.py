@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.extend import extend
-from tfparallel.judge.propagation import is_judging
 from tfparallel.judge.rules.draws import GLOBAL_SEED
 from tfparallel.replication.row_draws import DividedSeeds
 from tfparallel.seams.keras import (
@@ -35,7 +34,7 @@ class ReplicaSeedGenerator(DividedSeeds):
         """Returns the next seed; in a replica, one that draws its rows of the whole batch."""
         seed, shard = super().next(ordered), shards.current()
         if shard is None:
-            return self._divided(seed, seed) if is_judging() else seed
+            return seed if tf.executing_eagerly() else self._divided(seed, seed)
         of_batch = seed if shard.stream == 0 else seed + _folded(0, shard.stream, seed.dtype)
         is_first = isinstance(shard.replica, int) and shard.replica == 0
         folded = 0 if is_first else _folded(shard.replica, 0, seed.dtype)

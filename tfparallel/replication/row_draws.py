@@ -5,9 +5,9 @@ shape holds the number of rows is made for the whole batch, and a piece keeps it
 other draw is that of one device. So a layer that draws through a `keras.random.SeedGenerator`, such
 as `GaussianNoise`, `LSTM(dropout=…)`, `RandomFlip` or your own, trains as on one device.
 
-Some draws do not say which of their rows belong to which example: those in a loop over examples,
-and distributions other than those below. There, each piece folds its index into the seed:
-reproducible, but not what one device draws.
+Of some draws it is not known which of their rows belong to which example: those in a loop, a branch
+or a backward pass, and distributions other than those below. The judge names their layers, whose
+pieces then fold their index into the seed: reproducible, but not what one device draws.
 """
 
 import math
@@ -22,7 +22,7 @@ from tfparallel.data import rows_of_replica as shards
 from tfparallel.judge.rules.draws import as_number, by_row
 from tfparallel.seams.keras import is_in_call
 
-__all__ = ["DividedSeeds", "Seed", "narrowed", "uniform_of_rows"]
+__all__ = ["DividedSeeds", "Seed", "for_both_passes", "narrowed", "uniform_of_rows"]
 
 _PHILOX_WORDS = 4  # 32-bit numbers per step of the counter (Salmon et al., SC 2011).
 _UNKNOWN, _NONE = -2, -1  # Axes of a `Seed`.
@@ -35,7 +35,7 @@ class Seed(tf.experimental.ExtensionType):
         of_batch: The seed that one device draws with, of shape `(2,)`.
         of_piece: A seed with the piece's index folded in, for draws that cannot be divided.
         source: The name by which the judge knows the generator.
-        is_in_call: Whether a layer's call asked for it; a backward pass may not know its rows.
+        knows_rows: Whether draws in a backward pass, too, are made among the rows of the call.
         axis: For an eager step, whose shapes are plain numbers: the axis of the draw that holds the
             rows, or -1 for none.
     """
@@ -43,7 +43,7 @@ class Seed(tf.experimental.ExtensionType):
     of_batch: tf.Tensor
     of_piece: tf.Tensor
     source: str
-    is_in_call: bool = True
+    knows_rows: bool = False
     axis: int = _UNKNOWN
 
     @property
@@ -59,7 +59,7 @@ class Seed(tf.experimental.ExtensionType):
     def both(self, function: Callable[[tf.Tensor], tf.Tensor]) -> "Seed":
         """Returns a seed from a function of this one."""
         seeds = function(self.of_batch), function(self.of_piece)
-        return Seed(*seeds, self.source, self.is_in_call, self.axis)
+        return Seed(*seeds, self.source, self.knows_rows, self.axis)
 
     def number(self) -> tf.Tensor:
         """The seed as a number, which differs between pieces; the judge names the layer."""
@@ -116,7 +116,14 @@ class DividedSeeds:
             axis = _NONE if row_axis is None else row_axis
         if not self._draws_by_row or (tf.executing_eagerly() and axis == _UNKNOWN):
             return of_piece
-        return Seed(of_batch, of_piece, self._source or str(id(self)), is_in_call(), axis)
+        return Seed(of_batch, of_piece, self._source or str(id(self)), axis=axis)
+
+
+def for_both_passes(seed: tf.Tensor | Seed) -> tf.Tensor | Seed:
+    """Returns a seed whose draws in the backward pass are made among the rows of the call."""
+    if not isinstance(seed, Seed):
+        return seed
+    return Seed(seed.of_batch, seed.of_piece, seed.source, True, seed.axis)
 
 
 def narrowed(seed: tf.Tensor | Seed) -> tf.Tensor | Seed:
@@ -186,7 +193,11 @@ def _scaled(draw, shape, seed, mean, stddev, dtype, name, alg):
 @tf.experimental.dispatch_for_api(tf.nn.experimental.stateless_dropout, {"seed": Seed})
 def _dropout(x, rate, seed, rng_alg=None, noise_shape=None, name=None):
     x = tf.convert_to_tensor(x)
-    shape = keras.ops.shape(x) if noise_shape is None else noise_shape
+    shape = keras.ops.shape(x)
+    if isinstance(noise_shape, tuple | list):
+        shape = [size if of is None else of for size, of in zip(shape, noise_shape, strict=True)]
+    elif noise_shape is not None:
+        shape = noise_shape
     uniform = _uniform(shape, seed, dtype=x.dtype, alg=rng_alg or "auto_select")
     scaled = x * tf.convert_to_tensor(1 / (1 - rate), x.dtype)
     is_kept = uniform >= tf.convert_to_tensor(rate, x.dtype)
@@ -212,7 +223,7 @@ def _drawn(
         return draw(shape, seed.of_piece)
     axis = axes[0] if axes else None
     if shard is None or axis is None:
-        with by_row(axis, seed.source, seed.is_in_call):
+        with by_row(axis, seed.source, seed.knows_rows or is_in_call()):
             return draw(shape, seed.of_batch)
     if axis == 0 and draw_rows is not None:
         return draw_rows(sizes, shard)

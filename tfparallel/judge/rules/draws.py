@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from tfparallel.data.provenance import DRAW_OF_BATCH
 from tfparallel.judge.placements import OF_REPLICA, Mixed, Replicate, Shard
 from tfparallel.judge.rules.call import Call, first_mixed, spread
 from tfparallel.judge.size import depends_on_rows
@@ -24,7 +25,7 @@ __all__ = [
 
 GLOBAL_SEED = "global"  # The name of Keras's global generator.
 
-_OF_BATCH, _AS_NUMBER = "draw_of_batch", "seed_as_number"
+_AS_NUMBER = "seed_as_number"
 
 _DRAWS = re.compile("Random|Multinomial|TruncatedNormal|StandardNormal|StatefulUniform|Binomial")
 _COUNTS = re.compile("GetKeyCounter|GetAlg|GetKey")
@@ -54,10 +55,10 @@ def by_row(axis: int | None, source: str, is_in_call: bool) -> contextlib.Abstra
     Args:
         axis: The axis; None for a draw without rows, which is the same in all pieces.
         source: The name of the generator.
-        is_in_call: Whether the seed was asked for in a layer's call.
+        is_in_call: Whether it is drawn in a layer's call, or as if it were.
     """
     when = "in" if is_in_call else "after"
-    return tf.name_scope(f"{_OF_BATCH}_{'all' if axis is None else axis}_{when}_by_{source}_")
+    return tf.name_scope(f"{DRAW_OF_BATCH}_{'all' if axis is None else axis}_{when}_by_{source}_")
 
 
 def as_number() -> contextlib.AbstractContextManager:
@@ -80,7 +81,8 @@ class RowDraw(NamedTuple):
 
 def row_draw_of(op) -> RowDraw | None:
     """Returns the mark of `by_row` on a draw; None if it has none."""
-    marked = re.search(rf"(?:^|/){_OF_BATCH}_(all|\d+)_(in|after)_by_(\w+?)_(?:_\d+)?/", op.name)
+    mark = rf"(?:^|/){DRAW_OF_BATCH}_(all|\d+)_(in|after)_by_(\w+?)_(?:_\d+)?/"
+    marked = re.search(mark, op.name)
     if marked is None:
         return None
     axis, when, source = marked.groups()
