@@ -115,7 +115,9 @@ def parsed(command: str, values: flags.FlagValues, arguments: Sequence[str]) -> 
     except flags.Error as error:
         name = str(error).removeprefix("Missing value for flag ")
         if name != str(error):
-            row = flags_of(command)[name.lstrip("-")]
+            typed = name.lstrip("-")
+            rows = flags_of(command).values()
+            row = next(row for row in rows if typed in (row.name, *row.also))
             shown = "|".join(row.choices) if row.choices else placeholder(row)
             raise UsageError(f"{name} needs a value. Received: none. Use {name}={shown}") from error
         raise UsageError(str(error)) from error
@@ -197,9 +199,12 @@ def _equivalents(name: str, rows: Mapping[str, Flag]) -> list[str]:
 
 
 def _of_launcher(name: str) -> str | None:
-    """Returns the flag of `launch` that has a name, there or in another tool."""
+    """Returns the flag of `launch` that has a name, there or in another tool, as it is typed."""
     rows = flags_of("launch")
-    return f"--{name}" if name in rows else next(iter(_equivalents(name, rows)), None)
+    flag = f"--{name}" if name in rows else next(iter(_equivalents(name, rows)), None)
+    if flag is None or "=" in flag or rows[flag[2:]].kind == "switch":
+        return flag
+    return f"{flag}={placeholder(rows[flag[2:]])}"
 
 
 def _unknown(command, typed):
@@ -213,8 +218,8 @@ def _unknown(command, typed):
         fix = f"The flag here is {' or '.join(equivalents)}."
     elif name in _IN_TASK and is_on_task:
         fix = f"It is set in the task file: {_IN_TASK[name]}."
-    elif is_on_task and (launch := _of_launcher(name)) is not None:
-        fix = f"It is for the launcher: `tfparallel launch {launch}=… -- tfparallel {command} …`."
+    elif command in ("train", "check") and (launch := _of_launcher(name)) is not None:
+        fix = f"It is for the launcher: `tfparallel launch {launch} -- tfparallel {command} …`."
     elif match := nearest(name, [word for row in rows.values() for word in (row.name, *row.also)]):
         fix = f"Did you mean --{match}?"
     elif name in NEEDLESS:

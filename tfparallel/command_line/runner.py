@@ -110,7 +110,7 @@ def _positional_problems(name: str, command: Command, positional: list[str]) -> 
 
 def _fix_of_words(name: str, words: Sequence[str]) -> str | None:
     """Returns how to fix words beside the task file, if they look like parts of flags."""
-    dashes = [word for word in words if word[0] in "\u2010\u2011\u2012\u2013\u2014\u2212"]
+    dashes = [word for word in words if word and word[0] in "\u2010\u2011\u2012\u2013\u2014\u2212"]
     bare = [word for word in words if word.partition("=")[0] in flags_of(name)]
     if dashes:  # As documents and chats write two hyphens.
         return f"A flag begins with two hyphens: --{dashes[0].lstrip(dashes[0][0])}."
