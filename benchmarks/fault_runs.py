@@ -157,7 +157,7 @@ class Run:
         text = (self._folder / "output").read_text()
         return text if whole else text[-3000:]
 
-    def left(self):
+    def remaining(self):
         """The processes of the run that are still there."""
         return alive(self.seen)
 
@@ -273,9 +273,9 @@ class RunOnRay(Run):
     def _is_worker(self, words):
         return words[1:4] == ["-P", "-m", "tfparallel.commands.spawned"]
 
-    def left(self):
-        psutil.wait_procs(super().left(), ENDING_SECONDS)
-        return super().left()
+    def remaining(self):
+        psutil.wait_procs(super().remaining(), ENDING_SECONDS)
+        return super().remaining()
 
     def _actor(self, job, rank):
         parents = self._workers(job)[rank].parents()

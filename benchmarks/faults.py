@@ -113,7 +113,7 @@ def injected(start, kinds, options):
             except Exception:  # In whatever way it failed, it is not right.
                 traceback.print_exc()
                 largest, seconds = float("inf"), float("nan")
-            rows.append((kind, victim, step, largest, seconds, len(run.left())))
+            rows.append((kind, victim, step, largest, seconds, len(run.remaining())))
             print(f"{index + 1}: {kind}, worker {victim}, step {step}: {largest:.1e}, "
                   f"{seconds:.1f} s, {rows[-1][5]} left", file=sys.stderr, flush=True)  # fmt: skip
     return rows

@@ -142,11 +142,11 @@ def compose(digits, backgrounds, seed):
             ink = ink[np.ix_(is_row, is_column)][..., np.newaxis]
             height, width = ink.shape[:2]
             top = random.integers(SIDE - height + 1)
-            left = half * SIDE // 2 + random.integers(SIDE // 2 - width + 1)
-            place = np.s_[top : top + height, left : left + width]
+            first = half * SIDE // 2 + random.integers(SIDE // 2 - width + 1)
+            place = np.s_[top : top + height, first : first + width]
             bright = picture.mean() < 0.5
             picture[place] = ink * (0.9 if bright else 0.1) + (1 - ink) * picture[place]
-            box = np.array([left, top, left + width, top + height], "float32") / CELL
+            box = np.array([first, top, first + width, top + height], "float32") / CELL
             column, row = ((box[:2] + box[2:]) / 2).astype(int)
             middle = np.array([column, row], "float32") + 0.5
             cells[index, row, column, labels[chosen]] = 1

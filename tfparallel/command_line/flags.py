@@ -183,12 +183,12 @@ def _equivalents(name: str, rows: Mapping[str, Flag]) -> list[str]:
     """Returns the flags, or a flag and its value, that a name of another tool means here."""
     whole = {typed.replace("_", ""): texts for typed, texts in FLAGS.items()}
     groups = whole.get(name.replace("_", ""), "").split(", ")
-    found = []
+    flags = []
     for group in groups:
         here = [text for text in group.split("|") if text.partition("=")[0] in rows]
-        found += [f"--{text}" for text in here[:1]]
-    if found or name in _IN_TASK:
-        return found
+        flags += [f"--{text}" for text in here[:1]]
+    if flags or name in _IN_TASK:
+        return flags
     for word in (name, _AROUND_CHOICE.sub("", name)):
         for row in rows.values():
             if word in row.choices_elsewhere:
