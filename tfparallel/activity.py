@@ -6,8 +6,6 @@ import sys
 import threading
 import time
 
-__all__ = ["Activity"]
-
 _LOOK_SECONDS = 0.2
 _PATIENCE_SECONDS = 5.0
 

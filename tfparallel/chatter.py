@@ -4,8 +4,6 @@ import glob
 import os
 import re
 
-__all__ = ["has_nvidia_gpu", "is_chatter", "may_hold_chatter", "wants_quiet"]
-
 _VERBOSE = "TFPARALLEL_VERBOSE"
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 

@@ -11,8 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["ComputeContext", "context", "within"]
-
 
 @dataclasses.dataclass(frozen=True)
 class ComputeContext:

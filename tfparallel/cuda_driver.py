@@ -5,8 +5,6 @@ GPUs are numbered like TensorFlow's physical devices, in the order of CUDA_VISIB
 
 import ctypes
 
-__all__ = ["device_of", "memory_mib", "num_gpus", "uuid"]
-
 
 def num_gpus() -> int:
     """Returns the number of GPUs that this process may use; 0 without a driver."""

@@ -16,17 +16,6 @@ if not startup.has_nvidia_gpu():
     with startup.quiet_stderr():
         tf.config.list_physical_devices()
 
-__all__ = [
-    "connect",
-    "how_to_get_more",
-    "list_devices",
-    "num_logical",
-    "physical_devices",
-    "reached_devices",
-    "resolve",
-    "why_no_gpu",
-]
-
 _connected: list[str] = []  # The devices of all processes, after `connect`.
 
 

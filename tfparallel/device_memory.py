@@ -8,8 +8,6 @@ from tfparallel.device_names import canonical
 
 tf = startup.import_tensorflow()
 
-__all__ = ["memory_bytes", "peak_bytes_of_gpus", "peak_tensor_bytes"]
-
 
 def peak_tensor_bytes(device: str = "CPU:0") -> int | None:
     """Returns the peak memory of tensors on a device of this process so far.

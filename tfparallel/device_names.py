@@ -5,8 +5,6 @@ The first is a device of this process, the second a device of one that `connect_
 
 import re
 
-__all__ = ["canonical", "to_tensorflow_name"]
-
 _DEVICE_NAME = re.compile(
     r"(?:/job:(?P<job>\w+)(?:/replica:0)?/task:(?P<task>\d+))?"
     r"/?(?:device:)?(?P<type>[a-z]+):(?P<index>\d+)",

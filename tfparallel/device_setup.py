@@ -14,8 +14,6 @@ from tfparallel.texts import counted
 
 tf = startup.import_tensorflow()
 
-__all__ = ["check_count", "set_memory_growth", "split_cpu", "split_gpu", "too_late"]
-
 # TensorFlow and CUDA need some memory besides that of the logical devices.
 _USABLE_GPU_MEMORY = 0.9
 

@@ -2,8 +2,6 @@
 
 from importlib import metadata
 
-__all__ = ["distribution_of", "version_of"]
-
 
 def distribution_of(module: str) -> str | None:
     """Returns the name under which pip installed a module; None if it did not.

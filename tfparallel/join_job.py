@@ -20,8 +20,6 @@ from tfparallel.cluster.loopback import (
 from tfparallel.cluster.worker_rendezvous import meet
 from tfparallel.user_log import notice
 
-__all__ = ["join_job", "serving"]
-
 _PAGE = "docs/security.md"
 _OF_NCCL = "NCCL_SOCKET_IFNAME"  # The network interfaces on which NCCL listens.
 

@@ -7,14 +7,6 @@ False, which is right.
 import keras
 from packaging.version import Version
 
-__all__ = [
-    "ACTIVITY_IS_SUMMED",
-    "MASKED_SCORES",
-    "MultiOptimizer",
-    "ScheduleFreeAdamW",
-    "renormalizes",
-]
-
 # Whether an activity regularizer is a sum over the batch. Since Keras 3.14 it is a mean, which
 # pieces of a batch add up to.
 ACTIVITY_IS_SUMMED = Version(keras.__version__) < Version("3.14")

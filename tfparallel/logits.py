@@ -15,8 +15,6 @@ import tensorflow as tf
 
 from tfparallel.seams.keras import logits_beside, set_logits
 
-__all__ = ["Logits", "logits_of", "output_of", "sources_of"]
-
 _ACTIVATIONS = {
     "Softmax": lambda logits: tf.raw_ops.Softmax(logits=logits),
     "Sigmoid": lambda logits: tf.raw_ops.Sigmoid(x=logits),

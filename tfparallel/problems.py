@@ -5,8 +5,6 @@ from collections.abc import Iterator, Sequence
 
 from tfparallel import devices as device_lib
 
-__all__ = ["PlacementError", "Problems", "usable_devices"]
-
 
 class PlacementError(ValueError):
     """Raised if the model, the devices and the options do not fit together."""

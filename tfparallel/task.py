@@ -27,8 +27,6 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["Task", "TaskError", "load_task", "path_problems"]
-
 _SIGNATURES = ("build_model()", "compile_model(model)", "load_data()")
 _CALLBACKS = "callbacks"
 _DATA_FORM = (

@@ -5,18 +5,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = [
-    "MOST_NAMES",
-    "aligned",
-    "counted",
-    "first_to_last",
-    "number_of_bytes",
-    "parse_bytes",
-    "seconds_text",
-    "short",
-    "size_text",
-]
-
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}  # As on Kubernetes.

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 import keras
 from absl import logging
 
-__all__ = ["notice", "unnoticed"]
-
 _shown: set[str] = set()  # In this process, like Python's record of shown warnings.
 _state = {"is_silent": False}
 

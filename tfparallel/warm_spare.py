@@ -12,8 +12,6 @@ from tfparallel import startup
 from tfparallel.cluster.warm_spares import STANDBY
 from tfparallel.cluster.worker_error import WORKER_ERROR
 
-__all__ = ["wait"]
-
 _LOOK_SECONDS = 0.01
 
 

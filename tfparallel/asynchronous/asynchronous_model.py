@@ -40,8 +40,6 @@ from tfparallel.step.piece_sums import states
 from tfparallel.tracing.trial_trace import traced_apart
 from tfparallel.user_log import notice
 
-__all__ = ["AsynchronousModel", "extend_model"]
-
 # Methods that the user's model must not override.
 _KERASS = ("train_step", "compute_metrics", "fit", "train_on_batch", "make_train_function")
 

@@ -19,8 +19,6 @@ import collections
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["InFlight", "default_staleness", "least_staleness", "steps_ahead"]
-
 
 def least_staleness(num_workers: int) -> int:
     """Returns the smallest bound with which no worker waits for another."""

@@ -38,8 +38,6 @@ from tfparallel.seams.keras import set_storage
 from tfparallel.startup import quiet_stderr
 from tfparallel.update.built_optimizers import own_variables
 
-__all__ = ["Servers", "join", "move_to_servers"]
-
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LOST_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: a restart may help.
 _LOOK_SECONDS, _MISSES = 1.0, 5

@@ -13,8 +13,6 @@ from tfparallel.step.loss_terms import call_with
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.piece_sums import growth
 
-__all__ = ["STALENESS", "WorkerStep", "loss_trackers"]
-
 # Index in a step's numbers: loss, rows, staleness, losses of the outputs, sums of metrics.
 STALENESS = 2
 

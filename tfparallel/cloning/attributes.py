@@ -21,8 +21,6 @@ import tensorflow as tf
 from tfparallel.extend import extended_attributes, original_class
 from tfparallel.seams.keras import unlocked
 
-__all__ = ["CannotCarry", "carry_arguments", "carry_attributes", "has_state", "same"]
-
 _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, enum.Enum, re.Pattern,
     np.generic, np.ndarray, tf.DType, tf.TensorShape,

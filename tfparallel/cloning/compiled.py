@@ -21,8 +21,6 @@ from tfparallel.seams.optimizers import (
 )
 from tfparallel.update.files import holds_pieces
 
-__all__ = ["compile_alike", "metric_like"]
-
 
 def compile_alike(
     model: keras.Model,

@@ -24,16 +24,6 @@ from tfparallel.extend import classes_of, original_class
 from tfparallel.seams.functional import Functional
 from tfparallel.seams.keras import SafeModeScope, arguments_of, layers_in
 
-__all__ = [
-    "NotKept",
-    "again",
-    "copy_layers",
-    "is_its_graph",
-    "like",
-    "rebuilt",
-    "unbuilt_parts",
-]
-
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 

@@ -13,8 +13,6 @@ from tfparallel.cloning.attributes import same
 from tfparallel.seams.functional import calls_of, functional_of
 from tfparallel.seams.keras import shapes_of_build, takes_training
 
-__all__ = ["OF_A_VARIABLE", "NotAlike", "differences"]
-
 # Attributes of a variable that the user can set.
 OF_A_VARIABLE = ("trainable", "constraint", "regularizer", "overwrite_with_gradient")
 _ROWS = 2

@@ -14,8 +14,6 @@ from tfparallel.cluster import wire
 from tfparallel.cluster.connection import Connection
 from tfparallel.cluster.wire import Secret
 
-__all__ = ["GREETING_SECONDS", "RETRY_SECONDS", "Acceptor"]
-
 # The time limit for a caller to identify itself, and for a listener to answer.
 GREETING_SECONDS = 5.0
 RETRY_SECONDS = 0.2

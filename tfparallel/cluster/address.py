@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from tfparallel.cluster.config_error import shown
 
-__all__ = ["address_problems", "join_address", "local_place", "split_address"]
-
 # Underscores violate the standard, but are common in cluster and container names.
 _LABEL = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]*[A-Za-z0-9_])?")
 _PORT = re.compile(r"[1-9][0-9]{0,4}")

@@ -6,8 +6,6 @@ Workers that fail right after their start usually fail for a lasting reason: an 
 system or host, a full disk. Without a wait, all restarts would be used up in seconds.
 """
 
-__all__ = ["RestartBackOff"]
-
 _SOON_SECONDS = 60.0
 
 

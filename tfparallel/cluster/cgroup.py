@@ -7,8 +7,6 @@ In a container the outermost folder is usually its own group. Slurm's groups are
 import pathlib
 from collections.abc import Iterator
 
-__all__ = ["cpu_quota", "free_memory_bytes"]
-
 _ROOT, _MEMBERSHIP = pathlib.Path("/sys/fs/cgroup"), pathlib.Path("/proc/self/cgroup")
 _NO_LIMIT = 2**60  # In version 1, a number near 2**63.
 

@@ -18,8 +18,6 @@ from tfparallel.cluster.discover import find
 from tfparallel.cluster.gpu_binding import visible_gpus
 from tfparallel.cluster.launcher_env import LauncherEnv
 
-__all__ = ["Cluster"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:

@@ -4,8 +4,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-__all__ = ["EnvReader", "refusal", "shown"]
-
 # A broken variable may contain a whole file; its start is enough to recognize it.
 _SHOWN_CHARACTERS = 600
 # A list of thousands of workers may have the same problem in every entry.

@@ -19,8 +19,6 @@ from tfparallel.cluster import wire
 from tfparallel.cluster.address import split_address
 from tfparallel.cluster.wire import Secret
 
-__all__ = ["Connection", "connect", "reason", "resolve", "run"]
-
 # For passing a message to the kernel: a peer that does not read must not block the sender.
 _SEND_SECONDS = 2.0
 _CHUNK_BYTES = 1 << 16

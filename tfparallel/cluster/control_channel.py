@@ -17,8 +17,6 @@ from collections.abc import Mapping
 from tfparallel.cluster.connection import Connection
 from tfparallel.cluster.worker_exit import Departure, WorkerExit
 
-__all__ = ["ControlChannel"]
-
 _MESSAGE_BYTES = 1 << 12
 
 

@@ -15,8 +15,6 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["differences", "name_worker", "name_workers", "who_said"]
-
 _MAX_LENGTH = 60
 _MAX_VALUES = 4
 _MAX_DIFFERENCES = 8

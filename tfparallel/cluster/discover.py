@@ -22,8 +22,6 @@ from tfparallel.cluster.launcher_env import (
     of_torchrun,
 )
 
-__all__ = ["find"]
-
 _WORKERS = "TFPARALLEL_WORKERS"
 _NUM_WORKERS = "TFPARALLEL_NUM_WORKERS"
 

@@ -11,16 +11,6 @@ from collections.abc import Mapping, Sequence
 from tfparallel.cluster.cgroup import cpu_quota
 from tfparallel.cluster.tf_config import write
 
-__all__ = [
-    "ALL_REDUCE",
-    "NUM_THREADS",
-    "available_cores",
-    "core_shares",
-    "job_environment",
-    "thread_budget",
-    "too_many_workers",
-]
-
 # The transport between workers, unless the program names one.
 ALL_REDUCE = "TFPARALLEL_ALL_REDUCE"
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 from tfparallel.cluster.config_error import refusal, shown
 
-__all__ = ["BOUND", "visible_gpus"]
-
 # Set by an engine, such as Ray, that shows each worker only its own GPUs.
 BOUND = "TFPARALLEL_GPUS_ARE_BOUND"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"

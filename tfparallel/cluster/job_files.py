@@ -18,8 +18,6 @@ from collections.abc import Sequence
 
 from tfparallel.cluster.preemption import TRY_AGAIN
 
-__all__ = ["ENDS_SECONDS", "VOLUME", "JobFile", "job_name_of", "slurm_script"]
-
 _FIRST_PORT, _NUM_PORTS = 13_000, 16_000  # Of a Slurm job, which may share its nodes.
 # Kubernetes appends to it in the name of a pod, as in NAME-node-0-999-abcde, and allows 63
 # characters. A Service's name begins with a letter.

@@ -26,8 +26,6 @@ from typing import Any
 from tfparallel.cluster.job_files import ENDS_SECONDS, VOLUME, JobFile
 from tfparallel.cluster.preemption import TRY_AGAIN
 
-__all__ = ["RESTARTED_BY_JOBSET", "kubernetes_objects"]
-
 # The kinds whose pods a JobSet recreates; their launchers do not restart workers.
 RESTARTED_BY_JOBSET = ("jobset", "trainjob")
 

@@ -32,18 +32,6 @@ from tfparallel.cluster import slurm
 from tfparallel.cluster.address import join_address
 from tfparallel.cluster.config_error import EnvReader, refusal, shown
 
-__all__ = [
-    "LauncherEnv",
-    "is_slurm_step",
-    "node_rank_of",
-    "of_kubernetes",
-    "of_mpi",
-    "of_slurm",
-    "of_torchrun",
-    "parse_nnodes",
-    "without_counts",
-]
-
 _WORKERS = "TFPARALLEL_WORKERS"
 _PORT = "TFPARALLEL_PORT"
 _NUM_WORKERS = "TFPARALLEL_NUM_WORKERS"

@@ -13,8 +13,6 @@ from tfparallel.cluster import connection, differences
 from tfparallel.cluster.address import join_address, split_address
 from tfparallel.cluster.ports import is_free, owner
 
-__all__ = ["LISTEN_ADDR", "everywhere", "listen"]
-
 # The address to listen on if the others reach this worker through a gateway.
 LISTEN_ADDR = "TFPARALLEL_LISTEN_ADDR"
 

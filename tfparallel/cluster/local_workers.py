@@ -17,8 +17,6 @@ from tfparallel.cluster.roles import Roles
 from tfparallel.cluster.supervisor import Program
 from tfparallel.cluster.tf_config import write
 
-__all__ = ["host_programs", "meet_alone", "programs_with_servers", "worker_environment"]
-
 
 def meet_alone(num_workers: int) -> Rendezvous:
     """Returns the rendezvous of a single-host job, on free loopback ports.

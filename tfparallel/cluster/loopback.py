@@ -22,8 +22,6 @@ from collections.abc import Iterator, Sequence
 
 from tfparallel.cluster.address import join_address, split_address
 
-__all__ = ["OPEN", "are_loopback", "loopback_only", "moved_to_loopback", "network_name"]
-
 _LOOPBACK = "lo"
 _BIND_TO_DEVICE = getattr(socket, "SO_BINDTODEVICE", 25)
 _ATTACH_FILTER = 26

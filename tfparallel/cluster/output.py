@@ -16,8 +16,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import BinaryIO
 
-__all__ = ["Prefixer", "Reader", "TextOutput", "WorkerLog", "last_lines"]
-
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _CHUNK_BYTES = 1 << 16
 _PARTIAL_SECONDS = 0.2

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from tfparallel.chatter import is_chatter, may_hold_chatter
 from tfparallel.cluster.worker_error import LINE, LINE_BYTES, WorkerError, begin_of_line
 
-__all__ = ["OutputFilter"]
-
 _WARNING = re.compile(rb"\S.*\.py:\d+: \w*Warning: ")
 _LINE = re.compile(rb"[^\n]*\n|[^\n]+")
 # Bounds the memory for a program that warns again and again.

@@ -12,8 +12,6 @@ import subprocess
 import sys
 import tempfile
 
-__all__ = ["OwnFolder"]
-
 # After the launcher is killed, workers may write to the folder until their reapers kill them.
 # Slurm signals every process of a job, and this one must survive.
 _REMOVE = """

@@ -32,8 +32,6 @@ from tfparallel.cluster.acceptor import RETRY_SECONDS, Acceptor
 from tfparallel.cluster.address import join_address
 from tfparallel.cluster.wire import RefusedError, Secret
 
-__all__ = ["Server", "Watch", "connect"]
-
 _JOB = "tfparallel-mpi-1"  # With the version of this protocol.
 _MAX_KEYS = 1024  # Of one worker; MPICH puts fewer than ten.
 _NO_WORKER = "the listener there is not worker 0 of this job"

@@ -24,8 +24,6 @@ import time
 
 from tfparallel.cluster.address import split_address
 
-__all__ = ["free_ports", "hold_until_gone", "is_free", "is_there", "owner", "wait_for_server"]
-
 # Below the ephemeral ports: an outgoing connection must not take a port in the seconds until the
 # worker binds it.
 _RANGE = range(20000, 32768)

@@ -13,8 +13,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["SIGNALS", "TRY_AGAIN", "SignalWatch", "held_back"]
-
 TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: a restart may help.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 

@@ -26,8 +26,6 @@ from tfparallel.cluster.environment import too_many_workers
 from tfparallel.cluster.listener import everywhere
 from tfparallel.cluster.wire import RefusedError, Secret, new_nonce
 
-__all__ = ["Rendezvous", "meet"]
-
 _SEND_SECONDS = 2.0
 _LOOK_SECONDS = 0.5
 # The addresses of all workers fit into TF_CONFIG's 128 KiB, and an answer needs less than twice

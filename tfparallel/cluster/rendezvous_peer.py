@@ -16,8 +16,6 @@ from tfparallel.cluster.address import split_address
 from tfparallel.cluster.connection import Connection, connect, reason
 from tfparallel.cluster.wire import RefusedError, Secret
 
-__all__ = ["STRANGER", "Participant", "RendezvousPeer", "why"]
-
 _SURVEY_SECONDS = 0.5
 _MAX_INTRUDERS = 3
 # The name, with its version, used by the workers of all jobs before the token identifies the job.

@@ -17,8 +17,6 @@ from collections.abc import Mapping, Sequence
 from tfparallel.cluster import tf_config
 from tfparallel.cluster.address import local_place
 
-__all__ = ["Roles"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Roles:

@@ -17,16 +17,6 @@ import cloudpickle
 
 from tfparallel.cluster.cluster_spec import Cluster
 
-__all__ = [
-    "CALL",
-    "RESULT",
-    "module_path",
-    "pickled",
-    "pickled_call",
-    "program",
-    "refuse_inside_a_worker",
-]
-
 CALL, RESULT = "call.pickle", "result.pickle"  # Files in the folder of `program`.
 
 

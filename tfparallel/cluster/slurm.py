@@ -12,8 +12,6 @@ import re
 
 from tfparallel.cluster.config_error import shown
 
-__all__ = ["base_port", "expand_node_list", "expand_tasks_per_node", "place_tasks"]
-
 # Below Kubernetes' node ports (30000) and Linux's ephemeral ports (32768), above the range that
 # sites often reserve for MPI (12000 to 12999).
 _FIRST_PORT = 13_000

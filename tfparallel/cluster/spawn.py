@@ -36,8 +36,6 @@ from tfparallel.cluster.sent_function import (
 from tfparallel.cluster.supervisor import Job
 from tfparallel.cluster.worker_exit import Outcome
 
-__all__ = ["spawn"]
-
 _DEVICE_TYPES = ("auto", "cpu", "gpu")
 _USAGE_EXIT_CODE = 2
 

@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 from tfparallel.cluster.address import address_problems, local_place
 from tfparallel.cluster.config_error import refusal, shown
 
-__all__ = ["parse", "parse_with_servers", "write"]
-
 _TASK = '"task": {"type": "worker", "index": 0}}.'
 _FORM = (
     'TF_CONFIG must be JSON such as {"cluster": {"worker": ["host1:port", "host2:port"]}, ' + _TASK

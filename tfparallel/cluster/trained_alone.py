@@ -22,8 +22,6 @@ import os
 import sys
 from collections.abc import Mapping
 
-__all__ = ["trained_alone", "watched"]
-
 _PREFIX = "trained_alone_"
 _PACKAGE = "tfparallel"
 _KERAS = ("keras", "tf_keras")

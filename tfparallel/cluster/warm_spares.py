@@ -25,8 +25,6 @@ from collections.abc import Callable, Sequence
 from tfparallel.cluster.own_folder import OwnFolder
 from tfparallel.cluster.worker_process import Program, WorkerProcess
 
-__all__ = ["STANDBY", "WarmSpares", "imports_tfparallel"]
-
 # The path of the file that a waiting process reads.
 STANDBY = "TFPARALLEL_STANDBY"
 # The job itself starts first: loading takes a core.

@@ -23,23 +23,6 @@ import json
 import secrets
 from typing import Any
 
-__all__ = [
-    "MAX_BYTES",
-    "RefusedError",
-    "Secret",
-    "Session",
-    "encoded",
-    "framed",
-    "greeting",
-    "is_greeting",
-    "is_of_this_version",
-    "is_word",
-    "new_nonce",
-    "parsed",
-    "refusal",
-    "unproved",
-]
-
 # Of one message; the hello of a worker or a launcher is well below 2 KiB.
 MAX_BYTES = 1 << 16
 _MAX_WORD = 64

@@ -14,17 +14,6 @@ import textwrap
 import traceback
 from collections.abc import Sequence
 
-__all__ = [
-    "LINE",
-    "LINE_BYTES",
-    "WORKER_ERROR",
-    "WorkerError",
-    "begin_of_line",
-    "say_why",
-    "tell_launcher",
-    "without_frames",
-]
-
 # Set by the launcher for its workers.
 WORKER_ERROR = "TFPARALLEL_WORKER_ERROR"
 _MARK = b"\x1etfparallel error "

@@ -5,8 +5,6 @@ import signal
 
 from tfparallel.cluster.preemption import TRY_AGAIN
 
-__all__ = ["Departure", "Outcome", "WorkerExit", "root_cause_first"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Departure:

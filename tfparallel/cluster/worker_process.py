@@ -10,8 +10,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-__all__ = ["Program", "WorkerProcess"]
-
 _GUARDIAN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "reaper.py")
 _SECOND_SECONDS = 6.0  # The second reaper kills within 5 s.
 

@@ -39,8 +39,6 @@ from tfparallel.cluster.config_error import refusal, shown
 from tfparallel.cluster.connection import connect, reason, run
 from tfparallel.cluster.wire import RefusedError
 
-__all__ = ["meet"]
-
 # Once two disagree, the others have this long to join and be compared too.
 _GRACE_SECONDS = 10.0
 # For the connections back and around the ring, once all have joined.

@@ -7,8 +7,6 @@ import dataclasses
 
 from tfparallel.bench.sizes import COLLECTIVES
 
-__all__ = ["COMMANDS", "Command"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Command:

@@ -12,18 +12,6 @@ from tfparallel.layout.layout import RECOMPUTES
 from tfparallel.layout.schedule import ScheduleError, make_schedule
 from tfparallel.texts import parse_bytes
 
-__all__ = [
-    "bench",
-    "bench_pipeline",
-    "bench_train",
-    "check",
-    "counts_of",
-    "in_parallel",
-    "plan",
-    "size_problems",
-    "train",
-]
-
 
 def in_parallel(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
     """Returns the problems of the flags for parallel training."""

@@ -2,8 +2,6 @@
 
 import dataclasses
 
-__all__ = ["EXCLUDES", "Excludes"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Excludes:

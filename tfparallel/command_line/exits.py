@@ -9,8 +9,6 @@ from collections.abc import Callable
 from tfparallel.cluster.preemption import TRY_AGAIN
 from tfparallel.cluster.worker_error import say_why
 
-__all__ = ["LostError", "StartError", "UsageError", "run_command"]
-
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 

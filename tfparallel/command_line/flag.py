@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["Flag"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Flag:

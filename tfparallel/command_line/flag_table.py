@@ -19,8 +19,6 @@ from tfparallel.replication.sync_option import Synchronization
 from tfparallel.task_files.kinds import KINDS
 from tfparallel.texts import parse_bytes
 
-__all__ = ["TABLE", "flags_of"]
-
 _IN_PARALLEL = "train, check, bench pipeline_job"
 _STAGES = "parallel=pipeline|hybrid|auto"
 _ON_KUBERNETES = "emit=kubernetes|jobset|trainjob"

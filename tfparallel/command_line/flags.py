@@ -23,8 +23,6 @@ from tfparallel.command_line.flag_table import TABLE, flags_of
 from tfparallel.command_line.help import placeholder
 from tfparallel.command_line.words_elsewhere import FLAGS, NEEDLESS
 
-__all__ = ["defined", "flag_problems", "nearest", "parsed", "resolved", "value_of"]
-
 
 class Counted(int):
     """The number that a word such as "gpu" means on this host; other hosts may differ.

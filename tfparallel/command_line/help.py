@@ -8,8 +8,6 @@ from tfparallel.command_line.command_table import COMMANDS
 from tfparallel.command_line.flag import Flag
 from tfparallel.command_line.flag_table import TABLE
 
-__all__ = ["help_text", "placeholder"]
-
 _WIDEST = 100
 _COLUMN = 28  # Where a flag's text begins.
 _SHOWN = {"whole": "N", "real": "N", "list": "A,B", "workers": "N|gpu|cpu|auto"}

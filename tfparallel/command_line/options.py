@@ -9,8 +9,6 @@ from tfparallel.command_line.flags import resolved, value_of
 from tfparallel.layout.mesh import Mesh
 from tfparallel.replication.sync_option import EVERY_STEP, Synchronization
 
-__all__ = ["TrainOptions"]
-
 _STAGED = ("pipeline", "hybrid")
 
 

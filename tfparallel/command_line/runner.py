@@ -22,8 +22,6 @@ from tfparallel.command_line.flags import defined, flag_problems, parsed
 from tfparallel.command_line.help import help_text
 from tfparallel.task import TaskError, path_problems
 
-__all__ = ["TFPARALLEL", "checked", "run", "run_job"]
-
 TFPARALLEL = (sys.executable, "-m", "tfparallel")
 _DEADLINE_SECONDS = 900.0  # For a job.
 

@@ -1,17 +1,5 @@
 """Words of other tools, which usage errors translate."""
 
-__all__ = [
-    "DTYPES",
-    "EMITTED",
-    "FLAGS",
-    "NEEDLESS",
-    "PARALLELISMS",
-    "PRECISIONS",
-    "PREDICTED",
-    "SHARDS",
-    "STRATEGIES",
-]
-
 # Names of flags in torchrun, horovodrun, nccl-tests and training scripts, as flags here: of names
 # between bars, the first that the command has; of names after commas, all that it has. A name with
 # a value stands for both.

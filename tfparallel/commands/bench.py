@@ -28,8 +28,6 @@ from tfparallel.replication.drop_in_strategies import MultiWorkerMirroredStrateg
 from tfparallel.startup import quiet_stderr
 from tfparallel.task import Task, TaskError, load_task
 
-__all__ = ["run"]
-
 # TensorFlow's defaults, between devices and between workers.
 _DEFAULTS = ("tf_reduce_to_one", "reduce_to_one", "ring")
 

@@ -13,8 +13,6 @@ from absl import flags
 from tfparallel.command_line.runner import TFPARALLEL, run_job
 from tfparallel.diagnostics.report import write_report
 
-__all__ = ["run"]
-
 _THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
 
 

@@ -26,8 +26,6 @@ from tfparallel.placement.report import held_by_device
 from tfparallel.seams.keras import storage_of
 from tfparallel.task import load_task
 
-__all__ = ["run"]
-
 _NUM_WARM_UP_STEPS = 3
 _NUM_TIMELINES = 7
 

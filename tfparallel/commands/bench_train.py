@@ -20,8 +20,6 @@ from tfparallel.flight.diagnosis import verdict
 from tfparallel.flight.job import Split
 from tfparallel.texts import counted
 
-__all__ = ["run"]
-
 _PARTS = ("input", "compute", "reduction", "waiting", "between")
 
 

@@ -24,8 +24,6 @@ from tfparallel.pipeline.batch_norm import grouped, ungrouped
 from tfparallel.task import load_task
 from tfparallel.texts import aligned
 
-__all__ = ["run"]
-
 
 def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
     """Checks the task file according to the flags, and prints the result.

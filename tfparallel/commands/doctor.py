@@ -14,8 +14,6 @@ from tfparallel.diagnostics.doctor import examine
 from tfparallel.diagnostics.report import VERDICTS, Finding, versions, worst, write_report
 from tfparallel.diagnostics.suggestion import suggested, this_machine
 
-__all__ = ["run"]
-
 # Green, yellow, red.
 _COLOURS = {"ok": 32, "warn": 33, "broken": 31}
 

@@ -12,8 +12,6 @@ from tfparallel.command_line.exits import UsageError
 from tfparallel.command_line.flag_table import flags_of
 from tfparallel.task_files.kinds import KINDS, SAMPLE, data_problems
 
-__all__ = ["problems", "run"]
-
 _PREDICTS = {name: kind.predicts for name, kind in KINDS.items()}
 _DEFAULTS = {"kind": "image", "data": SAMPLE, "parallel": "data"}
 

@@ -20,8 +20,6 @@ from tfparallel.cluster.wire import is_word
 from tfparallel.commands.launching import TOKEN, launched, say
 from tfparallel.commands.launching_on_ray import launched_on_ray
 
-__all__ = ["problems", "run"]
-
 _NO_COMMAND = (
     "A command is required after `--`. Received: none. Example: tfparallel launch "
     "--nproc_per_node=2 -- python my_script.py"

@@ -34,8 +34,6 @@ from tfparallel.flight.culprit import lost_by, waited_for, with_errors
 from tfparallel.flight.record import FOLDER, SUFFIX
 from tfparallel.texts import counted
 
-__all__ = ["TOKEN", "launched", "say"]
-
 TOKEN = "TFPARALLEL_JOB_TOKEN"
 # Between two attempts; also at most half of the time that other hosts wait for this one.
 _MOST_WAIT_SECONDS = 60.0

@@ -13,8 +13,6 @@ from tfparallel.commands.launching import say
 from tfparallel.ray.options import RayOptions, parse_num_workers, parse_resources
 from tfparallel.ray.stop_signals import StopSignals
 
-__all__ = ["launched_on_ray"]
-
 _GRACE_SECONDS = 60.0  # When a node arrives, all workers save.
 
 

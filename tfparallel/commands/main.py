@@ -9,8 +9,6 @@ import platform
 import sys
 from collections.abc import Sequence
 
-__all__ = ["main"]
-
 _TOPICS = {
     "a task": {
         "init": "writes a task file: a model, how it is compiled, and its data",

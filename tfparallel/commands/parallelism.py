@@ -29,8 +29,6 @@ from tfparallel.replication.drop_in_strategies import MirroredStrategy, MultiWor
 from tfparallel.startup import has_nvidia_gpu, quiet_stderr
 from tfparallel.texts import counted, first_to_last
 
-__all__ = ["Parallelism", "hide_gpus_if_unused", "start_parallelism"]
-
 _BUILDERS = {"model": model_parallel, "tensor": tensor_parallel}
 
 

@@ -25,8 +25,6 @@ from tfparallel.planning.planner import Plan
 from tfparallel.task import load_task
 from tfparallel.texts import aligned, counted, seconds_text, size_text
 
-__all__ = ["run"]
-
 _View = tuple[list[str], dict[str, Any]]  # The printed lines, and the report's content.
 
 

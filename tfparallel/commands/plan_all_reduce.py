@@ -12,8 +12,6 @@ from tfparallel.command_line.exits import UsageError
 from tfparallel.diagnostics.report import write_report
 from tfparallel.texts import aligned, size_text
 
-__all__ = ["problems", "run"]
-
 _MAX_RANKS = 2**16
 # The simulation of trees counts packets in Python, one message at a time.
 _MAX_TREE_RANKS = 256

@@ -14,8 +14,6 @@ from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.cluster.sent_function import CALL, RESULT
 from tfparallel.startup import has_nvidia_gpu, prepare
 
-__all__ = ["main"]
-
 
 def main(folder: str) -> int:
     """Calls the function stored in the folder; the chief writes its result there.

@@ -24,16 +24,6 @@ from tfparallel.seams.compiled import compile_arguments
 from tfparallel.task import Task, TaskError, load_task
 from tfparallel.texts import counted, size_text
 
-__all__ = [
-    "compiling",
-    "nothing_fits",
-    "plan_task",
-    "start_chosen_parallelism",
-    "trial_builder",
-    "use_precision",
-    "what_fits",
-]
-
 _BALANCES = {"model": ("memory",), "pipeline": ("time",), "auto": BALANCES}
 _OF_A_PIPELINE = ("num_micro_batches", "schedule", "chunks_per_device", "recompute")
 

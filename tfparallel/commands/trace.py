@@ -9,8 +9,6 @@ from absl import flags
 from tfparallel.command_line.exits import UsageError
 from tfparallel.flight.job import behind, chrome_trace, doing, elsewhere, read_job, splits
 
-__all__ = ["problems", "run"]
-
 
 def problems(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
     """Returns the problems of the folder."""

@@ -42,8 +42,6 @@ from tfparallel.placement.report import held_by_device
 from tfparallel.task import Task, TaskError, load_task
 from tfparallel.user_log import notice
 
-__all__ = ["run"]
-
 _NUM_EVENTS = 4000  # The last ones of each worker's flight record.
 
 

@@ -17,8 +17,6 @@ from tfparallel.update.places import Places
 from tfparallel.variables.replica import device_at_work, replicas_of
 from tfparallel.variables.split import parts_of
 
-__all__ = ["HybridModel"]
-
 
 class HybridModel(SpreadCall, NestedModel, PipelinedModel):
     """Extends a functional or Sequential model of placed layers by copies for each replica.

@@ -35,8 +35,6 @@ from tfparallel.user_log import notice
 from tfparallel.variables.deferred_build import StoragelessModel
 from tfparallel.variables.replica import replicas_of
 
-__all__ = ["hybrid_parallel"]
-
 
 def hybrid_parallel(
     model_or_function: keras.Model | Callable[[], keras.Model] | Sequence[keras.Layer],

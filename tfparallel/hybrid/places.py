@@ -16,8 +16,6 @@ from tfparallel.update.places import Places
 from tfparallel.variables.replica import Replica, at_work
 from tfparallel.variables.sharded import ShardedVariable
 
-__all__ = ["MeshPlaces"]
-
 
 class MeshPlaces(Places):
     """The replicas of a mesh; each has a copy, or a share, of every variable.

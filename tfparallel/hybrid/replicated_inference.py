@@ -31,8 +31,6 @@ from tfparallel.strategies.replica_trace import MeshTrace
 from tfparallel.user_log import notice
 from tfparallel.variables.replica import replicas_of
 
-__all__ = ["SpreadCall"]
-
 _IN_BOLD = re.compile(r"\x1b\[1m(.*?)\x1b\[0m", re.DOTALL)
 
 

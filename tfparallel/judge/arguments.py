@@ -10,8 +10,6 @@ from tfparallel.judge.propagation import Judge, Judged
 from tfparallel.judge.size import ROWS
 from tfparallel.seams.tensorflow import composite_of
 
-__all__ = ["placeholder_of", "type_of_argument"]
-
 
 def type_of_argument(leaf) -> tf.TypeSpec:
     """Returns the type of a leaf, for batches of any size."""

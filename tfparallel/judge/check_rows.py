@@ -15,15 +15,6 @@ from tfparallel.user_log import notice
 
 _READ_LATER = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
 
-__all__ = [
-    "check_rows",
-    "exchange_moments",
-    "has_rows",
-    "proof_in_words",
-    "refusal_of",
-    "why_not_in_pieces",
-]
-
 _SHOWN = 5
 
 

@@ -12,8 +12,6 @@ from tfparallel.judge.rules import first_mixed, joined, numbers_a_row
 from tfparallel.judge.size import ROWS, depends_on_rows, is_row_number, row_number, size_named
 from tfparallel.seams.tensorflow import gradient_function_of, graph_of
 
-__all__ = ["FLOWS"]
-
 _HANDED_ON = "carries a value from one row to the next"
 
 Flow = Callable[[Any, tf.Operation, Sequence], list[tuple]]

@@ -19,14 +19,6 @@ import tensorflow as tf
 from tfparallel.judge.propagation import is_judged
 from tfparallel.seams.keras import layers_in
 
-__all__ = [
-    "attributes_kept",
-    "kept_as_they_were",
-    "kept_tensors",
-    "plain_attributes",
-    "refers_to",
-]
-
 _DEPTH = 3  # The depth to which nested containers are searched.
 _PLAIN = (bool, int, float, str, np.generic)
 

@@ -6,8 +6,6 @@ from tfparallel.judge.placements import Listed, Mixed, Replicate, Row, Shard
 from tfparallel.judge.rules import first_mixed, joined, numbers_a_row
 from tfparallel.judge.size import ROWS, depends_on_rows, is_row_number
 
-__all__ = ["LISTS", "OF_ROW_NUMBER"]
-
 OF_ROW_NUMBER = "computes with a row index"
 _OTHER_KIND = "reads an unsupported list of tensors"
 

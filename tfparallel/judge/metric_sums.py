@@ -7,8 +7,6 @@ import tensorflow as tf
 from tfparallel.judge.placements import Mixed, Placement, Replicate, Sum
 from tfparallel.judge.propagation import Judge
 
-__all__ = ["SUMS", "growth_of"]
-
 SUMS = (Replicate(1), Sum())  # c·B is also a sum over the rows.
 _HANDS_ON = ("Identity", "EnsureShape")
 

@@ -15,18 +15,6 @@ pieces compute if each is weighted by its share of the rows; B itself is `Replic
 import dataclasses
 from typing import Any
 
-__all__ = [
-    "OF_REPLICA",
-    "Entries",
-    "Listed",
-    "Mixed",
-    "Placement",
-    "Replicate",
-    "Row",
-    "Shard",
-    "Sum",
-]
-
 OF_REPLICA = "is the replica's index"  # A reason why a tensor is `Mixed`.
 
 

@@ -19,8 +19,6 @@ from tfparallel.seams.keras import layers_in, mask_of, set_mask
 from tfparallel.tracing.graphs import with_inner, writes_state
 from tfparallel.tracing.trial_trace import traced_apart
 
-__all__ = ["AXIS", "Arguments", "computed_in", "is_divided", "keeps_positions_apart"]
-
 AXIS = 1  # The positions of a sequence; axis 0 holds the examples.
 _CHECKS = {"Assert", "EnsureShape"}  # Operations that may raise for a part.
 

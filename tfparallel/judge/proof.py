@@ -38,8 +38,6 @@ from tfparallel.tracing.graphs import (
 )
 from tfparallel.tracing.trial_trace import traced_apart
 
-__all__ = ["Fault", "OfLayer", "Proof", "explained", "prove"]
-
 _IN_FUNCTION = (
     "inside a `tf.function` of the layer, whose trace TensorFlow reuses for the other pieces "
     "(remove the decorator: Keras compiles the whole step)"

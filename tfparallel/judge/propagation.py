@@ -27,16 +27,6 @@ from tfparallel.judge.size import ROWS, depends_on_rows, power_of_rows, size_nam
 from tfparallel.seams.tensorflow import FuncGraph
 from tfparallel.tracing.graphs import is_in_function
 
-__all__ = [
-    "Judge",
-    "Judged",
-    "exchanged",
-    "exchanges_of",
-    "is_judged",
-    "is_judging",
-    "judged_graph",
-]
-
 _MOST_SIZES, _MOST_KNOWN = 8, 64
 _REPLICA = "replica_id_in_sync_group"  # TensorFlow's name for the index in a replica context.
 # Attributes of a graph: exchanged tensors, by name, and how. Attributes of a judged graph: the

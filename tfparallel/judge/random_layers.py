@@ -12,8 +12,6 @@ from tfparallel.judge.where import place_in
 from tfparallel.seams.keras import layers_in, seed_generators_of
 from tfparallel.tracing.graphs import with_inner
 
-__all__ = ["drawing_layers", "draws_in"]
-
 
 def drawing_layers(layer: keras.Layer, judge: Judge) -> list[keras.Layer]:
     """Returns the layers that draw other random values in pieces than on one device.

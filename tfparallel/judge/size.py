@@ -8,18 +8,6 @@ from collections.abc import Hashable
 from fractions import Fraction
 from typing import Any
 
-__all__ = [
-    "ROWS",
-    "Size",
-    "depends_on_row_number",
-    "depends_on_rows",
-    "is_row_number",
-    "is_whole",
-    "power_of_rows",
-    "row_number",
-    "size_named",
-]
-
 _ROWS = "B"
 _ROW = "row"
 

@@ -14,8 +14,6 @@ from tfparallel.judge.size import Size, depends_on_rows
 from tfparallel.judge.values import constant
 from tfparallel.seams.tensorflow import run_alone
 
-__all__ = ["ENDS", "tried", "tried_with_rows"]
-
 # Operations that make dense tensors of sparse or ragged entries: tried from those rows on.
 ENDS = frozenset(
     (

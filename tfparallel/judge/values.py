@@ -8,8 +8,6 @@ import tensorflow as tf
 
 from tfparallel.judge.size import ROWS, Size, is_whole, size_named
 
-__all__ = ["SEVERAL_ROWS", "constant", "only", "slices_of", "value_of"]
-
 _MOST = 64  # Elements.
 
 

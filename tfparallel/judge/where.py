@@ -9,8 +9,6 @@ import tensorflow as tf
 
 from tfparallel.seams.keras import layers_in
 
-__all__ = ["line_of", "place_in"]
-
 # By path: a program may be in a folder of the same name.
 _LIBRARIES = tuple(
     f"{folder}{os.sep}"

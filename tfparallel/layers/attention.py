@@ -16,8 +16,6 @@ from tfparallel.layers.parallel_hints import ParallelHint
 from tfparallel.layers.parts import on_devices, on_each, pieces, whole
 from tfparallel.seams.keras import attention_axes, dropout_of, mask_of, output_projection, set_mask
 
-__all__ = ["ParallelMultiHeadAttention"]
-
 
 class ParallelMultiHeadAttention(ParallelHint, SplitLayer):
     """Attention whose heads are split: each device computes some of them from end to end.

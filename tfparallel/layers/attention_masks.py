@@ -10,8 +10,6 @@ from tfparallel.layers.dropout import Draw
 from tfparallel.layers.positions import cut, ends_of
 from tfparallel.seams.keras import attention_window, dropout_of
 
-__all__ = ["AttentionDropout", "AttentionMask", "is_plain_mask"]
-
 _ALL = slice(None)
 
 

@@ -7,14 +7,6 @@ from tfparallel.layers.layer import SplitLayer, local_layer, sizes_of
 from tfparallel.layers.parallel_hints import ParallelHint
 from tfparallel.layers.parts import Parts, on_each, pieces, whole
 
-__all__ = [
-    "ChannelParallelConv2D",
-    "ChannelReducingConv2D",
-    "ColumnParallel",
-    "ColumnParallelDense",
-    "RowParallelDense",
-]
-
 
 class ColumnParallel(SplitLayer):
     """Base of dense layers and convolutions whose outputs are split."""

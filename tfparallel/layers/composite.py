@@ -26,8 +26,6 @@ from tfparallel.seams.keras import (
     takes_training,
 )
 
-__all__ = ["Group", "class_of_keras", "groups_in", "is_composite"]
-
 _DEFINITIONS = types.FunctionType | property | classmethod | staticmethod
 
 

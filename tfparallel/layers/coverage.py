@@ -11,8 +11,6 @@ from tfparallel.layers.composite import Group
 from tfparallel.seams.keras import variables_held_by
 from tfparallel.variables.split import SplitVariable, share_in_parts
 
-__all__ = ["warn_of_whole"]
-
 _FEW = 0.5
 _MOST_NAMES = 4
 

@@ -15,8 +15,6 @@ from tfparallel.layers.layer import PartwiseLayer
 from tfparallel.layers.parts import Parts, on_devices, whole
 from tfparallel.replication.row_draws import for_both_passes, narrowed
 
-__all__ = ["Draw", "PartwiseDropout", "dropped_in_parts", "share_draws"]
-
 
 class PartwiseDropout(PartwiseLayer):
     """Extends dropout: each part takes its share of the whole tensor's mask."""

@@ -5,8 +5,6 @@ import keras
 from tfparallel.layers.layer import SplitLayer, local_layer, sizes_of
 from tfparallel.layers.parts import Parts, on_each, whole
 
-__all__ = ["ColumnParallelEinsum", "units_of"]
-
 
 class ColumnParallelEinsum(SplitLayer):
     """An `EinsumDense` split along its longest output axis that the input does not have.

@@ -10,8 +10,6 @@ from tfparallel.layers.parallel_hints import ParallelHint
 from tfparallel.layers.parts import Parts, on_each, whole
 from tfparallel.seams.keras import set_mask
 
-__all__ = ["ReversibleVocabParallelEmbedding", "VocabParallelEmbedding"]
-
 
 class VocabParallelEmbedding(ParallelHint, SplitLayer):
     """An embedding whose rows are split: each device holds a part of the vocabulary.

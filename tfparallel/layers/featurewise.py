@@ -7,8 +7,6 @@ from tfparallel.layers.layer import SplitLayer, local_layer
 from tfparallel.layers.parts import Parts, on_devices, pieces
 from tfparallel.seams.keras import mask_of
 
-__all__ = ["FeaturewiseJoin", "FeaturewiseWeights"]
-
 
 class FeaturewiseJoin(SplitLayer):
     """Extends the concatenation of an example's features, one input per device.

@@ -21,16 +21,6 @@ from tfparallel.placement.layer_devices import PlacementError
 from tfparallel.variables.replica import device_at_work
 from tfparallel.variables.split import split_variable
 
-__all__ = [
-    "FixedLayer",
-    "PartwiseLayer",
-    "SplitLayer",
-    "WholeLayer",
-    "local_layer",
-    "sizes_of",
-    "split_variables",
-]
-
 
 class _HiddenLayers:
     """Hides the smaller layers from Keras, which then saves only the whole layer's weights.

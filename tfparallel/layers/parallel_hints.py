@@ -14,8 +14,6 @@ from typing import Any, ClassVar
 
 import keras
 
-__all__ = ["ParallelHint", "hint_of", "note"]
-
 _NOTE = "_tfparallel_written_as"
 
 

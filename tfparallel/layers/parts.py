@@ -9,19 +9,6 @@ import tensorflow as tf
 from tfparallel.compute_context import context, within
 from tfparallel.seams.keras import mask_of, set_mask
 
-__all__ = [
-    "Parts",
-    "as_it_is",
-    "handed_on",
-    "handing_on",
-    "on_devices",
-    "on_each",
-    "parts_of_tensor",
-    "pieces",
-    "whole",
-    "with_parts",
-]
-
 
 class Parts:
     """A tensor whose parts are joined only on request.

@@ -19,16 +19,6 @@ from tfparallel.judge.positions import AXIS
 from tfparallel.layers.parts import Parts, on_devices, on_each
 from tfparallel.seams.tensorflow import not_recording, record_operation
 
-__all__ = [
-    "check_lengths",
-    "cut",
-    "ends_of",
-    "is_long_enough",
-    "joined",
-    "known_parts",
-    "positions_of",
-]
-
 # Operations that compute each element from the same element of their inputs, with broadcasting.
 # `Identity` is excluded: a step differentiates by one, at a stage's inputs, and must find it.
 _ELEMENTWISE = {

@@ -18,8 +18,6 @@ from tfparallel.layers.positions import check_lengths, cut, is_long_enough, join
 from tfparallel.placement.placed_model import PlacedLayer
 from tfparallel.seams.keras import layers_in, mask_of, set_mask, takes_training
 
-__all__ = ["Judgements", "PositionwiseDropout", "PositionwiseLayer", "arguments_of", "is_apart"]
-
 _PLAIN = (bool, int, float, str, type(None))
 _OF_KERAS = (keras.Layer, keras.Variable, keras.random.SeedGenerator)
 

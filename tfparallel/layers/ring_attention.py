@@ -21,8 +21,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["Block", "attend"]
-
 
 class Block(NamedTuple):
     """The queries of one device against the keys of another.

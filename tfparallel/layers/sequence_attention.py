@@ -29,8 +29,6 @@ from tfparallel.layers.ring_attention import Block, attend
 from tfparallel.layers.split_plan import has_own_methods
 from tfparallel.seams.keras import attention_parts, drop_masks
 
-__all__ = ["ALL_TO_ALL", "RING", "SequenceAttention", "exchange_of"]
-
 RING, ALL_TO_ALL = "ring", "all-to-all"
 
 

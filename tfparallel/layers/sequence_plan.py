@@ -23,8 +23,6 @@ from tfparallel.layers.sequence_attention import SequenceAttention
 from tfparallel.seams.functional import calls_of, has_graph
 from tfparallel.seams.keras import attention_axes
 
-__all__ = ["KINDS", "extension_of", "plan", "warn_of_whole"]
-
 POSITIONS, ATTENTION = "positions", "positions, attention"
 KINDS = (POSITIONS, ATTENTION)
 

@@ -22,8 +22,6 @@ from tfparallel.layers.parts import Parts, on_devices
 from tfparallel.seams.compiled import options_of
 from tfparallel.seams.keras import logits_beside
 
-__all__ = ["cross_entropy", "in_parts"]
-
 
 class LossInParts:
     """Extends a sparse categorical cross-entropy: logits stay in parts."""

@@ -31,16 +31,6 @@ from tfparallel.layers.layer import SplitLayer, sizes_of
 from tfparallel.layers.parallel_hints import ParallelHint
 from tfparallel.layers.parts import Parts, on_devices, on_each, pieces
 
-__all__ = [
-    "SpatialBatchNormalization",
-    "SpatialGlobalPooling2D",
-    "SpatialMerge",
-    "SpatialParallelConv2D",
-    "SpatialParallelPooling2D",
-    "SpatialZeroPadding2D",
-    "rows_of",
-]
-
 
 class Window(NamedTuple):
     """A layer's window along one axis: its extent, its stride, and the padding at both ends."""

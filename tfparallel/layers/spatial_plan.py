@@ -13,15 +13,6 @@ from tfparallel.layers import spatial
 from tfparallel.layers.dropout import PartwiseDropout
 from tfparallel.layers.layer import PartwiseLayer
 
-__all__ = [
-    "CALLER",
-    "HEIGHT",
-    "class_of",
-    "has_activation_of_keras",
-    "is_in_rows",
-    "is_split_by_height",
-]
-
 HEIGHT = "height"
 CALLER = "the model's caller"
 

@@ -11,8 +11,6 @@ from tfparallel.update.place_optimizer import prepare
 from tfparallel.update.places import Places
 from tfparallel.variables.split import parts_of
 
-__all__ = ["CompositeLayer", "NestedLayer", "SplitModel"]
-
 
 class NestedModel:
     """Extends a nested model: it reads and returns whole tensors."""

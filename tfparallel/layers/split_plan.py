@@ -41,8 +41,6 @@ from tfparallel.problems import PlacementError, Problems
 from tfparallel.seams.functional import calls_of, calls_to, functional_of, maker_of
 from tfparallel.seams.keras import layers_in
 
-__all__ = ["KINDS", "Graph", "has_own_methods", "plan"]
-
 _layers = keras.layers
 COLUMN, GATHERED, ROW, FEATURES = "column", "column, gathered", "row", "features"
 HEADS, VOCABULARY, JOINED = "heads", "vocabulary", "joined"

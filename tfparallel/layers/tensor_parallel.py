@@ -36,8 +36,6 @@ from tfparallel.seams.functional import has_graph
 from tfparallel.seams.keras import layers_in
 from tfparallel.variables.deferred_build import NeedsStorage, StoragelessModel
 
-__all__ = ["SplitRequest", "parts_planned", "split_in_place", "splits_of", "tensor_parallel"]
-
 
 @dataclasses.dataclass(frozen=True)
 class SplitRequest:

@@ -23,8 +23,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-__all__ = ["NoPartition", "Weighed", "partition"]
-
 Edges = Mapping[int, tuple[float, Sequence[int]]]
 """For each layer that others read: the cost of sending its output, and its readers."""
 

@@ -8,8 +8,6 @@ from typing import Any
 from tfparallel.layout.schedule import Schedule
 from tfparallel.layout.simulator import StageSeconds, Timeline, simulate
 
-__all__ = ["as_text", "as_trace", "draw_schedule", "write_picture", "write_trace"]
-
 _COLUMNS = 180  # The length of the longest row.
 _COLORS = {"forward": "#4c78a8", "backward": "#f2a34b"}
 

@@ -12,8 +12,6 @@ from tfparallel.layout.mesh import Coordinate, Mesh
 from tfparallel.layout.schedule import Schedule, ScheduleError, make_schedule
 from tfparallel.texts import MOST_NAMES, aligned, counted, first_to_last
 
-__all__ = ["RECOMPUTES", "SHARED_OUT", "Layout", "LayoutError", "replicas_in_words"]
-
 # The micro-batches whose backward pass recomputes the forward pass.
 RECOMPUTES = ("never", "always", "except_last")
 

@@ -20,8 +20,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-__all__ = ["Coordinate", "Mesh"]
-
 _AXES_ELSEWHERE = {"dp": "data", "batch": "data", "pp": "pipeline", "stage": "pipeline"}
 _AXES_ELSEWHERE |= {"tp": "tensor", "model": "tensor", "sp": "sequence", "cp": "sequence"}
 

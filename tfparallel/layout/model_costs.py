@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tfparallel.layout.balance import Weighed, partition
 
-__all__ = ["FORWARD_SHARE", "LayerCosts", "Line", "Machine", "ModelCosts"]
-
 FORWARD_SHARE = 1 / 3  # If it was not measured.
 
 

@@ -23,15 +23,6 @@ Parallelism", NeurIPS 2019 (arXiv 1811.06965). Narayanan et al., "PipeDream", SO
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
-__all__ = [
-    "SCHEDULES",
-    "Instruction",
-    "Schedule",
-    "ScheduleError",
-    "make_schedule",
-    "most_held",
-]
-
 
 class ScheduleError(ValueError):
     """A schedule, the devices and the micro-batches do not fit together."""

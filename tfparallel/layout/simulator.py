@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 from tfparallel.layout.schedule import Instruction, Schedule
 
-__all__ = ["StageSeconds", "Timeline", "simulate", "theoretical_bubble"]
-
 
 @dataclasses.dataclass(frozen=True)
 class StageSeconds:

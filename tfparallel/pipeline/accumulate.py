@@ -17,8 +17,6 @@ from tfparallel.pipeline.gradient_sums import local_storage
 from tfparallel.replication.accumulate import Accumulate
 from tfparallel.update.places import Places
 
-__all__ = ["AccumulateBatches"]
-
 
 class AccumulateBatches(Accumulate):
     """Updates a model of placed layers once per N batches; metrics cover all rows."""

@@ -30,15 +30,6 @@ from tfparallel.seams.keras import (
 from tfparallel.strategies.variables import copies
 from tfparallel.tracing.graphs import draws_anew, with_inner, writes_variable
 
-__all__ = [
-    "PassScope",
-    "check_state",
-    "other_writes",
-    "states_in_layers",
-    "sums_in_layers",
-    "writable",
-]
-
 
 class PassScope(keras.StatelessScope):
     """Collects the losses that layers add in `losses`; checks each write.

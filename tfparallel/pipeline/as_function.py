@@ -15,8 +15,6 @@ import tensorflow as tf
 
 from tfparallel.tracing.graphs import called_by, draws_anew, with_inner
 
-__all__ = ["computes_the_same"]
-
 # Operations that pass a sparse gradient on unchanged.
 _HANDED_ON = ("Cast", "ConcatV2", "Identity", "IdentityN", "ReadVariableOp")
 # Readers of a weight whose gradients are dense.

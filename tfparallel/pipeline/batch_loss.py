@@ -21,9 +21,6 @@ from tfparallel.step.loss_placement import of_the_batch
 from tfparallel.step.piece_sums import whole_loss
 from tfparallel.variables.sharded import ShardedVariable
 
-__all__ = ["ExtraLosses", "WholeLoss", "added_up", "scale_of"]
-
-
 _BESIDE = -1  # The reader of a weight that is regularized: no stage.
 
 

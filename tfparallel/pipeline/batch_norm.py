@@ -25,8 +25,6 @@ from tfparallel.pipeline.remote_replicas import Others
 from tfparallel.replication.batch_norm import SynchronizedBatchNormalization, in_rows
 from tfparallel.seams.keras import layers_in
 
-__all__ = ["DeferredBatchNormalization", "batch_norms", "grouped", "ungrouped", "write_averages"]
-
 
 class DeferredBatchNormalization(SynchronizedBatchNormalization):
     """Extends `keras.layers.BatchNormalization`: a pass keeps moments for the end of the step."""

@@ -14,8 +14,6 @@ import tensorflow as tf
 
 from tfparallel.layout.schedule import Instruction
 
-__all__ = ["DeviceOrder"]
-
 _OF_THE_HOST = (tf.string, tf.variant, tf.resource)
 
 

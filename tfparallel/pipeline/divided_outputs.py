@@ -22,8 +22,6 @@ from tfparallel.pipeline.stages import PartOf, Values
 from tfparallel.seams.keras import mask_of, set_mask
 from tfparallel.step.additivity import has_positions
 
-__all__ = ["Piece", "length_of", "note_parts", "on_each", "outputs_by_device", "pieces_of"]
-
 
 class Piece(NamedTuple):
     """A micro-batch for the loss, or its positions on one device.

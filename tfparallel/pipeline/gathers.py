@@ -21,8 +21,6 @@ from tfparallel.tracing.graphs import operations_here, writes_variable
 from tfparallel.variables.replica import at_work
 from tfparallel.variables.sharded import ShardedVariable, joined_rows
 
-__all__ = ["MeshGathers"]
-
 
 class MeshGathers(Gathers):
     """The gathers of the first replica of a mesh, or of the one that an eager step runs.

@@ -18,9 +18,6 @@ from tfparallel.seams.keras import storage_of
 from tfparallel.strategies.variables import copies
 from tfparallel.variables.sharded import ShardedVariable, rows_of_share, shape_shared_out
 
-__all__ = ["OF_LOSS", "Added", "GradientSums", "local_storage", "read_by", "summed", "totals"]
-
-
 OF_LOSS = -2  # The reader of a weight in the loss: no stage.
 
 

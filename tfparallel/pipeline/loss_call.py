@@ -33,8 +33,6 @@ from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.piece_sums import growth, of_whole_sequences
 from tfparallel.tracing.trial_trace import traced_apart
 
-__all__ = ["LossCall"]
-
 
 class LossCall:
     """The compiled loss and metrics of a micro-batch's outputs.

@@ -24,8 +24,6 @@ from tfparallel.seams.functional import calling_with, calls_of, in_training
 from tfparallel.seams.keras import mask_of, set_mask
 from tfparallel.tracing.trial_trace import traced_apart
 
-__all__ = ["Masks", "nodes_in_order"]
-
 
 class _Presence(NamedTuple):
     """Whether tensors have a mask.

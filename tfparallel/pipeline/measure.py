@@ -17,8 +17,6 @@ import tensorflow as tf
 from tfparallel.layout.schedule import Instruction
 from tfparallel.layout.simulator import StageSeconds, Timeline
 
-__all__ = ["measured_timelines", "median_timeline", "stage_seconds", "timed_passes"]
-
 
 def measured_timelines(model: keras.Model, data: Any, num_steps: int = 5) -> list[Timeline]:
     """Runs the passes of a step several times, and measures each instruction.

@@ -20,8 +20,6 @@ from tfparallel.placement.layer_devices import PlacementError
 from tfparallel.seams.compiled import CompileLoss
 from tfparallel.step.loss_terms import ExampleLosses, NotByPieces, call_with, values_of
 
-__all__ = ["COMPARES", "MicroBatchLoss", "Part", "check_decomposes", "check_equal"]
-
 # The relative difference allowed for reordered sums; a loss that compares examples differs more.
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 _FLOOR = 1e-2  # A share of the terms' size: they may also cancel within a part.

@@ -14,8 +14,6 @@ from tfparallel.pipeline.stages import Key, LogitsOf, PartOf, Values
 from tfparallel.seams.functional import as_outputs, flat_inputs, functional_of
 from tfparallel.seams.keras import mask_of, set_mask
 
-__all__ = ["Batch", "Joined"]
-
 
 class Joined(NamedTuple):
     """An output of the whole batch.

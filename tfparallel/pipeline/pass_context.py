@@ -22,8 +22,6 @@ from tfparallel.replication.random import drawing_by, global_seed_generator, in_
 from tfparallel.replication.row_draws import DividedSeeds
 from tfparallel.seams.keras import layers_in, seed_generators_of
 
-__all__ = ["Pass", "StepMemory", "computing", "current_pass", "extend_random_layers"]
-
 _FOLD = 0x9E3779B1  # Odd, so that m ↦ m·_FOLD is one-to-one modulo 2³².
 
 

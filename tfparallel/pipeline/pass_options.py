@@ -10,8 +10,6 @@ from tfparallel.layout.schedule import Schedule
 from tfparallel.pipeline.stages import Stage
 from tfparallel.step.metrics import StepMetrics
 
-__all__ = ["PassOptions"]
-
 
 class PassOptions(NamedTuple):
     """How to make the passes of a step, the same in each replica.

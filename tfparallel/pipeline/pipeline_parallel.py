@@ -22,14 +22,6 @@ from tfparallel.problems import PlacementError, Problems, usable_devices
 from tfparallel.replication.sync_option import Synchronization
 from tfparallel.variables.deferred_build import StoragelessModel
 
-__all__ = [
-    "PipelineOptions",
-    "TooFewLayersError",
-    "in_micro_batches",
-    "pipeline_parallel",
-    "stages_by_layer",
-]
-
 
 class TooFewLayersError(PlacementError):
     """The model has fewer layers than the schedule has stages.

@@ -42,8 +42,6 @@ from tfparallel.strategies.variables import copies
 from tfparallel.variables.replica import Replica
 from tfparallel.variables.sharded import ShardedVariable
 
-__all__ = ["Step"]
-
 
 class Step:
     """One step, while it is traced (or run eagerly).

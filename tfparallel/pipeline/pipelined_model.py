@@ -28,8 +28,6 @@ from tfparallel.step.loss_placement import WhereRowsMeet, said_in, why_unaligned
 from tfparallel.step.one_step import PassResult
 from tfparallel.variables.replica import replicas_of
 
-__all__ = ["PipelinedModel"]
-
 
 class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
     """Extends a functional or Sequential model of placed layers; training uses micro-batches.

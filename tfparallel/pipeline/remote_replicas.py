@@ -15,8 +15,6 @@ from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.traffic import ROWS
 from tfparallel.data.rows_of_replica import Shard
 
-__all__ = ["Others"]
-
 
 class Others(NamedTuple):
     """The workers of a job, seen from one of them.

@@ -49,8 +49,6 @@ from tfparallel.tracing.graphs import operations_here
 from tfparallel.tracing.replay import DrawnApart
 from tfparallel.variables.replica import device_at_work
 
-__all__ = ["PassOutputs", "ReplicaStep"]
-
 
 class PassOutputs(NamedTuple):
     """The results of a replica's passes, by micro-batch.

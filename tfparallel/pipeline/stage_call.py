@@ -20,8 +20,6 @@ from tfparallel.pipeline.stages import Key, Stage, Values, with_mask_of
 from tfparallel.pipeline.traced_once import MustTraceEach, TracedOnce
 from tfparallel.seams.keras import storage_of
 
-__all__ = ["StageCall", "StageOutputs"]
-
 
 class StageOutputs(NamedTuple):
     """The results of a stage for a micro-batch.

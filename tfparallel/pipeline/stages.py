@@ -22,18 +22,6 @@ from tfparallel.pipeline.masks import Masks, nodes_in_order
 from tfparallel.seams.functional import LEAVES_TRAINING, calling_with, functional_of, in_training
 from tfparallel.seams.keras import mask_of, set_mask
 
-__all__ = [
-    "Key",
-    "LogitsOf",
-    "PartOf",
-    "Stage",
-    "Values",
-    "cut_stages",
-    "symbol_of",
-    "values_of",
-    "with_mask_of",
-]
-
 
 class PartOf(NamedTuple):
     """The key of the positions of an output on one device (`divided_outputs.py`)."""

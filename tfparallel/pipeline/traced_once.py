@@ -21,8 +21,6 @@ from tfparallel.placement.layer_devices import PlacementError
 from tfparallel.seams.keras import mask_of, set_mask
 from tfparallel.seams.tensorflow import InaccessibleTensorError
 
-__all__ = ["MustTraceEach", "TracedOnce"]
-
 
 class MustTraceEach(Exception):
     """A step was traced once for all micro-batches, but each must be traced."""

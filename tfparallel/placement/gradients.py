@@ -11,8 +11,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-__all__ = ["gradients", "gradients_of_a_part"]
-
 
 def gradients(loss: tf.Tensor, variables: Sequence[keras.Variable]) -> list[tf.Tensor | None]:
     """Differentiates in the graph that is being traced.

@@ -7,8 +7,6 @@ import numpy as np
 
 from tfparallel.seams.functional import calls_of, maker_of
 
-__all__ = ["edges", "layers_in_order", "row_bytes"]
-
 
 def layers_in_order(model: keras.Model) -> list[keras.Layer]:
     """Returns the layers that compute something, producers before consumers.

@@ -23,8 +23,6 @@ from tfparallel.tracing.audit import noting, recording
 from tfparallel.tracing.trial_trace import traced_apart
 from tfparallel.update.one_at_a_time import LARGE
 
-__all__ = ["bytes_of", "copy_of", "layer_costs", "model_costs"]
-
 _SLOTS = 2  # Per weight of an unknown optimizer: as many as Adam's.
 _ARRAYS_OF_A_LOSS = 2  # The outputs and their gradient.
 _ARRAYS_OF_AN_UPDATE = 3  # The gradient, and Adam's temporary arrays; measured.

@@ -25,20 +25,6 @@ from tfparallel.problems import PlacementError
 from tfparallel.seams.functional import calls_of, calls_to, has_graph
 from tfparallel.seams.keras import takes_training
 
-__all__ = [
-    "LayerCall",
-    "NoCopy",
-    "examples",
-    "inputs_of",
-    "layer_calls",
-    "lower_quartiles",
-    "marginal_seconds",
-    "measured_seconds",
-    "measured_side_by_side",
-    "program_of",
-    "specs",
-]
-
 _LEAST_RUNS, _LEAST_SECONDS, _MOST_RUNS = 5, 0.1, 100
 _MORE_RUNS, _MOST_SECONDS = 8, 0.02  # After the first; none for a layer that takes so long.
 _LEAST = 1e-6  # Seconds: the lower bound, whatever the clock says.

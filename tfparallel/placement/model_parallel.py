@@ -20,8 +20,6 @@ from tfparallel.placement.placed_model import PlacedLayer, PlacedModel
 from tfparallel.problems import PlacementError, Problems, usable_devices
 from tfparallel.variables.deferred_build import NeedsStorage, StoragelessModel, move_variables
 
-__all__ = ["check_model", "model_of", "model_parallel", "place", "seen_model"]
-
 _INSTEAD = " Pass the function that builds the model instead."  # Here, it was passed already.
 
 

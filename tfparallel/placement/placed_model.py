@@ -29,8 +29,6 @@ from tfparallel.update.places import Places
 from tfparallel.variables.replica import device_at_work
 from tfparallel.variables.split import share_in_parts
 
-__all__ = ["PlacedLayer", "PlacedModel"]
-
 
 class PlacedLayer:
     """Extends a layer: it builds and computes on its device, including its losses.

@@ -36,14 +36,6 @@ from tfparallel.join_job import join_job, serving
 from tfparallel.seams.tensorflow import wait_for_other_processes
 from tfparallel.startup import has_nvidia_gpu, quiet_stderr
 
-__all__ = [
-    "after_writes",
-    "connect_to_cluster",
-    "has_others",
-    "naming_lost_process",
-    "peak_memory_bytes",
-]
-
 # A step that waits for a lost process has this long to fail on its own.
 _GRACE_SECONDS = 10.0
 _LOST_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: starting again may help.

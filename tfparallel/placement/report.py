@@ -15,8 +15,6 @@ from tfparallel.seams.optimizers import weights_of
 from tfparallel.texts import aligned, size_text
 from tfparallel.tracing.audit import Noted, recording, short
 
-__all__ = ["LayerPlacement", "PlacementReport", "held_by_device", "placement_report"]
-
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlacement:

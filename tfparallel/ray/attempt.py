@@ -15,8 +15,6 @@ from tfparallel.cluster.worker_exit import Outcome, WorkerExit, root_cause_first
 from tfparallel.ray.crew import Crew, Member
 from tfparallel.ray.worker_host import Ended, Part
 
-__all__ = ["Attempt", "Work"]
-
 # Once a worker is lost, the others cannot save: saving takes all workers.
 _LOST_SECONDS = 1.0
 # A failure heard this soon after the first may have happened before it.

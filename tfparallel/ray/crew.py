@@ -13,8 +13,6 @@ from tfparallel.ray.placement import Placement, Slot
 from tfparallel.ray.storage import describe_unseen
 from tfparallel.ray.worker_host import Place, WorkerHost
 
-__all__ = ["Crew", "Member"]
-
 _POLL_SECONDS = 0.1
 # At first, further slots and actors are waited for this long once nothing has changed.
 _SETTLE_SECONDS = 2.0

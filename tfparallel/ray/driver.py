@@ -15,8 +15,6 @@ from tfparallel.ray.options import RayOptions
 from tfparallel.ray.screen import Screen
 from tfparallel.ray.stop_signals import StopSignals
 
-__all__ = ["connect", "run_call", "run_command"]
-
 
 def connect() -> None:
     """Connects this process to a running cluster, that of RAY_ADDRESS or of this host.

@@ -19,8 +19,6 @@ from tfparallel.cluster.config_error import refusal, shown
 from tfparallel.cluster.sent_function import pickled_call, refuse_inside_a_worker
 from tfparallel.ray.options import RayOptions
 
-__all__ = ["MISSING", "fit"]
-
 MISSING = (
     "Jobs on Ray need the package ray, which is not installed. Received: no module named 'ray'. "
     "Install it with `pip install 'tfparallel[ray]'`, on every node of the cluster."

@@ -23,8 +23,6 @@ from tfparallel.ray.screen import Screen
 from tfparallel.ray.storage import marked
 from tfparallel.texts import counted
 
-__all__ = ["RayJobError", "run_job"]
-
 _ARRIVAL_POLL_SECONDS = 1.0
 # Several nodes often arrive together, and each change of size costs a restart.
 _ARRIVAL_SETTLE_SECONDS = 2.0

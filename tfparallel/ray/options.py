@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 from tfparallel.cluster.config_error import refusal, shown
 
-__all__ = ["RayOptions", "parse_num_workers", "parse_resources", "parse_storage_path"]
-
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 

@@ -19,8 +19,6 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-__all__ = ["Placement", "Slot"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Slot:

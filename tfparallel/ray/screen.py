@@ -10,8 +10,6 @@ from tfparallel.cluster.output_filter import OutputFilter
 from tfparallel.cluster.worker_exit import Outcome
 from tfparallel.flight.culprit import with_errors
 
-__all__ = ["Screen"]
-
 
 class Screen:
     """The driver's stdout and stderr.

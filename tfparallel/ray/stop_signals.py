@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from tfparallel.cluster.preemption import SignalWatch
 from tfparallel.cluster.supervisor import StopRequest
 
-__all__ = ["StopSignals"]
-
 
 class StopSignals(SignalWatch):
     """Notes signals until `check` is called: an exception from a handler would break a call of Ray.

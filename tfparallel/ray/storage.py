@@ -9,8 +9,6 @@ import os
 import tempfile
 from collections.abc import Iterator
 
-__all__ = ["describe_unseen", "marked"]
-
 
 @contextlib.contextmanager
 def marked(storage_path: str | None) -> Iterator[str | None]:

@@ -28,8 +28,6 @@ from tfparallel.cluster.worker_exit import WorkerExit
 from tfparallel.flight.culprit import lost_by
 from tfparallel.flight.record import FOLDER
 
-__all__ = ["Ended", "Part", "Place", "WorkerHost"]
-
 # Output waits here for the driver; then the worker waits, as for a slow terminal.
 _MOST_MESSAGES = 1000
 _LOOK_SECONDS = 1.0

@@ -45,9 +45,6 @@ from tfparallel.update.shares import in_shares, summed
 from tfparallel.user_log import notice
 from tfparallel.variables.sharded import ShardedGradient, joined_rows
 
-__all__ = ["Accumulate"]
-
-
 _ONE_DIVISOR = "The whole loss must have one divisor"
 _NEXT_TO_NONE = 1e-20  # A divisor that is negligible beside a row, and above float32's minimum.
 _LEAST_PAIRS = 4  # Pairs of updates to compare before N is doubled.

@@ -15,8 +15,6 @@ from tfparallel.seams.keras import layers_in, seed_generators_of
 from tfparallel.update.built_optimizers import optimizers_of
 from tfparallel.update.place_optimizer import prepare
 
-__all__ = ["extend_parts"]
-
 _STEPS = ("train_step", "test_step", "predict_step", "compute_loss")
 
 

@@ -40,8 +40,6 @@ from tfparallel.variables.sharded import (
     shape_shared_out,
 )
 
-__all__ = ["Gathers", "between_replicas", "unsummed"]
-
 _AT_ONCE = 2  # The most whole weights at a time.
 
 # The operations by which a tape adds gradients, and which of their inputs are terms.

@@ -11,8 +11,6 @@ from tfparallel.collectives import transport
 from tfparallel.collectives.compression_name import CompressionName
 from tfparallel.replication.drop_in_strategies import MultiWorkerMirroredStrategy
 
-__all__ = ["init"]
-
 
 def init(
     *,

@@ -28,8 +28,6 @@ from tfparallel.replication.outer_step import OuterStep
 from tfparallel.replication.sync_policy import BeginsEpochs, EveryStep, first_of
 from tfparallel.seams.tensorflow import ResourceVariable
 
-__all__ = ["LocalSgd"]
-
 
 class _Since(NamedTuple):
     """Counts this worker's training since variables were averaged.

@@ -22,8 +22,6 @@ import tensorflow as tf
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.seams.tensorflow import ResourceVariable
 
-__all__ = ["NoiseScale"]
-
 
 class NoiseScale:
     """Compares pairs of consecutive updates.

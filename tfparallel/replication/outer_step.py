@@ -17,8 +17,6 @@ import tensorflow as tf
 
 from tfparallel.seams.tensorflow import ResourceVariable
 
-__all__ = ["OuterStep"]
-
 LEARNING_RATE, MOMENTUM = 0.7, 0.9  # Of the paper.
 
 

@@ -40,8 +40,6 @@ from tfparallel.step.one_step import OneStep, PassResult
 from tfparallel.step.piece_sums import growth, terms, whole_loss
 from tfparallel.tracing.trial_trace import traced_apart
 
-__all__ = ["OwnRows"]
-
 
 class OwnRows(WhereRowsMeet, OneStep):
     """Extends a replicated Keras model that was compiled with losses and metrics of Keras."""

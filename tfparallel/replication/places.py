@@ -16,8 +16,6 @@ from tfparallel.strategies import keras_trainer, variables
 from tfparallel.strategies.replica_trace import ReplicaTrace
 from tfparallel.update.places import Places
 
-__all__ = ["ReplicaPlaces"]
-
 
 class ReplicaPlaces(Places):
     """The devices of a strategy, each with a copy of every variable created under it.

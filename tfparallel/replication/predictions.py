@@ -17,8 +17,6 @@ from tfparallel.collectives.packing import movable
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.traffic import ROWS
 
-__all__ = ["PredictionsOfWorkers", "check_gather_to"]
-
 _CHUNK_BYTES = 2**22  # The most that a worker other than the chief receives at a time.
 
 

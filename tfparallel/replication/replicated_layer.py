@@ -11,8 +11,6 @@ from tfparallel.seams.keras import clear_losses, compute_output_spec, in_statele
 from tfparallel.tracing.trial_trace import traced_apart
 from tfparallel.update.pending_sums import PendingSums
 
-__all__ = ["ReplicatedLayer", "judge_anew"]
-
 
 class ReplicatedLayer:
     """Extends a layer or model to divide its calls in a program over the replicas."""

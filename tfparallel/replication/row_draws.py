@@ -22,8 +22,6 @@ from tfparallel.data import rows_of_replica as shards
 from tfparallel.judge.rules.draws import as_number, by_row
 from tfparallel.seams.keras import is_in_call
 
-__all__ = ["DividedSeeds", "Seed", "for_both_passes", "narrowed", "uniform_of_rows"]
-
 _PHILOX_WORDS = 4  # 32-bit numbers per step of the counter (Salmon et al., SC 2011).
 _UNKNOWN, _NONE = -2, -1  # Axes of a `Seed`.
 

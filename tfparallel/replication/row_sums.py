@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-__all__ = ["Summed", "Sums"]
-
 
 class Sums(NamedTuple):
     """Results of a call that are summed over the replicas instead of joined.

@@ -16,8 +16,6 @@ from tfparallel.update.shares import shard
 from tfparallel.variables.deferred_build import NeedsStorage, StoragelessModel
 from tfparallel.variables.sharded import ShardedVariable
 
-__all__ = ["build_in_shares", "large_weights", "shard_all", "shard_weights"]
-
 # A weight of fewer elements is not worth a collective, like DeepSpeed's
 # `stage3_param_persistence_threshold`; its optimizer state is sharded anyway.
 _FEWEST = 2**12

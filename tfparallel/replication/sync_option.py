@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-__all__ = ["EVERY_STEP", "FORMS", "Synchronization"]
-
 FORMS = (
     "every_step, accumulate:N such as accumulate:4, accumulate:auto, local_sgd:H such as "
     "local_sgd:8, post_local_sgd:START,H, diloco:H, async, or async:STALENESS"

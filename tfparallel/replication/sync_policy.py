@@ -30,8 +30,6 @@ from tfparallel.replication.sync_option import EVERY_STEP, Synchronization
 from tfparallel.step.call import Call
 from tfparallel.step.one_step import PassResult
 
-__all__ = ["BeginsEpochs", "EveryStep", "HasPolicy", "first_of"]
-
 
 class EveryStep:
     """Updates the weights in every step, by the rows of all workers.

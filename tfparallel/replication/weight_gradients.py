@@ -23,8 +23,6 @@ from tfparallel.strategies import variables
 from tfparallel.update.pending_sums import PendingSums
 from tfparallel.variables.sharded import ShardedVariable
 
-__all__ = ["WeightGradients"]
-
 
 class WeightGradients:
     """The gradients of the trained weights of a layer.

@@ -37,8 +37,6 @@ from tfparallel.step.call import Call
 from tfparallel.strategies.distributed_data import whole_batches
 from tfparallel.update.files import wait_to_save
 
-__all__ = ["WorkerSession"]
-
 _ON_BATCH = {"fit": "train_on_batch", "evaluate": "test_on_batch", "predict": "predict_on_batch"}
 
 

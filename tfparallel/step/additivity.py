@@ -37,16 +37,6 @@ from tfparallel.step.piece_sums import example_losses, states, terms_of
 from tfparallel.tracing.graphs import with_inner, writes_state
 from tfparallel.tracing.trial_trace import traced_apart
 
-__all__ = [
-    "AddsUp",
-    "OverPositions",
-    "adds_up",
-    "adds_up_over_positions",
-    "has_positions",
-    "metrics_of_rows_together",
-    "why_not_by_rows",
-]
-
 _METHODS = ("train_step", "test_step", "compute_loss", "compute_metrics")
 # How the increments of parts of sequences add up to those of the whole: as a sum, as the same
 # number for all, or as a mean over the positions.

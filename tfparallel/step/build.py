@@ -15,8 +15,6 @@ from tfparallel.seams.compiled import compiled_loss, compiled_metrics, loss_of_b
 from tfparallel.seams.keras import batches_of, compute_output_spec, end_build
 from tfparallel.tracing.trial_trace import traced_apart
 
-__all__ = ["build_ahead", "symbolic_build", "types_of_batches"]
-
 
 def types_of_batches(dataset: tf.data.Dataset):
     """The types of a data set's batches, in their structure; None for leaves without a shape."""

@@ -18,8 +18,6 @@ import keras
 from tfparallel.data.batch_size import full_batch_size
 from tfparallel.extend import is_own, original_class
 
-__all__ = ["Call"]
-
 _KINDS = inspect.Parameter
 
 

@@ -15,8 +15,6 @@ from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
 
 from tfparallel.seams.tensorflow import functions_prepared_as
 
-__all__ = ["prepared_for_cpus"]
-
 # Swapping is for GPUs, and CPUs do not change the layout of images.
 _ON_CPUS = {
     "meta_optimizer_iterations": RewriterConfig.ONE,

@@ -18,8 +18,6 @@ from tfparallel.startup import without_collections
 from tfparallel.step.graph_preparation import prepared_for_cpus
 from tfparallel.xla.compiled_step import in_programs
 
-__all__ = ["CompiledByDevice", "compiled_by_device"]
-
 
 def compiled_by_device(step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Compiles a step method of a `CompiledByDevice` with XLA, if the model asks for it.

@@ -10,8 +10,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-__all__ = ["LogsWhereTheyAre"]
-
 _BASE = keras.callbacks.Callback
 # Keras's callbacks that read no logs of a batch if they save at the end of an epoch.
 _SAVING = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)

@@ -32,19 +32,6 @@ from tfparallel.step.metrics import StepMetrics
 from tfparallel.texts import first_to_last
 from tfparallel.user_log import notice
 
-__all__ = [
-    "ALIGNED",
-    "Way",
-    "WhereRowsMeet",
-    "aligned",
-    "as_many_rows",
-    "masks_of",
-    "of_the_batch",
-    "said_in",
-    "type_of",
-    "why_unaligned",
-]
-
 _AS_MANY = "A model must return one row per example."
 ALIGNED = "Inputs, targets and sample weights must have one row per example."
 

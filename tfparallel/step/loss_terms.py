@@ -33,8 +33,6 @@ from tfparallel.seams.compiled import (
 )
 from tfparallel.seams.keras import mask_of
 
-__all__ = ["REDUCTIONS", "ExampleLosses", "NotByPieces", "call_with", "values_of"]
-
 REDUCTIONS = ("sum", "sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 

@@ -23,8 +23,6 @@ from tfparallel.seams.compiled import (
 )
 from tfparallel.step.piece_sums import grow
 
-__all__ = ["StepMetrics"]
-
 
 class StepMetrics(NamedTuple):
     """The metrics of a step.

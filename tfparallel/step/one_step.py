@@ -26,8 +26,6 @@ from tfparallel.step.metrics import StepMetrics
 from tfparallel.tracing.trial_trace import traced_apart
 from tfparallel.variables.sharded import ShardedGradient
 
-__all__ = ["PassResult", "OneStep"]
-
 
 class PassResult(NamedTuple):
     """The result of a step's passes over the whole batch.

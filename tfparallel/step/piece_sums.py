@@ -16,17 +16,6 @@ from tfparallel.judge.placements import Placement, Replicate, Sum
 from tfparallel.seams.compiled import CompileLoss, CompileMetrics, added_loss, compiled_loss
 from tfparallel.step.loss_terms import ExampleLosses, call_with, values_of
 
-__all__ = [
-    "example_losses",
-    "grow",
-    "growth",
-    "of_whole_sequences",
-    "states",
-    "terms",
-    "terms_of",
-    "whole_loss",
-]
-
 
 def terms(compiled: CompileLoss, y, outputs, sample_weight, num_rows) -> list[list[tf.Tensor]]:
     """The piece's share of each loss, or its numerator and divisor.

@@ -7,8 +7,6 @@ import keras
 from tfparallel.extend import original_class
 from tfparallel.seams.functional import Functional, inputs_of
 
-__all__ = ["read_inputs"]
-
 
 def read_inputs(model: keras.Model, x: Any) -> Any:
     """Drops the inputs that the model does not read, which may have other rows.

@@ -10,16 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = [
-    "DataFile",
-    "DataFileError",
-    "lines_of_images",
-    "lines_of_series",
-    "lines_of_table",
-    "lines_of_text",
-    "read_data_file",
-]
-
 _MOST_CLASSES = 100
 _ENCODING = "utf-8-sig"  # UTF-8, without the byte order mark that Excel writes.
 _OTHER_DELIMITERS = {";": "';'", "\t": "tabs", "|": "'|'"}

@@ -13,8 +13,6 @@ from tfparallel.task_files.data_files import (
 )
 from tfparallel.task_files.kinds import KINDS
 
-__all__ = ["task_file"]
-
 
 @dataclasses.dataclass(frozen=True)
 class _Template:

@@ -13,8 +13,6 @@ import tensorflow as tf
 from tfparallel import devices as device_lib
 from tfparallel.compute_context import context, within
 
-__all__ = ["Noted", "Trace", "device_of", "device_outside", "noting", "recording", "short"]
-
 # Arguments of the graph, and reads, which run on the device of the variable.
 _WITHOUT_DEVICE = {"Placeholder", "NoOp", "ReadVariableOp"}
 

@@ -7,21 +7,6 @@ import tensorflow as tf
 
 from tfparallel.seams.tensorflow import FuncGraph, graph_of
 
-__all__ = [
-    "called_by",
-    "calls_unknown",
-    "draws_anew",
-    "has_seeds",
-    "is_in_function",
-    "is_of_programs",
-    "is_within",
-    "of_programs",
-    "operations_here",
-    "with_inner",
-    "writes_state",
-    "writes_variable",
-]
-
 _OF_PROGRAMS = "_tfparallel_of_programs"
 _WRITES = (
     *("AssignAdd", "AssignSub", "AssignVariable", "ResourceApply", "ResourceScatter"),

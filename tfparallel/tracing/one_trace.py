@@ -21,8 +21,6 @@ import tensorflow as tf
 from tfparallel.tracing.graphs import operations_here
 from tfparallel.tracing.replay import Again, DrawnApart
 
-__all__ = ["OneTrace"]
-
 
 class OneTrace:
     """Runs functions for each replica in a graph; a function may use results of an earlier one.

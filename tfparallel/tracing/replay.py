@@ -23,8 +23,6 @@ from tfparallel.seams.tensorflow import (
 )
 from tfparallel.tracing.graphs import has_seeds, with_inner, writes_variable
 
-__all__ = ["Again", "DrawnApart"]
-
 _FOLD = 0x9E3779B1  # Odd, so the seeds that TensorFlow counts differ at each place.
 _PYTHON = "EagerPyFunc"
 

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-__all__ = ["as_matrix", "concatenated", "reshaped", "size_along", "split"]
-
 
 def size_along(tensor: tf.Tensor, axis: int) -> int | tf.Tensor:
     """Returns the size of an axis: an integer if it is static, else a scalar tensor."""

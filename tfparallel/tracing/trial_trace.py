@@ -13,8 +13,6 @@ import tensorflow as tf
 from tfparallel.compute_context import within
 from tfparallel.seams.tensorflow import FuncGraph, functions_traced_anew
 
-__all__ = ["traced_apart"]
-
 
 @contextlib.contextmanager
 def traced_apart() -> Iterator[None]:

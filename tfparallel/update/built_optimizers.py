@@ -14,15 +14,6 @@ from tfparallel.extend import original_class
 from tfparallel.seams.keras import untrack, variables_held_by
 from tfparallel.seams.optimizers import count_of, forget_places, rate_of, weights_of
 
-__all__ = [
-    "check_known",
-    "optimizers_of",
-    "own_variables",
-    "prepare_built",
-    "trained_by",
-    "wrapped_by",
-]
-
 
 def optimizers_of(model: keras.Model) -> list[keras.Optimizer]:
     """The optimizers of a model: `model.optimizer`, other attributes, or in containers."""

@@ -11,8 +11,6 @@ from tfparallel.seams.optimizers import clipped_by_norm
 from tfparallel.variables.sharded import ShardedGradient
 from tfparallel.variables.split import whole_of
 
-__all__ = ["clip_parts", "clip_shares", "norm_factors"]
-
 
 def clip_parts(
     optimizer: keras.Optimizer,

@@ -8,8 +8,6 @@ from tfparallel.update.optimizer_kinds import is_keras_object
 from tfparallel.variables.sharded import ShardedVariable
 from tfparallel.variables.split import SplitVariable, parts_of, whole_of
 
-__all__ = ["apply_constraints"]
-
 
 def apply_constraints(
     parts: Sequence[keras.Variable],

@@ -24,21 +24,6 @@ from tfparallel.update.shares import mark
 from tfparallel.variables.sharded import apart, cut_out, joined, shape_shared_out
 from tfparallel.variables.split import split_variable, whole_of
 
-__all__ = [
-    "assign",
-    "assign_all",
-    "change_sum",
-    "grouped",
-    "holds_pieces",
-    "is_in_pieces",
-    "mark_slot",
-    "mark_sum",
-    "shown",
-    "trackable_lists",
-    "value",
-    "wait_to_save",
-]
-
 _SAVE_SECONDS = 120.0  # How long a save waits for the other workers.
 
 

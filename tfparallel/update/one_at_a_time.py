@@ -25,8 +25,6 @@ import tensorflow as tf
 
 from tfparallel.seams.tensorflow import add_control_inputs
 
-__all__ = ["LARGE", "one_large_update_at_a_time"]
-
 LARGE = 2**18  # Elements: 1 MiB in float32.
 
 

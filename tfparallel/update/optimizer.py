@@ -35,8 +35,6 @@ from tfparallel.update.shares import Shares
 from tfparallel.variables.replica import is_in_replica
 from tfparallel.variables.split import cut_all, parts_of, whole_of
 
-__all__ = ["UnitOptimizer", "extend_for"]
-
 
 class UnitOptimizer:
     """Extends any optimizer, by `prepare` (`place_optimizer.py`)."""

@@ -14,15 +14,6 @@ from tfparallel.keras_compat import MultiOptimizer, ScheduleFreeAdamW
 from tfparallel.problems import PlacementError
 from tfparallel.seams.optimizers import has_a_table, rate_of
 
-__all__ = [
-    "NAMES",
-    "is_keras_object",
-    "check_elementwise",
-    "is_elementwise",
-    "is_keras_class",
-    "updates_alike",
-]
-
 _optimizers = keras.optimizers
 # Checked one by one: their `update_step` is elementwise.
 _ELEMENTWISE = (

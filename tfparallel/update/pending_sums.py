@@ -9,8 +9,6 @@ import tensorflow as tf
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.update.places import Places
 
-__all__ = ["PendingSums", "is_left_out"]
-
 _LEFT_OUT = "_is_left_out"
 
 

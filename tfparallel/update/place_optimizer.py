@@ -10,8 +10,6 @@ from tfparallel.update.optimizer import UnitOptimizer, extend_for
 from tfparallel.update.optimizer_kinds import check_elementwise
 from tfparallel.update.places import Places
 
-__all__ = ["prepare"]
-
 
 def prepare(
     optimizer: keras.Optimizer, places: Places, *, shares: bool = False, parts: bool = False

@@ -19,8 +19,6 @@ from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.tracing.audit import device_of, device_outside, noting
 from tfparallel.update.one_at_a_time import one_large_update_at_a_time
 
-__all__ = ["Places", "following_inputs"]
-
 
 class Places:
     """A single place, for layers that lie on several devices.

@@ -42,8 +42,6 @@ from tfparallel.variables.sharded import (
     shard_variable,
 )
 
-__all__ = ["Shares", "in_shares", "mark", "shard", "summed"]
-
 
 class Shares:
     """The shares of weights, or of parts of weights; each place keeps and updates its own.

@@ -13,8 +13,6 @@ import tensorflow as tf
 from tfparallel.problems import PlacementError
 from tfparallel.seams.tensorflow import stand_for
 
-__all__ = ["ComposedVariable"]
-
 
 class _Handle(tf.__internal__.CompositeTensor):
     """Represents the handles of the pieces to a tape.

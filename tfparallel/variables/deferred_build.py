@@ -32,8 +32,6 @@ from tfparallel.seams.keras import (
     set_initializer,
 )
 
-__all__ = ["NeedsStorage", "StoragelessModel", "move_variables"]
-
 _CANNOT_WAIT = "create a variable while in a stateless scope"
 _READ = re.compile(r"'\S+' is read before it has a value\.")
 

@@ -23,8 +23,6 @@ from tfparallel.compute_context import context, within
 from tfparallel.device_names import canonical
 from tfparallel.layout.layout import Layout
 
-__all__ = ["Replica", "at_work", "device_at_work", "is_in_replica", "replicas_of"]
-
 
 class Replica(NamedTuple):
     """One replica of a mesh, an index along its data axis.

@@ -29,19 +29,6 @@ from tfparallel.tracing.static_shapes import concatenated, reshaped
 from tfparallel.variables.composed import ComposedVariable
 from tfparallel.variables.replica import is_in_replica
 
-__all__ = [
-    "ShardedGradient",
-    "ShardedVariable",
-    "apart",
-    "cut_out",
-    "joined",
-    "joined_rows",
-    "of_shape",
-    "rows_of_share",
-    "shape_shared_out",
-    "shard_variable",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class ShardedGradient:

@@ -21,16 +21,6 @@ from tfparallel.extend import extend
 from tfparallel.seams.keras import set_storage, storage_of
 from tfparallel.variables.composed import ComposedVariable
 
-__all__ = [
-    "SplitVariable",
-    "cut",
-    "cut_all",
-    "parts_of",
-    "share_in_parts",
-    "split_variable",
-    "whole_of",
-]
-
 
 class SplitVariable(ComposedVariable):
     """Extends a Keras variable that is split into parts.

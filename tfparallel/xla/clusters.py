@@ -47,8 +47,6 @@ from tfparallel.xla.compilable import (
 from tfparallel.xla.programs import Outside, Program, Programs
 from tfparallel.xla.step_graph import StepGraph, has_handle
 
-__all__ = ["plan_of"]
-
 # Operations that pass on rows of the batch, or all of it.
 _MOVES = {"Cast", "Identity", "PlaceholderWithDefault", "Slice", "StridedSlice"}
 

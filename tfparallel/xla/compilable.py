@@ -9,18 +9,6 @@ from tfparallel.devices import list_devices, resolve
 from tfparallel.seams.tensorflow import registered_kernels
 from tfparallel.tracing.graphs import called_by, calls_unknown, with_inner
 
-__all__ = [
-    "BRANCHES",
-    "CALLS",
-    "CHECKS",
-    "has_list_of_any_size",
-    "holds_loop",
-    "is_compilable",
-    "is_draw",
-    "ranks_of",
-    "refuse_draw",
-]
-
 CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 BRANCHES = ("If", "StatelessIf")
 

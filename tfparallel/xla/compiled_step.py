@@ -31,8 +31,6 @@ from tfparallel.xla.compilable import BRANCHES, refuse_draw
 from tfparallel.xla.exchanges import exchange_inside
 from tfparallel.xla.programs import Outside, Program
 
-__all__ = ["in_programs"]
-
 
 def in_programs(
     step: Callable[..., Any], devices: Sequence[str], *args: Any, exchanges_inside: bool = False

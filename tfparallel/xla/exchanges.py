@@ -30,8 +30,6 @@ from tfparallel.seams.tensorflow import set_input
 from tfparallel.xla.compilable import ranks_of
 from tfparallel.xla.step_graph import needed
 
-__all__ = ["exchange_inside"]
-
 _SUM, _STACK = "AddN", "Pack"
 _TYPES = (tf.bfloat16, tf.float16, tf.float32, tf.float64)
 # Distinct from the keys of `collectives/cross_device.py` and of TensorFlow.

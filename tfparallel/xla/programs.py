@@ -9,8 +9,6 @@ import tensorflow as tf
 
 from tfparallel.xla.step_graph import StepGraph
 
-__all__ = ["Node", "Outside", "Program", "Programs"]
-
 # An operation's name, or a program's (device, level); the device is None if it is not compiled.
 Node = str | tuple[int | None, int]
 

@@ -5,8 +5,6 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-__all__ = ["StepGraph", "has_handle", "needed"]
-
 _READ = "ReadVariableOp"
 
 

@@ -9,22 +9,6 @@ from tfparallel.judge.placements import Replicate, Shard, Sum
 from tfparallel.judge.rules.call import Call, Rule
 from tfparallel.judge.size import depends_on_rows
 
-__all__ = [
-    "IMAGES",
-    "REDUCTIONS",
-    "added_up",
-    "along",
-    "along_last",
-    "batch_norm",
-    "batched",
-    "biased",
-    "images",
-    "recurrent",
-    "reduced",
-    "transposed_convolution",
-]
-
-
 REDUCTIONS = ("Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm")
 
 

@@ -6,8 +6,6 @@ from tfparallel.judge.placements import Listed, Replicate, Row, Shard, Sum
 from tfparallel.judge.rules.call import Call, are_numbers, is_uniform, power_of
 from tfparallel.judge.size import depends_on_rows
 
-__all__ = ["BY_ELEMENT", "aligned", "by_element", "like", "product_of", "sum_of"]
-
 _LINEAR_1 = ("Neg", "Identity", "StopGradient", "PreventGradient", "Snapshot",
              "PlaceholderWithDefault", "Cast", "EnsureShape", "CheckNumerics", "Real", "Imag",
              "Conj", "DebugGradientIdentity", "Print", "DeepCopy", "Copy")  # fmt: skip

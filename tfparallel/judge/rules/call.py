@@ -9,19 +9,6 @@ from tfparallel.judge.placements import Listed, Mixed, Placement, Replicate, Sha
 from tfparallel.judge.size import depends_on_row_number, power_of_rows
 from tfparallel.judge.values import constant, only
 
-__all__ = [
-    "Call",
-    "Rule",
-    "are_numbers",
-    "first_mixed",
-    "folded_by",
-    "is_uniform",
-    "numbers_a_row",
-    "power_of",
-    "spread",
-    "without_numbers",
-]
-
 
 class Call(NamedTuple):
     """An operation, and the judgements of its inputs.

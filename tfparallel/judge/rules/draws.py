@@ -11,18 +11,6 @@ from tfparallel.judge.placements import OF_REPLICA, Mixed, Replicate, Shard
 from tfparallel.judge.rules.call import Call, first_mixed, spread
 from tfparallel.judge.size import depends_on_rows
 
-__all__ = [
-    "GLOBAL_SEED",
-    "RowDraw",
-    "as_number",
-    "by_row",
-    "drawn",
-    "draws",
-    "is_seed_as_number",
-    "row_draw_of",
-    "shape_argument",
-]
-
 GLOBAL_SEED = "global"  # The name of Keras's global generator.
 
 _AS_NUMBER = "seed_as_number"

@@ -13,19 +13,6 @@ from tfparallel.judge.rules.call import (
 from tfparallel.judge.size import ROWS, depends_on_rows
 from tfparallel.judge.values import SEVERAL_ROWS
 
-__all__ = [
-    "bincount",
-    "cross_entropy",
-    "gathered",
-    "gathered_nd",
-    "in_top_k",
-    "numbered",
-    "numbers_or_zero",
-    "one_hot",
-    "scattered",
-    "segments",
-]
-
 
 def gathered(call: Call):
     """Judges `Gather`: entries of a table for each row, or of each row's own table."""

@@ -16,8 +16,6 @@ from tfparallel.judge.rules.call import (
 from tfparallel.judge.size import ROWS, Size, depends_on_rows, size_named
 from tfparallel.judge.values import slices_of
 
-__all__ = ["concatenated", "packed", "sliced", "split_by", "strided", "unpacked"]
-
 
 def packed(call: Call):
     """Judges `Pack`: a new axis, of tensors whose rows are on the same axis."""

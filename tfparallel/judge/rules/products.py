@@ -5,8 +5,6 @@ from tfparallel.judge.rules.by_element import product_of
 from tfparallel.judge.rules.call import Call, power_of
 from tfparallel.judge.size import depends_on_rows
 
-__all__ = ["einsum", "matmul"]
-
 
 def einsum(call: Call):
     """Judges `Einsum`, by its equation."""

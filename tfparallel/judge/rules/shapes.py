@@ -8,19 +8,6 @@ from tfparallel.judge.placements import Replicate, Shard
 from tfparallel.judge.rules.call import Call, folded_by, spread
 from tfparallel.judge.size import ROWS, Size, depends_on_rows, is_whole, power_of_rows
 
-__all__ = [
-    "batch_to_space",
-    "broadcast",
-    "expanded",
-    "filled",
-    "padded",
-    "reshaped",
-    "space_to_batch",
-    "squeezed",
-    "tiled",
-    "transposed",
-]
-
 
 def reshaped(call: Call):
     """Judges `Reshape`, which must keep the rows in order and apart."""

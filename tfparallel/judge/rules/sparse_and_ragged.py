@@ -5,8 +5,6 @@ from tfparallel.judge.rules.by_element import BY_ELEMENT
 from tfparallel.judge.rules.call import Call
 from tfparallel.judge.size import ROWS, size_named
 
-__all__ = ["of_entries"]
-
 
 def of_entries(call: Call):
     """Judges an operation on the components of sparse or ragged rows."""

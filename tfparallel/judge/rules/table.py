@@ -57,8 +57,6 @@ from tfparallel.judge.rules.shapes import (
 from tfparallel.judge.rules.sparse_and_ragged import of_entries
 from tfparallel.judge.size import depends_on_rows, power_of_rows
 
-__all__ = ["RULES", "apply"]
-
 
 def apply(
     op: tf.Operation, inputs: Sequence, judged: Mapping[str, Any]
