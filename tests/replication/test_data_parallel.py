@@ -326,7 +326,7 @@ def test_weights_load_after_building(tmp_path):
         (["GPU:x"], "'GPU:x' is not a device name"),
         (["CPU:0", "cpu:0"], "CPU:0 is listed 2 times"),
         ([], "the list is empty"),
-        ("CPU:0,CPU:1", "must be a list of names"),
+        ("CPU:0,CPU:1", "a list of names"),
     ],
 )
 def test_devices_that_cannot_be_used(devices, message):
