@@ -22,7 +22,7 @@ import keras
 import numpy as np
 from digits_cnn import load_digits
 from keras import ops
-from segmentation import cut, photographs
+from segmentation import backgrounds, cut
 
 EPOCHS = 15
 SIDE, CELL = 48, 4
@@ -119,11 +119,7 @@ def load_data():
     whose center is in the cell, else 0; and that digit's four distances, else 0.
     """
     train_digits, validation_digits = load_digits(8)
-    train, validation = [], []
-    for photograph in photographs():
-        border = photograph.shape[1] * 2 // 3
-        train.append(photograph[:, :border])
-        validation.append(photograph[:, border:])
+    train, validation = backgrounds()
     return compose(train_digits, train, seed=0), compose(validation_digits, validation, seed=1)
 
 

@@ -79,12 +79,18 @@ def load_data():
     parts: their left two thirds are for training.
     """
     (train_digits, _), (validation_digits, _) = load_digits(DIGIT_SIDE)
+    train, validation = backgrounds()
+    return compose(train_digits, train, seed=0), compose(validation_digits, validation, seed=1)
+
+
+def backgrounds():
+    """Returns the photographs' parts for training and for validation, each a list."""
     train, validation = [], []
     for photograph in photographs():
         border = photograph.shape[1] * 2 // 3
         train.append(photograph[:, :border])
         validation.append(photograph[:, border:])
-    return compose(train_digits, train, seed=0), compose(validation_digits, validation, seed=1)
+    return train, validation
 
 
 def photographs():
