@@ -41,9 +41,9 @@ class _ExtendsModels:
                 check_rows=getattr(model, "_check_rows", None),
             )
 
-    def experimental_distribute_dataset(self, dataset, options=None):
-        """Distributes a data set, and marks the batches of a sample partition."""
-        return sample_partition.marked(super().experimental_distribute_dataset(dataset, options))
+    def data_of_steps(self, dataset):
+        """As in the base class, with the batches of a sample partition marked."""
+        return super().data_of_steps(sample_partition.marked(dataset))
 
 
 class MirroredStrategy(_ExtendsModels, mirrored.MirroredStrategy):

@@ -245,9 +245,13 @@ class ProgramStrategy:
         model = keras_trainer.calling_model()
         if model is not None:
             self.extend_model(model)
-            return copied_from_python(dataset)
+            return self.data_of_steps(dataset)
         distributed = super().experimental_distribute_dataset(copied_from_python(dataset), options)
         return distributed_data.made_of(distributed, dataset)
+
+    def data_of_steps(self, dataset):
+        """The data set that the steps of a Keras model iterate over."""
+        return copied_from_python(dataset)
 
     def distribute_datasets_from_function(self, dataset_fn, options=None):
         """Distributes a data set of batches for one replica each; `fit` accepts it, too."""
