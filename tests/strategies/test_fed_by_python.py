@@ -110,7 +110,25 @@ def test_elements_stay_what_they_are():
     assert words["words"].numpy().tolist() == [b"a", b"b"] and float(number) == 1.0
 
 
-def test_a_data_set_of_one_tensor_has_no_tuple():
+@pytest.mark.parametrize("in_tuple", [False, True])
+def test_a_tuple_is_kept_even_of_one(in_tuple):
+    """Story: a custom `train_step` that reads `data[0]` got the first row instead of the batch."""
+    spec, element = tf.TensorSpec((3,), tf.int64), np.arange(3)
+    if in_tuple:
+        spec, element = (spec,), (element,)
+    dataset = copied_from_python(
+        tf.data.Dataset.from_generator(lambda: iter([element]), output_signature=spec)
+    )
+    assert dataset.element_spec == spec
+
+
+def test_a_missing_part_stays_missing():
+    """Story: `(x, None, sample_weight)` was an AttributeError."""
     spec = tf.TensorSpec((3,), tf.int64)
     dataset = tf.data.Dataset.from_generator(lambda: iter([np.arange(3)]), output_signature=spec)
-    assert copied_from_python(dataset).element_spec == spec
+    dataset = dataset.map(lambda x: (x, None, {"weight": x, "mask": None}))
+    copied = copied_from_python(dataset)
+    assert copied.element_spec == dataset.element_spec
+    ((x, absent, rest),) = copied
+    assert absent is None and rest["mask"] is None
+    np.testing.assert_array_equal(rest["weight"], x)

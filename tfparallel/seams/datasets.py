@@ -13,17 +13,23 @@ _PYTHON = {"EagerPyFunc", "PyFunc", "PyFuncStateless"}
 
 def copied_from_python(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns a data set of the same elements, none of which is an array of the program."""
-    return dataset.map(_copied) if _calls_python(dataset) else dataset
+    if not _calls_python(dataset):
+        return dataset
+    # `map` passes the parts of a tuple one by one, even of a tuple of one.
+    is_tuple = type(dataset.element_spec) is tuple
 
+    def copied(*parts):
+        element = parts if is_tuple else parts[0]
+        return tf.nest.map_structure(_copy, element, expand_composites=True)
 
-def _copied(*element):
-    copies = tf.nest.map_structure(_copy, element, expand_composites=True)
-    return copies if len(copies) > 1 else copies[0]
+    return dataset.map(copied)
 
 
 def _copy(tensor):
-    # A variant, such as an absent label of Keras's, is no array.
-    return tensor if tensor.dtype == tf.variant else tf.raw_ops.DeepCopy(x=tensor)
+    # None is a missing part. A variant, such as an absent label of Keras's, is no array.
+    if tensor is None or tensor.dtype == tf.variant:
+        return tensor
+    return tf.raw_ops.DeepCopy(x=tensor)
 
 
 def _calls_python(dataset) -> bool:
