@@ -175,11 +175,12 @@ class Folded(keras.layers.GaussianNoise):
         lambda: keras.layers.Dropout(0.4, seed=3),
         lambda: keras.layers.Dropout(0.4, noise_shape=(None, 1, 3), seed=3),
         lambda: keras.layers.Dropout(0.4, noise_shape=(1, 5, 3), seed=3),
+        lambda: keras.layers.Dropout(0.4, noise_shape=(3,), seed=3),
         lambda: keras.layers.SpatialDropout1D(0.4, seed=3),
     ],
     ids=[
         *("noise", "noisy units", "uniform", "truncated", "row", "all", "means", "direct"),
-        *("time first", "folded", "dropout", "dropped steps", "one mask", "spatial"),
+        *("time first", "folded", "dropout", "dropped steps", "one mask", "short", "spatial"),
     ],
 )
 def test_draws_of_the_shards_join_to_those_of_the_batch(layer):

@@ -191,11 +191,11 @@ def _scaled(draw, shape, seed, mean, stddev, dtype, name, alg):
 @tf.experimental.dispatch_for_api(tf.nn.experimental.stateless_dropout, {"seed": Seed})
 def _dropout(x, rate, seed, rng_alg=None, noise_shape=None, name=None):
     x = tf.convert_to_tensor(x)
-    shape = keras.ops.shape(x)
-    if isinstance(noise_shape, tuple | list):
-        shape = [size if of is None else of for size, of in zip(shape, noise_shape, strict=True)]
-    elif noise_shape is not None:
-        shape = noise_shape
+    shape = sizes = keras.ops.shape(x)
+    if noise_shape is not None:
+        shape = noise_shape  # Of fewer axes, perhaps: the mask is broadcast.
+    if isinstance(shape, tuple | list) and len(shape) == len(sizes):
+        shape = [of if size is None else size for size, of in zip(shape, sizes, strict=True)]
     uniform = _uniform(shape, seed, dtype=x.dtype, alg=rng_alg or "auto_select")
     scaled = x * tf.convert_to_tensor(1 / (1 - rate), x.dtype)
     is_kept = uniform >= tf.convert_to_tensor(rate, x.dtype)
