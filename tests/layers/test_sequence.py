@@ -255,6 +255,30 @@ class Averaged(layers.Layer):
         return x / ops.cast(x.shape[1] or LENGTH, x.dtype)
 
 
+class Chosen(layers.Layer):
+    """Has other weights for few positions."""
+
+    def build(self, shape):
+        self.long = self.add_weight(shape=shape[-1:], initializer="ones", name="long")
+        self.short = self.add_weight(shape=shape[-1:], initializer="zeros", name="short")
+        super().build(shape)
+
+    def call(self, x):
+        return x * (self.short if (x.shape[1] or LENGTH) < 4 else self.long)
+
+
+class Told(layers.Layer):
+    """Adds what it has learned of each length."""
+
+    def build(self, shape):
+        shape = (LENGTH + 1, shape[-1])
+        self.table = self.add_weight(shape=shape, initializer="uniform", name="table")
+        super().build(shape)
+
+    def call(self, x):
+        return x + ops.take(self.table, x.shape[1] or LENGTH, axis=0)
+
+
 class Whimsical(layers.Layer):
     """Draws in Python, as a layer does that is now and then left out."""
 
@@ -302,7 +326,7 @@ class Perturbed(layers.Layer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cls", [Lengthwise, Averaged, Whimsical, Checked])
+@pytest.mark.parametrize("cls", [Lengthwise, Averaged, Chosen, Told, Whimsical, Checked])
 def test_what_looks_at_the_length_or_draws_reads_the_whole(cls):
     # A length that is known would fail the check when it is judged.
     build = around(lambda x: cls(name="own")(x), length=None if cls is Checked else LENGTH)

@@ -21,6 +21,7 @@ from tfparallel.tracing.trial_trace import traced_apart
 
 AXIS = 1  # The positions of a sequence; axis 0 holds the examples.
 _CHECKS = {"Assert", "EnsureShape"}  # Operations that may raise for a part.
+_INDEXED = {"GatherNd", "GatherV2", "ResourceGather", "ResourceGatherNd"}
 
 
 class Arguments(NamedTuple):
@@ -135,21 +136,46 @@ def is_divided(judged: Judged) -> bool:
     return not any(map(depends_on_rows, others))
 
 
-def computed_in(graph: tf.Graph) -> list:
-    """Returns the numeric operations of a trace, without those that handle sizes.
+def computed_in(graph: tf.Graph) -> list[int]:
+    """Returns what a trace computes with numbers, as hashes, without what it does with sizes.
 
     If Python code branches on a length, or computes with it, they differ for another length.
     """
-    operations = []
+    hashes: dict[tuple[int, str], int] = {}
+    computed = []
     for op in with_inner(graph.get_operations()):
-        of = op.inputs[0].op if op.type == "Cast" else op  # A length may become a number so.
-        if of.type == "Const" and op.outputs[0].dtype.is_floating:
-            operations.append((op.type, of.get_attr("value").SerializeToString()))
-        elif op.type not in ("Const", "Reshape") and any(
-            out.dtype.is_floating or out.dtype.is_bool for out in op.outputs
-        ):
-            operations.append((op.type, b""))
-    return sorted(operations)
+        hashes[id(op.graph), op.name] = of = _computed_by(op, op.graph is graph, hashes)
+        if op.type != "Reshape" and any(map(_is_number, op.outputs)):
+            computed.append(of)
+    return sorted(computed)
+
+
+def _computed_by(op, is_outermost, hashes) -> int:
+    """Returns a hash of an operation: its type, its numbers, and what computed its inputs."""
+
+    def made(tensor):
+        return hashes.get((id(tensor.op.graph), tensor.op.name)), tensor.value_index
+
+    if op.type == "Reshape":
+        return made(op.inputs[0])[0]
+    if op.type == "Const":
+        return hash(("Const", op.get_attr("value").SerializeToString()))
+    if op.type == "Placeholder" and is_outermost:
+        return hash(("Placeholder", op.name))
+    # An index is read like a number, a length may become one, and sizes are left out.
+    reads_all = op.type in _INDEXED or not any(map(_is_number, op.outputs))
+    inputs = [
+        made(each)
+        for each in op.inputs
+        if reads_all or _is_number(each) or (op.type == "Cast" and each.op.type == "Const")
+    ]
+    attributes = op.node_def.attr.items()
+    numbers = sorted((name, each.f) for name, each in attributes if each.WhichOneof("value") == "f")
+    return hash((op.type, *numbers, *inputs))
+
+
+def _is_number(tensor) -> bool:
+    return tensor.dtype.is_floating or tensor.dtype.is_bool
 
 
 def _placeholder(leaf, is_cut, length):
