@@ -25,6 +25,12 @@ def type_of_argument(leaf) -> tf.TypeSpec:
     return tf.TensorSpec([None, *shape[1:]] if shape.rank else shape, leaf.dtype)
 
 
+def of_known_size(spec: tf.TypeSpec, leaf) -> tf.TypeSpec:
+    """Returns the type of an argument, with the number of rows if that is known."""
+    is_dense = type(spec) is tf.TensorSpec
+    return tf.TensorSpec(leaf.shape, spec.dtype) if is_dense else spec
+
+
 def placeholder_of(spec) -> tuple[Any, dict[str, Judged]]:
     """Returns a placeholder of a type, and the judgements of its tensors, by name."""
     if isinstance(spec, tf.TensorSpec):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.judge.arguments import placeholder_of, type_of_argument
+from tfparallel.judge.arguments import of_known_size, placeholder_of, type_of_argument
 from tfparallel.judge.kept_attributes import attributes_kept, kept_tensors, plain_attributes
 from tfparallel.judge.metric_sums import SUMS, growth_of
 from tfparallel.judge.placements import Mixed, Placement, Replicate, Shard, Sum
@@ -27,6 +27,7 @@ from tfparallel.judge.propagation import (
 from tfparallel.judge.random_layers import drawing_layers, draws_in
 from tfparallel.judge.rules.draws import draws
 from tfparallel.judge.size import ROWS, depends_on_rows
+from tfparallel.judge.static_rows import computed_otherwise
 from tfparallel.judge.where import line_of, place_in
 from tfparallel.seams.keras import layers_in, mask_of, seed_generators_of
 from tfparallel.tracing.graphs import (
@@ -43,6 +44,10 @@ _IN_FUNCTION = (
     "(remove the decorator: Keras compiles the whole step)"
 )
 _LONGEST = "makes an axis as long as the longest row of the piece"
+_OF_NUMBER = (
+    "is not computed where Python knows the number of rows, as it does on one device (read a size "
+    "with `keras.ops.shape(x)`, or drop `drop_remainder=True`)"
+)
 _MEANS = (Replicate(), Sum(-1))
 
 
@@ -151,7 +156,17 @@ def prove(
     trace = _traced(layer, call, (args, kwargs), places, specs)
     if traces is not None:
         traces.append(trace)
-    return _judged(layer, trace)
+    proof = _judged(layer, trace)
+    known = [of_known_size(spec, leaves[p]) for spec, p in zip(specs, places, strict=True)]
+    is_keras = all(type(part).__module__.startswith("keras.") for part in layers_in(layer))
+    if proof.fault is not None or known == specs or is_keras:
+        return proof
+    whole = _traced(layer, call, (args, kwargs), places, known)
+    operation = computed_otherwise(trace.judge.graph, whole.judge.graph)
+    if operation is None:
+        return proof
+    at_fault, _ = place_in(layer, operation)
+    return proof._replace(fault=Fault(at_fault, "the result", Mixed(operation, _OF_NUMBER)))
 
 
 def explained(

@@ -1,0 +1,72 @@
+"""Layers that ask Python for the number of rows, which a piece does not know."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import ops
+
+import tfparallel
+from tfparallel.judge.proof import prove
+
+FEATURES = 5
+RIGHT = {
+    "known, or asked for": lambda _, x: tf.reshape(x, [x.shape[0] or tf.shape(x)[0], FEATURES]),
+    "shape of the backend": lambda _, x: ops.reshape(x, (ops.shape(x)[0], FEATURES)),
+    "ones": lambda _, x: x * ops.ones(ops.shape(x)) + ops.zeros((ops.shape(x)[0], FEATURES)),
+    "tiled": lambda _, x: x + ops.tile(ops.ones((1, FEATURES)), (ops.shape(x)[0], 1)),
+    "joined": lambda _, x: ops.concatenate([x, ops.ones((ops.shape(x)[0], 1))], 1)[:, :FEATURES],
+    "row by row": lambda _, x: x * tf.gather_nd(x, tf.stack([tf.range(tf.shape(x)[0])], 1)),
+    "branch by the width": lambda _, x: x if x.shape[1] == FEATURES else ops.tanh(x),
+}
+WRONG = {
+    "size, or 1": lambda _, x: x / (x.shape[0] or 1),
+    "constant": lambda _, x: x * (2.0 if x.shape[0] else 3.0),
+    "operation": lambda _, x: x if x.shape[0] else ops.tanh(x),
+    "weight": lambda layer, x: x * (layer.first if x.shape[0] is None else layer.second),
+}
+
+
+class Of(keras.layers.Layer):
+    """A function of rows, with two weights that it may read."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def build(self, shape):
+        self.first, self.second = (self.add_weight(shape=(shape[-1],)) for _ in range(2))
+
+    def call(self, x):
+        return self.function(self, x)
+
+
+def fault_of(function, num_rows):
+    layer = Of(function)
+    layer.build((None, FEATURES))
+    return prove(layer, layer.__call__, (tf.TensorSpec([num_rows, FEATURES]),), {}).fault
+
+
+@pytest.mark.parametrize("function", RIGHT.values(), ids=RIGHT)
+def test_the_same_is_computed(function):
+    assert fault_of(function, 8) is None
+
+
+@pytest.mark.parametrize("function", WRONG.values(), ids=WRONG)
+def test_something_else_is_computed(function):
+    fault = fault_of(function, 8)
+    assert fault is not None and "where Python knows the number of rows" in str(fault)
+    assert fault_of(function, None) is None  # One device does not know it, either.
+
+
+def test_a_data_set_of_whole_batches_is_refused():
+    def build():
+        layers = [keras.layers.Dense(FEATURES), Of(WRONG["size, or 1"])]
+        return keras.Sequential([keras.Input((FEATURES,)), *layers])
+
+    model = tfparallel.data_parallel(build, devices=["CPU:0", "CPU:1"])
+    model.compile("sgd", "mse")
+    rows = tf.data.Dataset.from_tensor_slices((np.ones((8, FEATURES)), np.ones((8, FEATURES))))
+    with pytest.raises(ValueError, match=r"'of\w*' of class Of .* knows the number of rows"):
+        model.fit(rows.batch(4, drop_remainder=True), verbose=0)
+    model.fit(rows.batch(4), verbose=0)
