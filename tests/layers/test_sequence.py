@@ -267,7 +267,7 @@ class Chosen(layers.Layer):
         return x * (self.short if (x.shape[1] or LENGTH) < 4 else self.long)
 
 
-class Told(layers.Layer):
+class AtIndex(layers.Layer):
     """Adds what it has learned of each length."""
 
     def build(self, shape):
@@ -326,7 +326,7 @@ class Perturbed(layers.Layer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cls", [Lengthwise, Averaged, Chosen, Told, Whimsical, Checked])
+@pytest.mark.parametrize("cls", [Lengthwise, Averaged, Chosen, AtIndex, Whimsical, Checked])
 def test_what_looks_at_the_length_or_draws_reads_the_whole(cls):
     # A length that is known would fail the check when it is judged.
     build = around(lambda x: cls(name="own")(x), length=None if cls is Checked else LENGTH)

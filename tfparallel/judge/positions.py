@@ -153,11 +153,11 @@ def computed_in(graph: tf.Graph) -> list[int]:
 def _computed_by(op, is_outermost, hashes) -> int:
     """Returns a hash of an operation: its type, its numbers, and what computed its inputs."""
 
-    def made(tensor):
+    def hash_of(tensor):
         return hashes.get((id(tensor.op.graph), tensor.op.name)), tensor.value_index
 
     if op.type == "Reshape":
-        return made(op.inputs[0])[0]
+        return hash_of(op.inputs[0])[0]
     if op.type == "Const":
         return hash(("Const", op.get_attr("value").SerializeToString()))
     if op.type == "Placeholder" and is_outermost:
@@ -165,7 +165,7 @@ def _computed_by(op, is_outermost, hashes) -> int:
     # An index is read like a number, a length may become one, and sizes are left out.
     reads_all = op.type in _INDEXED or not any(map(_is_number, op.outputs))
     inputs = [
-        made(each)
+        hash_of(each)
         for each in op.inputs
         if reads_all or _is_number(each) or (op.type == "Cast" and each.op.type == "Const")
     ]
