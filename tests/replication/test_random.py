@@ -100,6 +100,19 @@ class DrawsInALoop(Draws):
         return tf.map_fn(lambda row: row + keras.random.normal((5, 3), seed=self.seed), x)
 
 
+class DroppingCell(keras.layers.Layer):
+    """Draws for all rows at each step of a loop over time."""
+
+    state_size = output_size = 3
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.drop = keras.layers.Dropout(0.4, seed=3)
+
+    def call(self, x, states, training=False):
+        return self.drop(x, training=training) + states[0], [x]
+
+
 class DrawsInItsGradient(Draws):
     def call(self, x, training=False):
         @tf.custom_gradient
@@ -239,6 +252,21 @@ def test_a_layer_whose_draws_cannot_be_divided_is_named(layer, shape):
     first = drawn()
     keras.utils.set_random_seed(3)
     assert drawn() == first
+
+
+def test_draws_in_a_loop_over_time_are_those_of_one_device(in_float64):
+    x, y = np.random.default_rng(0).normal(size=(2, 7, 5, 3))
+
+    def loss(around):
+        cell = [keras.layers.Dense(3), keras.layers.RNN(DroppingCell(), return_sequences=True)]
+        model = around(seeded(lambda: keras.Sequential([keras.Input((5, 3)), *cell])))
+        model.compile("sgd", "mse")
+        model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+        return model.history.history["loss"]
+
+    one = loss(lambda model: model)
+    three = loss(lambda model: tfparallel.data_parallel(model, devices=["CPU:0", "CPU:1", "CPU:2"]))
+    np.testing.assert_allclose(three, one, rtol=1e-12)
 
 
 def test_an_eager_step_draws_other_numbers_on_each_replica_and_the_same_in_each_run():

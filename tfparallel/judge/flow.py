@@ -27,8 +27,7 @@ def _inner(op, name):
 
 def _called(judge, op, graph, inputs) -> list:
     """Judges a function's outputs, given the judgements of its arguments."""
-    arguments = {tensor.name: each for tensor, each in zip(graph.inputs, inputs, strict=True)}
-    inner = type(judge)(graph, arguments, (*judge.path, op), judge.asks_gradients)
+    inner = judge.inner(op, graph, inputs)
     # TensorFlow's gradient appends outputs that it needs to a graph that others call.
     return [inner.of(out) for out in graph.outputs[: len(op.outputs)]]
 
@@ -141,9 +140,7 @@ def _is_by_row(placement) -> bool:
 
 
 def _inner_judge(judge, op, name, state):
-    graph = _inner(op, name)
-    arguments = {tensor.name: each for tensor, each in zip(graph.inputs, state, strict=True)}
-    return type(judge)(graph, arguments, (*judge.path, op), judge.asks_gradients)
+    return judge.inner(op, _inner(op, name), state)
 
 
 def _fixed_point(judge, op, state, counters=()):

@@ -27,7 +27,7 @@ from tfparallel.judge.propagation import (
 from tfparallel.judge.random_layers import drawing_layers, draws_in
 from tfparallel.judge.rules.draws import draws
 from tfparallel.judge.size import ROWS, depends_on_rows
-from tfparallel.judge.static_rows import computed_otherwise
+from tfparallel.judge.static_rows import Computation
 from tfparallel.judge.where import line_of, place_in
 from tfparallel.seams.keras import layers_in, mask_of, seed_generators_of
 from tfparallel.tracing.graphs import (
@@ -156,13 +156,15 @@ def prove(
     trace = _traced(layer, call, (args, kwargs), places, specs)
     if traces is not None:
         traces.append(trace)
-    proof = _judged(layer, trace)
     known = [of_known_size(spec, leaves[p]) for spec, p in zip(specs, places, strict=True)]
     is_keras = all(type(part).__module__.startswith("keras.") for part in layers_in(layer))
-    if proof.fault is not None or known == specs or is_keras:
+    if known == specs or is_keras:
+        return _judged(layer, trace)
+    of_any, proof = Computation.of(trace.judge.graph), _judged(layer, trace)
+    if proof.fault is not None:
         return proof
     whole = _traced(layer, call, (args, kwargs), places, known)
-    operation = computed_otherwise(trace.judge.graph, whole.judge.graph)
+    operation = of_any.not_in(Computation.of(whole.judge.graph))
     if operation is None:
         return proof
     at_fault, _ = place_in(layer, operation)

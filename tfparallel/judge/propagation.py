@@ -134,6 +134,7 @@ class Judge:
         path: The operations that contain this inner graph, the outermost first.
         asks_gradients: Whether to judge the program's own gradients, too.
         roots: Arguments of sparse or ragged rows.
+        inside: Where to add the judges of inner graphs, by call; one dictionary for all.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class Judge:
         path: Sequence = (),
         asks_gradients: bool = True,
         roots: Sequence = (),
+        inside: "dict[tuple, Judge] | None" = None,
     ):
         self.roots = tuple(roots)
         self.graph = graph
@@ -151,6 +153,20 @@ class Judge:
         # A function that is called twice has separate sizes for each call.
         self.names = tuple(op.name for op in self.path)
         self.judged = dict(judged)
+        self._inside = {} if inside is None else inside
+
+    def inner(self, op: tf.Operation, graph: tf.Graph, inputs: Sequence[Judged]) -> "Judge":
+        """Returns a judge of a graph that an operation calls with these arguments."""
+        arguments = {tensor.name: each for tensor, each in zip(graph.inputs, inputs, strict=True)}
+        path = (*self.path, op)
+        judge = Judge(graph, arguments, path, self.asks_gradients, inside=self._inside)
+        # Of a loop, the judge for any iteration comes last.
+        self._inside[judge.names, graph.name] = judge
+        return judge
+
+    def in_all_calls(self, tensor: tf.Tensor) -> list[Judged]:
+        """Returns the judgement of a tensor of an inner graph in each call of that graph."""
+        return [each.of(tensor) for each in self._inside.values() if each.graph is tensor.graph]
 
     @classmethod
     def of_rows(cls, graph: tf.Graph, rows: Iterable[tf.Tensor], along: int = 0) -> "Judge":

@@ -6,11 +6,12 @@ import keras
 import tensorflow as tf
 
 from tfparallel.extend import attach
+from tfparallel.judge.placements import Shard
 from tfparallel.judge.propagation import Judge
 from tfparallel.judge.rules.draws import GLOBAL_SEED, draws, is_seed_as_number, row_draw_of
 from tfparallel.judge.where import place_in
 from tfparallel.seams.keras import layers_in, seed_generators_of
-from tfparallel.tracing.graphs import with_inner
+from tfparallel.tracing.graphs import is_in_function, with_inner
 
 
 def drawing_layers(layer: keras.Layer, judge: Judge) -> list[keras.Layer]:
@@ -52,8 +53,15 @@ def _generators_of(parts) -> list[keras.random.SeedGenerator]:
 
 def _is_right(judge, op, drawn, rows) -> bool:
     """Whether the judge sees the rows where the draw has them."""
-    # Of a draw in a loop or a branch, the judge does not see where its rows are.
-    return op is drawn and rows == judge.of(op.outputs[0]).placement
+    if op is drawn:
+        return rows == judge.of(op.outputs[0]).placement
+    # A loop may run once for each row, and the trace of a function be used for other rows.
+    if not isinstance(rows, Shard) or is_in_function(drawn.graph, judge.graph):
+        return False
+    for out in op.outputs:
+        judge.of(out)
+    calls = judge.in_all_calls(drawn.outputs[0])
+    return bool(calls) and all(each.placement == rows for each in calls)
 
 
 def draws_in(

@@ -6,6 +6,8 @@ in either way, `x.shape[0] or tf.shape(x)[0]`, is right; `x.shape[0] or 1` is no
 """
 
 import collections
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -14,44 +16,55 @@ from tfparallel.tracing.graphs import with_inner
 
 # Operations that compute nothing with numbers, or stand for a constant where a size is known.
 _MOVES = {
-    *("BroadcastTo", "Cast", "ConcatV2", "Const", "EnsureShape", "ExpandDims", "Fill", "Identity"),
-    *("OnesLike", "Pack", "Placeholder", "Reshape", "Slice", "Squeeze", "StridedSlice", "Tile"),
+    *("BroadcastTo", "Cast", "ConcatV2", "Const", "EnsureShape", "ExpandDims", "Fill", "GatherNd"),
+    *(
+        "GatherV2",
+        "Identity",
+        "OnesLike",
+        "Pack",
+        "Placeholder",
+        "Reshape",
+        "Slice",
+        "Squeeze",
+        "StridedSlice",
+        "Tile",
+    ),
     *("Transpose", "ZerosLike"),
 }
 _MOST_VALUES = 16
 
 
-def computed_otherwise(piece: tf.Graph, whole: tf.Graph) -> tf.Operation | None:
-    """Returns an operation of a trace for any number of rows that the trace for one lacks.
+class Computation(NamedTuple):
+    """What a trace computes with numbers.
 
-    Args:
-        piece: The graph of a call, traced for any number of rows.
-        whole: The graph of the same call, traced for the number of the batch.
-
-    Returns:
-        The operation, a number or a computation with numbers; None if there is none, and both read
-        the same variables.
+    Attributes:
+        operations: The operations that compute with numbers or hold some, and which.
+        variables: The variables that it reads, by the `id` of their handles.
     """
-    missing = _computed(whole)
-    for operation, what in _numbers(piece):
-        if not missing[what]:
-            return operation
-        missing[what] -= 1
-    read = [
-        {id(outer) for outer, _ in graph.captures if outer.dtype == tf.resource}
-        for graph in (piece, whole)
-    ]
-    if read[0] != read[1]:
-        return next(op for op in piece.get_operations() if op.type != "Const")
-    return None
+
+    operations: list[tuple[tf.Operation, Any]]
+    variables: set[int]
+
+    @classmethod
+    def of(cls, graph: tf.Graph) -> "Computation":
+        """Returns that of a graph, to which a judge has not added operations yet."""
+        handles = {id(outer) for outer, _ in graph.captures if outer.dtype == tf.resource}
+        return cls(list(_numbers(graph)), handles)
+
+    def not_in(self, other: "Computation") -> tf.Operation | None:
+        """Returns an operation that another trace lacks; None if there is none.
+
+        If they read different variables, that is any operation.
+        """
+        missing = collections.Counter(what for _, what in other.operations)
+        for operation, what in self.operations:
+            if not missing[what]:
+                return operation
+            missing[what] -= 1
+        return None if self.variables == other.variables else self.operations[-1][0]
 
 
-def _computed(graph) -> collections.Counter:
-    return collections.Counter(what for _, what in _numbers(graph))
-
-
-def _numbers(graph):
-    """Yields the operations of a graph that compute with numbers, or hold some, and which."""
+def _numbers(graph) -> Iterator[tuple[tf.Operation, Any]]:
     for op in with_inner(graph.get_operations()):
         if not any(each.dtype.is_floating or each.dtype.is_complex for each in op.outputs):
             continue

@@ -5,9 +5,10 @@ shape holds the number of rows is made for the whole batch, and a piece keeps it
 other draw is that of one device. So a layer that draws through a `keras.random.SeedGenerator`, such
 as `GaussianNoise`, `LSTM(dropout=…)`, `RandomFlip` or your own, trains as on one device.
 
-Of some draws it is not known which of their rows belong to which example: those in a loop, a branch
-or a backward pass, and distributions other than those below. The judge names their layers, whose
-pieces then fold their index into the seed: reproducible, but not what one device draws.
+Of some draws it is not known which of their rows belong to which example: those in a backward pass,
+those in a loop or a branch unless the judge sees their rows there, and distributions other than
+those below. The judge names their layers, whose pieces then fold their index into the seed:
+reproducible, but not what one device draws.
 """
 
 import math
