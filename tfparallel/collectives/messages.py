@@ -131,8 +131,11 @@ def send_between(workers, tensors, dest, tag, timeout_seconds, described) -> Non
             service.delete_config_key_value(offer_key)
             service.delete_config_key_value(answer_key)
             raise ValueError(answer)
-        for tensor, key in zip(tensors, keys, strict=True):
-            _push(workers, tensor, dest, key, _seconds_to(deadline))
+        try:
+            for tensor, key in zip(tensors, keys, strict=True):
+                _push(workers, tensor, dest, key, _seconds_to(deadline))
+        except tf.errors.DeadlineExceededError as error:
+            raise _late(dest, "recv", f"source={me}, tag={tag}", timeout_seconds) from error
 
 
 def receive_between(workers, specs, source, tag, timeout_seconds, described) -> list[tf.Tensor]:
@@ -160,10 +163,13 @@ def receive_between(workers, specs, source, tag, timeout_seconds, described) -> 
         _passed[message] += 1
         if problem:
             raise ValueError(problem)
-        received = [
-            _pull(workers, spec, source, key, _seconds_to(deadline))
-            for spec, key in zip(sent, offer["keys"], strict=True)
-        ]
+        try:
+            received = [
+                _pull(workers, spec, source, key, _seconds_to(deadline))
+                for spec, key in zip(sent, offer["keys"], strict=True)
+            ]
+        except tf.errors.DeadlineExceededError as error:
+            raise _late(source, "send", f"dest={me}, tag={tag}", timeout_seconds) from error
         service.delete_config_key_value(offer_key)
         service.delete_config_key_value(answer_key)
     return received
@@ -253,10 +259,10 @@ def _seconds_to(deadline) -> float:
 
 def _late(peer, call, arguments, timeout_seconds) -> RuntimeError:
     return RuntimeError(
-        f"Worker {peer} did not call `tfparallel.{call}({arguments})` within {timeout_seconds:g} s."
-        f" Both workers are required. Received: no answer from worker {peer}. Check what it was "
-        "doing and its tag, or allow more time with `timeout_seconds`; if both send first, let one "
-        "receive first."
+        f"Worker {peer} did not call, or not finish, `tfparallel.{call}({arguments})` within "
+        f"{timeout_seconds:g} s. Both workers are required. Received: no answer from worker {peer}. "
+        "Check what it was doing and its tag, or allow more time with `timeout_seconds`; if both "
+        "send first, let one receive first."
     )
 
 

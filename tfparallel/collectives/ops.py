@@ -6,6 +6,7 @@
 predicts under a strategy of this package | every replica of every worker | the replica's own |
 | outside a replica, eagerly, in a `tf.function` or in a callback, once \
 `tfparallel.MultiWorkerMirroredStrategy` exists | every worker | the worker's own |
+| the same, with `group=` | the workers of the group, from `tfparallel.new_group` | the same |
 | by Keras outside a replica: in a loss, a metric, a `train_step`; in a layer that is called \
 directly | this process alone | already that of the global batch |
 | in a process that belongs to no job | this process alone | the only one |
