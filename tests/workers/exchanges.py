@@ -18,7 +18,7 @@ from tests.workers.collectives import NUMBERS, equal, gradient, on_replicas
 def main():
     seen = {}
     w, W = tfparallel.worker_index(), tfparallel.num_workers()
-    options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=120)
+    options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=300)
     strategy = tfparallel.MultiWorkerMirroredStrategy(communication_options=options)
     for name, check in CHECKS.items():
         try:

@@ -32,7 +32,7 @@ def run_job(request):
     """What each worker saw, by check; one job for all of them."""
     *size, transport = request.param
     environment = {"TFPARALLEL_ALL_REDUCE": transport}
-    return run_workers(PROGRAM, *size, timeout_seconds=600, environment=environment)
+    return run_workers(PROGRAM, *size, timeout_seconds=900, environment=environment)
 
 
 @pytest.mark.slow
