@@ -1,5 +1,7 @@
 """The harness: whole numbers, the slowest rank, the count of what is wrong."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -87,9 +89,16 @@ def test_what_each_collective_makes():
     assert collectives.expected("all_gather", terms, 0).tolist() == [1, 2, 3, 4, 10, 20, 30, 40]
     assert collectives.expected("broadcast", terms, 1).tolist() == [1, 2, 3, 4]
     assert collectives.expected("all_to_all", terms, 1).tolist() == [3, 4, 30, 40]
+    assert collectives.expected("reduce", terms, 0).tolist() == [11, 22, 33, 44]
+    assert collectives.expected("reduce", terms, 1).tolist() == [0, 0, 0, 0]
+    assert collectives.expected("scatter", terms, 1).tolist() == [3, 4]
+    assert collectives.expected("send_recv", terms, 0).tolist() == [10, 20, 30, 40]
+    assert collectives.expected("send_recv", terms, 1).tolist() == [1, 2, 3, 4]
+    whole = ("all_reduce", "broadcast", "reduce", "send_recv")
     for name in COLLECTIVES:
+        assert collectives.whole_count(name, 7, 2, unalign=3) == (10 if name in whole else 12)
         count = collectives.whole_count(name, 7, 2)
-        assert count == (7 if name in ("all_reduce", "broadcast") else 6)
+        assert count == (7 if name in whole else 6)
         num_in = collectives.input_count(name, count, 2)
         num_out = collectives.expected(name, [np.zeros(num_in)] * 2, 0).size
         assert collectives.input_size(name, num_out, 2) == num_in and max(num_in, num_out) == count
@@ -111,9 +120,7 @@ def test_one_wrong_element_is_counted_for_both_inputs_and_between_ranks():
 def test_the_time_is_that_of_the_slowest_process():
     ticks = iter(range(10000))
     # A hundredth of a second each way.
-    (row,) = measure(
-        Slower(2), [Sum()], [8], iters=3, clock=lambda: next(ticks) / 100
-    )
+    (row,) = measure(Slower(2), [Sum()], [8], iters=3, clock=lambda: next(ticks) / 100)
     assert row.times_seconds == pytest.approx((0.03, 0.03, 0.03))
 
 
@@ -124,9 +131,42 @@ def test_names_and_units_are_those_of_nccl_tests():
     assert list(record)[:9] == nccl
     assert record["time"] == pytest.approx(2.0) and record["type"] == "float"
     assert record["alg_bw"] == pytest.approx(0.512) and record["bus_bw"] == pytest.approx(0.768)
-    assert (record["p10"], record["p90"]) == (pytest.approx(1.2), pytest.approx(2.8))
+    assert [record[key] for key in ("p10", "p50", "p90", "p99")] == pytest.approx(
+        [1.2, 2.0, 2.8, 2.98]
+    )
     factor = collectives.bus_factor
     assert factor("broadcast", 4) == 1 and factor("all_gather", 4) == 0.75
+
+
+def test_each_size_is_measured_again_off_its_boundary():
+    rows = list(measure(OneProcess(3), [Sum()], [16, 64], iters=1, unalign=1))
+    assert [row.count for row in rows] == [16, 17, 64, 65]
+    assert {row.num_wrong for row in rows} == {0}
+
+
+def test_the_report_has_the_keys_of_nccl_tests():
+    times = (3e-6, 1e-6, 2e-6)
+    rows = [Row("mpi", "x", name, 4, 256, 1024, "float32", times, 1e-7, 0) for name in COLLECTIVES]
+    content = table.as_nccl_tests(rows)
+    assert list(content) == ["results", "out_of_bounds", "average_bus_bandwidth"]
+    assert content["out_of_bounds"] == {"count": 0, "okay": "true"}
+    mean = np.mean([row.bus_bw for row in rows])
+    assert content["average_bus_bandwidth"]["bandwidth"] == pytest.approx(mean)
+    first = content["results"][0]
+    assert list(first)[:6] == ["size", "count", "type", "redop", "root", "out_of_place"]
+    assert first["out_of_place"]["time"] == pytest.approx(2.0)
+    assert first["out_of_place_per_iter"]["p99_us"] == pytest.approx(2.98)
+    assert first["out_of_place_per_iter"]["times_us"] == pytest.approx([3.0, 1.0, 2.0])
+    roots = {result["experiment_name"]: result["root"] for result in content["results"]}
+    assert {name for name, root in roots.items() if root == "0"} == {
+        "broadcast",
+        "reduce",
+        "scatter",
+    }
+    assert table.as_nccl_tests([dataclasses.replace(rows[0], num_wrong=2)])["out_of_bounds"] == {
+        "count": 2,
+        "okay": "false",
+    }
 
 
 def test_sizes():

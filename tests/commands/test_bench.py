@@ -30,6 +30,8 @@ def test_mistakes_are_told_before_tensorflow_is_loaded(capsys):
         (["all_reduce", "--report=a.txt"], "must end in .json"),
         (["all_reduce", "--json=a.txt"], "must end in .json"),
         (["all_reduce", BLOBS, "--min_bytes=4K"], "the model's gradients determine the sizes"),
+        (["all_reduce", BLOBS, "--unalign=1"], "Received: "),
+        (["all_reduce", "--unalign=-1"], "at least 0"),
         (["all_reduce", "--dtype=int8"], "dtype"),
         (["all_reduce", "no.py"], "does not exist. Received: 'no.py'"),
     ]
@@ -84,6 +86,8 @@ def test_a_sweep_is_checked_written_drawn_and_chosen_by(tmp_path, monkeypatch):
     # Three sizes of all; nothing wrong; TensorFlow's hierarchical copy cannot sum three.
     assert len(content["rows"]) == 3 * len(algorithms)
     assert {row["nwrong"] for row in content["rows"]} == {0}
+    assert content["out_of_bounds"] == {"count": 0, "okay": "true"}
+    assert len(content["results"]) == len(content["rows"])
     assert "tf_hierarchical_copy" not in algorithms
     with open(paths["csv"], newline="") as file:
         assert len(list(csv.DictReader(file))) == len(content["rows"])
@@ -117,6 +121,8 @@ def test_between_workers_at_the_sizes_of_a_model():
     [
         (["reduce_scatter", "--dtype=bfloat16"], "MPI shared memory, pipelined, in float32"),
         (["all_gather"], "TensorFlow CollectiveGatherV2 (RING)"),
+        (["scatter", "--unalign=1"], "MPI_Iscatter"),
+        (["send_recv"], "TensorFlow CollectiveBcastSendV2 in groups of two"),
     ],
 )
 def test_other_collectives_between_workers(arguments, ran):

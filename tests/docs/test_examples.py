@@ -33,6 +33,8 @@ NOT_RUN = {
     "devices.set_memory_growth": "it needs a GPU",
     "devices.split_gpu": "it needs a GPU",
     "ray.fit": "it needs Ray",
+    "recv": "it needs another process",
+    "send": "it needs another process",
 }
 # What trains in forms that fast tests train in, too.
 SLOWLY = {"check", "hybrid_parallel", "pipeline_parallel"}

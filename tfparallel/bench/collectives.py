@@ -7,9 +7,13 @@
 | `all_gather` | S/n | x₀, x₁, … concatenated |
 | `broadcast` | S | x₀ |
 | `all_to_all` | S | part r of x₀, part r of x₁, … |
+| `reduce` | S | Σ_k x_k on rank 0, zeros elsewhere |
+| `scatter` | S | part r of x₀ |
+| `send_recv` | S | x_q, q = (r − 1) mod n |
 
 S is nccl-tests' size, the larger of input and output. Where it is divided by n, a count of elements
-is rounded down to a multiple of n.
+is rounded down to a multiple of n. `unalign` elements are added to it, or to each of its n parts,
+which then end off the boundaries of cache lines and packets.
 
 Sums of whole numbers are exact below 2ᵖ, where p is the precision of the type (8 bits for bfloat16,
 11 for float16). Element i of rank r is (31·i + 7·r) mod (⌊2ᵖ/n⌋ + 1): the sum of n of them stays
@@ -28,9 +32,10 @@ from collections.abc import Callable, Sequence
 import ml_dtypes
 import numpy as np
 
-REDUCING = ("all_reduce", "reduce_scatter")
+REDUCING = ("all_reduce", "reduce_scatter", "reduce")
+ROOTED = ("broadcast", "reduce", "scatter")  # The root is rank 0.
 SAME_ON_ALL = ("all_reduce", "all_gather", "broadcast")
-_DIVIDED = ("reduce_scatter", "all_gather", "all_to_all")
+_DIVIDED = ("reduce_scatter", "all_gather", "all_to_all", "scatter")
 _NUMPY = {
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
@@ -42,11 +47,14 @@ _PRECISION_BITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
 _LARGEST = 1000
 
 
-def whole_count(collective: str, count: int, num_ranks: int) -> int:
-    """Returns an element count that the collective can divide, at most `count` if possible."""
+def whole_count(collective: str, count: int, num_ranks: int, unalign: int = 0) -> int:
+    """Returns an element count that the collective can divide, at most `count` if possible.
+
+    `unalign` elements are added to it, or to each of its parts.
+    """
     if collective not in _DIVIDED:
-        return count
-    return max(count // num_ranks, 1) * num_ranks
+        return count + unalign
+    return (max(count // num_ranks, 1) + unalign) * num_ranks
 
 
 def input_count(collective: str, count: int, num_ranks: int) -> int:
@@ -58,7 +66,7 @@ def input_size(collective: str, output_size: int, num_ranks: int) -> int:
     """Returns the element count of a rank's input whose output has `output_size` elements."""
     if collective == "all_gather":
         return output_size // num_ranks
-    return output_size * num_ranks if collective == "reduce_scatter" else output_size
+    return output_size * num_ranks if collective in ("reduce_scatter", "scatter") else output_size
 
 
 def expected(collective: str, terms: Sequence[np.ndarray], rank: int) -> np.ndarray:
@@ -76,9 +84,17 @@ def expected(collective: str, terms: Sequence[np.ndarray], rank: int) -> np.ndar
     if collective == "all_to_all":
         parts = [np.split(term, len(terms))[rank] for term in terms]
         return np.concatenate([part.astype(np.float64) for part in parts])
+    if collective == "scatter":
+        return np.split(terms[0], len(terms))[rank].astype(np.float64)
+    if collective == "send_recv":
+        return terms[rank - 1].astype(np.float64)
     total = np.zeros(terms[0].size)
+    if collective == "reduce" and rank:
+        return total
     for term in terms:
         total += term
+    if collective == "reduce":
+        return total
     return total if collective == "all_reduce" else np.split(total, len(terms))[rank]
 
 
@@ -90,7 +106,10 @@ def bus_factor(collective: str, num_ranks: int) -> float:
         "reduce_scatter": share,
         "all_gather": share,
         "all_to_all": share,
+        "scatter": share,
         "broadcast": 1.0,
+        "reduce": 1.0,
+        "send_recv": 1.0,
     }[collective]
 
 

@@ -12,12 +12,14 @@ import tensorflow as tf
 
 from tfparallel.bench.collectives import input_count
 from tfparallel.bench.sizes import COLLECTIVES
-from tfparallel.collectives import cross_device, transport
+from tfparallel.collectives import cross_device, messages, transport
 from tfparallel.collectives.algorithm_selection import variables_on_each
 from tfparallel.collectives.mpi.communicator import ALGORITHMS
 from tfparallel.collectives.mpi.workers import MpiProcessGroup
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.transport_selection import names_of
+
+_MESSAGE = {"tag": 0, "timeout_seconds": 600.0, "described": "a message of the benchmark"}
 
 
 class Workers:
@@ -113,6 +115,44 @@ def _complete(outcome):
     return results
 
 
+class PreparedMessages:
+    """`tfparallel.send` and `recv` round a ring; see `tfparallel.bench.measure.Prepared`.
+
+    Args:
+        group: The workers. Each sends to the next one, and receives from the one before.
+    """
+
+    def __init__(self, group: ProcessGroup):
+        self._group = group
+        self._tensor = tf.zeros([0])
+
+    def load(self, inputs: Sequence[np.ndarray]) -> None:
+        """Sets what this worker sends."""
+        self._tensor = tf.constant(inputs[0])
+
+    def run(self) -> tf.Tensor:
+        """Sends and receives once; workers of even index send first."""
+        rank, num_ranks = self._group.worker_index, self._group.num_workers
+        to = functools.partial(
+            messages.send_between, self._group, [self._tensor], (rank + 1) % num_ranks
+        )
+        if rank % 2 == 0:
+            to(**_MESSAGE)
+        spec = tf.TensorSpec(self._tensor.shape, self._tensor.dtype)
+        source = (rank - 1) % num_ranks
+        (received,) = messages.receive_between(self._group, [spec], source, **_MESSAGE)
+        if rank % 2:
+            to(**_MESSAGE)
+        return received
+
+    def run_null(self) -> None:
+        """Does nothing: no graph runs."""
+
+    def arrays(self, outcome: tf.Tensor) -> list[np.ndarray]:
+        """Returns what arrived."""
+        return [outcome.numpy()]
+
+
 class DeviceContender:
     """An algorithm of `cross_device.make` between the devices of this process.
 
@@ -169,21 +209,36 @@ class TensorFlowCollectives:
         self.implementation = self._group.implementation
         self.collectives = ("all_reduce",)
         if name in ("ring", "nccl"):
-            self.collectives += ("all_gather", "broadcast")
+            self.collectives += ("all_gather", "broadcast", "reduce")
+        if name == "ring":  # Between GPUs these pass through the hosts, too.
+            self.collectives += ("reduce_scatter", "all_to_all", "scatter", "send_recv")
 
     def prepare(self, collective: str, count: int, dtype: str) -> PreparedStep:
         """Traces a collective."""
         by = "NCCL" if self.name == "nccl" else "RING"
-        if collective == "all_gather":
-            self.implementation = f"TensorFlow CollectiveGatherV2 ({by})"
-        if collective == "broadcast":
-            self.implementation = f"TensorFlow CollectiveReduceV2 ({by}), zeros except on worker 0"
+        implementations = {
+            "all_gather": f"CollectiveGatherV2 ({by})",
+            "broadcast": f"CollectiveReduceV2 ({by}), zeros except on worker 0",
+            "reduce": f"CollectiveReduceV2 ({by}), zeros kept except on worker 0",
+            "reduce_scatter": "CollectiveAllToAllV2, added by each worker",
+            "all_to_all": "CollectiveAllToAllV2",
+            "scatter": "CollectiveAllToAllV2, worker 0's parts kept",
+            "send_recv": "CollectiveBcastSendV2 in groups of two",
+        }
+        if collective in implementations:
+            self.implementation = f"TensorFlow {implementations[collective]}"
+        if collective == "send_recv":
+            return PreparedMessages(self._group)
         num_workers = self._group.num_workers
         num_elements = input_count(collective, count, num_workers)
         steps = {
             "all_reduce": lambda x: self._group.all_reduce([x])[0],
             "all_gather": lambda x: self._group.all_gather([x], [num_elements] * num_workers)[0],
             "broadcast": lambda x: self._group.broadcast([x])[0],
+            "reduce": lambda x: _for_worker_0(self._group, x),
+            "reduce_scatter": lambda x: self._group.reduce_scatter([x])[0],
+            "all_to_all": self._group.all_to_all,
+            "scatter": lambda x: self._group.scatter(x, 0),
         }
         return _of_worker(steps[collective], num_elements, dtype)
 
@@ -204,7 +259,12 @@ class MpiContender:
         if collective == "all_reduce":
             use = functools.partial(group.communicator.use, self.name)
             return _of_worker(lambda x: group.all_reduce([x])[0], num_elements, dtype, use)
+        if collective == "reduce":
+            self.implementation += ", zeros kept except on worker 0"
+            return _of_worker(functools.partial(_for_worker_0, group), num_elements, dtype)
         self.implementation = group.communicator.implementation(collective)
+        if collective == "send_recv":
+            return PreparedMessages(group)
         sent_as = dtype
         if collective == "reduce_scatter" and tf.as_dtype(dtype).size == 2:
             self.implementation += ", in float32"  # MPI's library cannot add 16 bits.
@@ -214,6 +274,12 @@ class MpiContender:
             return tf.cast(group.run_on_arrays(collective, tf.cast(x, sent_as)), dtype)
 
         return _of_worker(step, num_elements, dtype)
+
+
+def _for_worker_0(group, tensor):
+    """Returns the sum on worker 0, zeros elsewhere, as `tfparallel.reduce`."""
+    (total,) = group.all_reduce([tensor])
+    return tf.zeros_like(total) if group.worker_index else total
 
 
 def _of_worker(collective, count, dtype, before=lambda: None) -> PreparedStep:

@@ -19,6 +19,7 @@ One process may have all ranks (its devices) or one (a worker of a job): a conte
 of its process's ranks, and returns their results.
 """
 
+import itertools
 import statistics
 import time
 import zlib
@@ -123,6 +124,7 @@ def measure(
     dtype: str = "float32",
     iters: int = 20,
     warmup_iters: int = MIN_WARMUP,
+    unalign: int = 0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Row]:
     """Measures a collective.
@@ -135,13 +137,15 @@ def measure(
         dtype: One of `sizes.ITEM_BYTES`.
         iters: Timed calls of each contender.
         warmup_iters: Untimed calls before these, at least `MIN_WARMUP`.
+        unalign: If not 0, each size is also measured with so many more elements: see `whole_count`.
         clock: Returns the time in seconds.
 
     Yields:
         A row for each size and contender, size by size; equal on all processes.
     """
-    for size in counts:
-        count = whole_count(collective, size, world.num_ranks)
+    more = (0, unalign) if unalign else (0,)
+    for size, extra in itertools.product(counts, more):
+        count = whole_count(collective, size, world.num_ranks, extra)
         prepared = [contender.prepare(collective, count, dtype) for contender in contenders]
         wrong = [_num_wrong(world, one, collective, count, dtype) for one in prepared]
         for _ in range(warmup_iters):

@@ -1,6 +1,9 @@
 """The collectives, types and sizes of a benchmark. Imports no NumPy."""
 
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
+COLLECTIVES = (
+    *("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"),
+    *("reduce", "scatter", "send_recv"),
+)
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 MIN_WARMUP = 4  # TensorFlow traces, allocates and plans in the first calls.
 

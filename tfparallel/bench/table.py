@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tfparallel.bench.collectives import REDUCING, bus_factor
+from tfparallel.bench.collectives import REDUCING, ROOTED, bus_factor
 
 _SHORT = {"float16": "half", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
 
@@ -91,10 +91,57 @@ class Row:
             "num_ranks": self.num_ranks,
             "median": self.median_seconds * 1e6,
             "p10": self.quantile_seconds(0.1) * 1e6,
+            "p50": self.median_seconds * 1e6,
             "p90": self.quantile_seconds(0.9) * 1e6,
+            "p99": self.quantile_seconds(0.99) * 1e6,
             "null": self.null_seconds * 1e6,
             "iters": len(self.times_seconds),
         }
+
+    def as_result(self) -> dict[str, Any]:
+        """Returns the row as an element of `results` in the file of nccl-tests' `--output_file`.
+
+        Ours are out of place: inputs are kept. `algorithm` and `implementation` are added.
+        """
+        micro = np.asarray(self.times_seconds) * 1e6
+        mean, deviation = float(micro.mean()), float(micro.std())
+        return {
+            "size": self.size_bytes,
+            "count": self.count,
+            "type": self.type_name,
+            "redop": self.redop,
+            "root": "0" if self.collective in ROOTED else "-1",
+            "out_of_place": {
+                "time": self.median_seconds * 1e6,
+                "alg_bw": self.alg_bw,
+                "bus_bw": self.bus_bw,
+                "nwrong": self.num_wrong,
+            },
+            "out_of_place_per_iter": {
+                "min_us": float(micro.min()),
+                "max_us": float(micro.max()),
+                "avg_us": mean,
+                **{f"p{k}_us": self.quantile_seconds(k / 100) * 1e6 for k in (50, 95, 99)},
+                "stdev_us": deviation,
+                "cv_pct": 100 * deviation / mean,
+                "times_us": micro.tolist(),
+            },
+            "actual_iterations": len(self.times_seconds),
+            "experiment_name": self.collective,
+            "algorithm": self.algorithm,
+            "implementation": self.implementation,
+        }
+
+
+def as_nccl_tests(rows: Sequence[Row]) -> dict[str, Any]:
+    """Returns the rows and their verdict under the keys of the file of nccl-tests."""
+    num_wrong = sum(row.num_wrong for row in rows)
+    average = sum(row.bus_bw for row in rows) / len(rows)
+    return {
+        "results": [row.as_result() for row in rows],
+        "out_of_bounds": {"count": num_wrong, "okay": "false" if num_wrong else "true"},
+        "average_bus_bandwidth": {"bandwidth": average, "okay": "unchecked"},
+    }
 
 
 def _micro(seconds: float) -> str:
@@ -108,9 +155,9 @@ _COLUMNS = (
     ("type", "", 8, lambda row: row.type_name),
     ("redop", "", 5, lambda row: row.redop),
     ("algorithm", "", 20, lambda row: row.algorithm),
-    ("time", "(us)", 10, lambda row: _micro(row.median_seconds)),
+    ("time", "(us, p50)", 10, lambda row: _micro(row.median_seconds)),
     ("p10", "(us)", 10, lambda row: _micro(row.quantile_seconds(0.1))),
-    ("p90", "(us)", 10, lambda row: _micro(row.quantile_seconds(0.9))),
+    ("p99", "(us)", 10, lambda row: _micro(row.quantile_seconds(0.99))),
     ("null", "(us)", 7, lambda row: _micro(row.null_seconds)),
     ("algbw", "(GB/s)", 7, lambda row: f"{row.alg_bw:.2f}"),
     ("busbw", "(GB/s)", 7, lambda row: f"{row.bus_bw:.2f}"),

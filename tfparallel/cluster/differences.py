@@ -69,10 +69,10 @@ def name_workers(indices: Iterable[int]) -> str:
     return f"workers {', '.join(most)} and {last}" if most else f"workers {last}"
 
 
-def who_said(texts: Sequence[str]) -> str:
+def who_said(texts: Sequence[str], workers: Sequence[int] | None = None) -> str:
     """Groups workers by their text: `"workers 0 and 2: this; worker 1: that"`."""
     workers_with: dict[str, list[int]] = {}
-    for index, text in enumerate(texts):
+    for index, text in zip(workers or range(len(texts)), texts, strict=True):
         workers_with.setdefault(text, []).append(index)
     return "; ".join(f"{name_workers(who)}: {text}" for text, who in workers_with.items())
 

@@ -10,11 +10,13 @@ import itertools
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import tensorflow as tf
 
 from tfparallel.cluster.differences import name_workers
 from tfparallel.collectives.chief_alone import check_all_take_part
+from tfparallel.collectives.group import Group
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.seams.tensorflow import coordination_service
 
@@ -24,6 +26,7 @@ _ANSWER_SECONDS = 60.0
 _LEAVE_SECONDS = 5.0
 # Every worker makes the same calls, so the counts agree.
 _barriers, _agreements = itertools.count(), itertools.count()
+_group_barriers: dict[tuple[int, ...], Iterator[int]] = {}
 
 
 def wait_for_all(workers: ProcessGroup, timeout_seconds: float) -> None:
@@ -40,15 +43,42 @@ def wait_for_all(workers: ProcessGroup, timeout_seconds: float) -> None:
     try:
         service.wait_at_barrier(name, max(1, round(timeout_seconds * 1000)))
     except tf.errors.OpError as error:
-        raise RuntimeError(_who_is_missing(service, name, workers, timeout_seconds)) from error
+        everyone = range(workers.num_workers)
+        raise RuntimeError(
+            _who_is_missing(service, name, everyone, workers.worker_index, timeout_seconds)
+        ) from error
     service.delete_config_key_value(f"{name}/{workers.worker_index}")
 
 
-def _who_is_missing(service, name, workers, timeout_seconds):
-    present, missing = [], []
-    for worker in range(workers.num_workers):
+def wait_for_group(group: Group, timeout_seconds: float) -> None:
+    """Blocks until all members of a group have called this; the error names those that did not.
+
+    Raises:
+        RuntimeError: If a member does not arrive in time.
+    """
+    check_all_take_part()
+    name, service = f"tfparallel/barrier/{group.ranks}", coordination_service()
+    number = next(_group_barriers.setdefault(group.ranks, itertools.count()))
+    worker, deadline = group.ranks[group.rank], time.monotonic() + timeout_seconds
+    service.set_config_key_value(f"{name}/{number}/{worker}", "here")
+    for other in group.ranks:
+        left_ms = max(1, round(1000 * (deadline - time.monotonic())))
         try:
-            if worker != workers.worker_index:
+            service.get_config_key_value(f"{name}/{number}/{other}", timeout_in_ms=left_ms)
+        except tf.errors.OpError as error:
+            place = f"{name}/{number}"
+            raise RuntimeError(
+                _who_is_missing(service, place, group.ranks, worker, timeout_seconds)
+            ) from error
+    if number:  # Everyone has left the barrier before.
+        service.delete_config_key_value(f"{name}/{number - 1}/{worker}")
+
+
+def _who_is_missing(service, name, workers, own_index, timeout_seconds):
+    present, missing = [], []
+    for worker in workers:
+        try:
+            if worker != own_index:
                 service.get_config_key_value(f"{name}/{worker}", timeout_in_ms=_LOOK_MS)
             present.append(worker)
         except tf.errors.OpError:
@@ -58,7 +88,7 @@ def _who_is_missing(service, name, workers, timeout_seconds):
     else:
         received = "the last one arrived too late"
     return (
-        f"Not all {workers.num_workers} workers reached the barrier within {timeout_seconds:g} s "
+        f"Not all {len(workers)} workers reached the barrier within {timeout_seconds:g} s "
         f"of the first. All are required. Received: {received}. Check what the others were doing, "
         "or allow more time with `timeout_seconds`."
     )

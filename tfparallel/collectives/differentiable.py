@@ -29,6 +29,12 @@ class Ranks(Protocol):
     def all_gather(self, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns the concatenated rows and the rows per rank, without a gradient."""
 
+    def all_to_all(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Sends part k of N equal parts of axis 0 to rank k, without a gradient."""
+
+    def scatter(self, tensor: tf.Tensor, root: int) -> tf.Tensor:
+        """Returns this rank's of N equal parts of the root's tensor, without a gradient."""
+
 
 def all_reduce(
     ranks: Ranks,
@@ -123,3 +129,53 @@ def all_gather(ranks: Ranks, tensor: tf.Tensor) -> tf.Tensor:
 
     (joined,) = call_with_gradient("all_gather", forward, [tensor])
     return joined
+
+
+def all_to_all(ranks: Ranks, tensor: tf.Tensor) -> tf.Tensor:
+    """Sends part k of N equal parts of axis 0 to rank k.
+
+        y_r = (x_0[part r]; …; x_N-1[part r]),     ∂J/∂x_k[part r] = ∂J_r/∂y_r[part k]
+
+    The exchange is its own transpose, so the gradient is the same exchange of ∂J_k/∂y_k.
+
+    Args:
+        ranks: The participants.
+        tensor: x_k, of the same shape `(N·n, …)` on each rank.
+
+    Returns:
+        y_r, of the same shape.
+    """
+
+    def forward(parts):
+        def backward(upstream):
+            return [all_to_all(ranks, upstream)]
+
+        return [ranks.all_to_all(parts)], backward
+
+    (received,) = call_with_gradient("all_to_all", forward, [tensor])
+    return received
+
+
+def scatter(ranks: Ranks, tensor: tf.Tensor, root: int) -> tf.Tensor:
+    """Gives rank k part k of N equal parts of the root's tensor, along axis 0.
+
+        y_r = x_root[part r],     ∂J/∂x_root = (∂J_0/∂y_0; …; ∂J_N-1/∂y_N-1), and 0 elsewhere
+
+    Args:
+        ranks: The participants.
+        tensor: x_k, of the same shape `(N·n, …)` on each rank; only the root's content is used.
+        root: The root's rank.
+
+    Returns:
+        y_r, shape `(n, …)`.
+    """
+
+    def forward(parts):
+        def backward(upstream):
+            joined = all_gather(ranks, upstream)
+            return [tf.where(tf.equal(ranks.rank, root), joined, tf.zeros_like(joined))]
+
+        return [ranks.scatter(parts, root)], backward
+
+    (part,) = call_with_gradient("scatter", forward, [tensor])
+    return part

@@ -6,6 +6,7 @@
 import hashlib
 import numbers
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -13,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.cluster.cluster_spec import Cluster
-from tfparallel.cluster.differences import who_said
+from tfparallel.cluster.differences import name_workers, who_said
 from tfparallel.collectives.in_replica import Replicas
 from tfparallel.collectives.packing import SENT_AS
 from tfparallel.collectives.process_group import ProcessGroup
@@ -27,7 +28,24 @@ _KERAS = {
     (COMPILE_MODULE, "_symbolic_build"),
 }
 _FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
-_DTYPES = {*_FLOATS, tf.int32, tf.int64, *SENT_AS}
+DTYPES = {*_FLOATS, tf.int32, tf.int64, *SENT_AS}
+
+
+class Group:
+    """Some of the workers of the job, from `tfparallel.new_group`.
+
+    Attributes:
+        ranks: The indices of its workers, in ascending order.
+        rank: The position of this worker among them; None if it is not one of them.
+        size: Their number.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int | None, workers: ProcessGroup | None):
+        self.ranks, self.rank, self.size = tuple(ranks), rank, len(ranks)
+        self.workers = workers  # None outside the group, and in a group of one.
+
+    def __repr__(self) -> str:
+        return f"Group(ranks={self.ranks})"
 
 
 class SingleRank:
@@ -36,14 +54,21 @@ class SingleRank:
     rank = 0
     num_ranks = 1
 
+    def __init__(self, members: Sequence[int] = (0,)):
+        self.members = members
+
 
 class Workers:
-    """The workers of the job, as `tfparallel.collectives.differentiable.Ranks`."""
+    """The workers of the job, or some, as `tfparallel.collectives.differentiable.Ranks`.
 
-    def __init__(self, workers: ProcessGroup):
+    `members` are their indices in the job, in the order of their ranks.
+    """
+
+    def __init__(self, workers: ProcessGroup, members: Sequence[int] | None = None):
         self.group = workers.for_users
         self.rank = workers.worker_index
         self.num_ranks = workers.num_workers
+        self.members = range(self.num_ranks) if members is None else members
 
     def all_reduce(self, tensors, op):
         return self.group.all_reduce(tensors, op)
@@ -54,6 +79,12 @@ class Workers:
         (joined,) = self.group.all_gather([tensor], tf.unstack(counts, num=self.num_ranks), ROWS)
         return joined, counts
 
+    def all_to_all(self, tensor):
+        return self.group.all_to_all(tensor)
+
+    def scatter(self, tensor, root):
+        return self.group.scatter(tensor, root)
+
     def own_rows(self, tensor):
         return tensor
 
@@ -62,10 +93,20 @@ class Workers:
         digest = int.from_bytes(hashlib.blake2b(note.encode(), digest_size=7).digest())
         # One "max" of two integers yields both the maximum and the minimum.
         extremes = tf.constant([digest, -digest], tf.int64)
-        largest, minus_smallest = self.group.all_reduce([extremes], "max")[0].numpy()
+        try:
+            largest, minus_smallest = self.group.all_reduce([extremes], "max")[0].numpy()
+        except tf.errors.DeadlineExceededError as error:
+            raise RuntimeError(
+                f"Not all of {name_workers(self.members)} made this call within "
+                f"{self.group.timeout_seconds:g} s; all are required, and no collective can run in "
+                f"this process any more. Received: {note}. Look for a call that only some make, or "
+                "allow more time: `timeout_seconds` of `new_group`, or of the strategy's "
+                "communication options."
+            ) from error
         if largest == -minus_smallest:
             return
-        received = who_said(self.group.exchange(note, "a collective of the program's own"))
+        notes = self.group.exchange(note, "a collective of the program's own")
+        received = who_said(notes, self.members)
         raise ValueError(
             "The workers made different calls, so each would wait for the others. All of them must "
             "call the same collective, with values of the same structure, shapes and dtypes. "
@@ -74,12 +115,37 @@ class Workers:
         )
 
 
-def find() -> Replicas | Workers | SingleRank:
+def find(group: Group | None = None) -> Replicas | Workers | SingleRank:
     """Returns the participants of a collective called at this point of the program.
 
     Raises:
-        RuntimeError: In a multi-worker job, before a strategy has connected the workers.
+        RuntimeError: In a multi-worker job, before a strategy has connected the workers; or if a
+            group is passed where replicas take part, or Keras calls.
+        ValueError: If this worker is not in the group.
     """
+    everyone = _everyone()
+    if group is None:
+        return everyone
+    if not isinstance(group, Group):
+        raise ValueError(
+            "`group` must be what `tfparallel.new_group` returned. Received: "
+            f"group={group!r}. Omit it for all workers, or call `tfparallel.new_group([0, 1])`."
+        )
+    if isinstance(everyone, Replicas) or (isinstance(everyone, SingleRank) and group.workers):
+        raise RuntimeError(
+            "A group is one of workers, so its collectives must be called outside replicas, and "
+            f"not by Keras. Received: group={group} in a replica, or in a layer, loss or step. "
+            "Move the call into the program or a callback, or omit the group."
+        )
+    if group.rank is None:
+        raise ValueError(
+            "Only the workers of a group may call its collectives. Received: a call from worker "
+            f"{everyone.rank} with group={group}. Call it under `if group.rank is not None:`."
+        )
+    return SingleRank(group.ranks) if group.workers is None else Workers(group.workers, group.ranks)
+
+
+def _everyone():
     if tf.distribute.has_strategy():
         strategy = tf.distribute.get_strategy()
         if not tf.distribute.in_cross_replica_context():
@@ -102,18 +168,20 @@ def find() -> Replicas | Workers | SingleRank:
     return SingleRank()
 
 
-def agreed(name: str, value: Any, **options) -> tuple[Any, list[tf.Tensor]]:
-    """Validates a collective call; raises on all workers or on none.
+def agreed(
+    name: str, value: Any, group: Group | None = None, **options
+) -> tuple[Any, list[tf.Tensor]]:
+    """Validates a collective call; raises on all participating workers or on none.
 
     Returns:
         The participating ranks, and the value's tensors in the order of `tf.nest.flatten`.
     """
-    ranks = find()
+    ranks = find(group)
     problems, tensors, notes = _option_problems(ranks, **options), [], []
     joins = name in ("all_gather", "gather")
     for path, leaf in leaves_with_paths(value):
         try:
-            tensor = _tensor(leaf, min_ndim=int(joins))
+            tensor = tensor_of(leaf, min_ndim=int(joins))
             problem = _problem(tensor, ranks, name, **options)
             note = f"{tensor.dtype.name} {_shape(tensor, joins)}"
             tensors.append(tensor)
@@ -133,25 +201,32 @@ def agreed(name: str, value: Any, **options) -> tuple[Any, list[tf.Tensor]]:
     return ranks, tensors
 
 
-def _option_problems(ranks, op="sum", root=0) -> list[str]:
+def is_index(value: Any) -> bool:
+    """Whether a value is an integer, of Python or of NumPy; True and False are none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _option_problems(ranks, op="sum", root=None) -> list[str]:
     problems = []
+    root = ranks.members[0] if root is None else root
     if op not in ("sum", "mean", "max", "min"):
         problems.append(f"`op` must be 'sum', 'mean', 'max' or 'min'. Received: op={op!r}.")
-    is_index = isinstance(root, numbers.Integral) and not isinstance(root, bool)
-    if not is_index or not 0 <= root < ranks.num_ranks:
+    if not is_index(root) or root not in ranks.members:
+        last = ranks.num_ranks - 1
+        is_all = ranks.members[0] == 0 and ranks.members[-1] == last
+        which = f"an integer from 0 to {last}" if is_all else f"one of {list(ranks.members)}"
         problems.append(
-            f"`root` must be an integer from 0 to {ranks.num_ranks - 1}: the index of a "
-            f"participant. Received: root={root!r}."
+            f"`root` must be {which}: the index of a participant. Received: root={root!r}."
         )
     return problems
 
 
-def _problem(tensor, ranks, name, op="sum", root=0) -> str:
+def _problem(tensor, ranks, name, op="sum", root=None) -> str:
     """Returns the problem with a tensor; "" if there is none."""
     dtype = tensor.dtype
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         return f"A numeric or boolean tensor is required. Received: a tensor of type {dtype.name}."
-    if name in ("all_reduce", "reduce_scatter"):
+    if name in ("all_reduce", "reduce", "reduce_scatter"):
         if dtype.is_bool and op in ("sum", "mean"):
             return (
                 "Boolean tensors support only 'max' (is any true?) and 'min' (are all?). Received: "
@@ -159,21 +234,22 @@ def _problem(tensor, ranks, name, op="sum", root=0) -> str:
             )
         if dtype == tf.uint64 and op in ("max", "min"):
             return f"uint64 does not support {op!r}. Received: op={op!r}. Cast it to int64."
-    if name == "reduce_scatter":
+    if name in ("reduce_scatter", "scatter", "all_to_all"):
         if tensor.shape.rank == 0:
             return "At least one axis is required, which is split. Received: a scalar."
+        instead = ", or use `tfparallel.all_reduce`" if name == "reduce_scatter" else ""
         if tensor.shape.rank is not None and (tensor.shape[0] or 0) % ranks.num_ranks:
             return (
                 f"The number of rows must be a multiple of {ranks.num_ranks}, one equal share for "
-                f"each participant. Received: shape {tuple(tensor.shape)}. Pad axis 0, or use "
-                "`tfparallel.all_reduce`."
+                f"each participant. Received: shape {tuple(tensor.shape)}. Pad axis 0{instead}."
             )
     return ""
 
 
-def _tensor(leaf, min_ndim: int) -> tf.Tensor:
+def tensor_of(leaf: Any, min_ndim: int = 0) -> tf.Tensor:
+    """Converts a leaf of a value to a tensor; a Python number keeps its 64 bits."""
     if isinstance(leaf, bool | int | float):
-        leaf = np.asarray(leaf)  # Keeps Python's 64 bits.
+        leaf = np.asarray(leaf)
     tensor = tf.convert_to_tensor(leaf)
     return tensor[None] if min_ndim and tensor.shape.rank == 0 else tensor
 

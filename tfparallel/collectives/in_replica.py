@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfparallel.collectives import differentiable
 from tfparallel.collectives.traffic import ROWS
 from tfparallel.data import rows_of_replica as shards
+from tfparallel.tracing import static_shapes
 
 
 class Replicas:
@@ -22,6 +23,7 @@ class Replicas:
         # In a program `num_replicas_in_sync` is 1, as Keras requires.
         strategy = context.strategy
         self.num_ranks = getattr(strategy, "num_replicas", strategy.num_replicas_in_sync)
+        self.members = range(self.num_ranks)
         self.rank = context.replica_id_in_sync_group
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str) -> Sequence[tf.Tensor]:
@@ -60,6 +62,27 @@ class Replicas:
             return join_rows(strategy, strategy.experimental_local_results(value))
 
         return tf.distribute.get_replica_context().merge_call(join, args=_distinct([tensor]))
+
+    def all_to_all(self, tensor: tf.Tensor) -> tf.Tensor:
+        def deal(strategy, value):
+            return _dealt_out(strategy, strategy.experimental_local_results(value), self.num_ranks)
+
+        context = tf.distribute.get_replica_context()
+        by_replica = context.merge_call(deal, args=_distinct([tensor]))
+        return by_replica[self.rank % by_replica.shape[0]]
+
+    def scatter(self, tensor: tf.Tensor, root: int) -> tf.Tensor:
+        def deal(strategy, value):
+            copies = strategy.experimental_local_results(value)
+            num_local, workers = len(copies), _workers(strategy, len(copies))
+            rows = copies[root % num_local]
+            if workers is not None:
+                rows = workers.scatter(rows, root // num_local)
+            return static_shapes.in_parts(rows, num_local)
+
+        context = tf.distribute.get_replica_context()
+        by_replica = context.merge_call(deal, args=_distinct([tensor]))
+        return by_replica[self.rank % by_replica.shape[0]]
 
 
 def _distinct(tensors):
@@ -107,6 +130,24 @@ def join_rows(strategy, rows) -> tuple[tf.Tensor, tf.Tensor]:
     counts_by_worker = tf.unstack(by_worker, num=workers.num_workers)
     (joined,) = workers.all_gather([joined], counts_by_worker, ROWS)
     return joined, all_counts
+
+
+def _dealt_out(strategy, values, num_ranks):
+    """Returns what each replica of this worker receives from all: shape `(K, rows, …)`.
+
+    K replicas of each of W workers; s sends and r receives:
+
+        here                     (worker of r, s, r, rows)
+        after the all-to-all     (worker of s, s, r, rows)
+    """
+    num_local, workers = len(values), _workers(strategy, len(values))
+    parts = [static_shapes.in_parts(value, num_ranks) for value in values]
+    size = [num_ranks // num_local, num_local, *static_shapes.shape_of(parts[0])[1:]]
+    parts = tf.stack([tf.reshape(part, size) for part in parts], 1)
+    if workers is not None:
+        parts = workers.all_to_all(parts)
+    by_replica = tf.stack(tf.unstack(parts, num_local, axis=2))
+    return tf.reshape(by_replica, [num_local, *static_shapes.shape_of(values[0])])
 
 
 def _workers(strategy, num_local_replicas):

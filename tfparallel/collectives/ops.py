@@ -6,6 +6,7 @@
 predicts under a strategy of this package | every replica of every worker | the replica's own |
 | outside a replica, eagerly, in a `tf.function` or in a callback, once \
 `tfparallel.MultiWorkerMirroredStrategy` exists | every worker | the worker's own |
+| the same, with `group=` | the workers of the group, from `tfparallel.new_group` | the same |
 | by Keras outside a replica: in a loss, a metric, a `train_step`; in a layer that is called \
 directly | this process alone | already that of the global batch |
 | in a process that belongs to no job | this process alone | the only one |
@@ -27,8 +28,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.cluster.cluster_spec import Cluster
-from tfparallel.collectives import differentiable, group
-from tfparallel.collectives.coordination import wait_for_all
+from tfparallel.collectives import differentiable
+from tfparallel.collectives.coordination import wait_for_all, wait_for_group
+from tfparallel.collectives.group import Group, Workers, agreed, find
 from tfparallel.collectives.in_replica import Replicas
 from tfparallel.collectives.packing import sendable
 from tfparallel.collectives.process_group import ProcessGroup
@@ -39,13 +41,14 @@ from tfparallel.judge.propagation import exchanged, is_judging
 Value = Any
 
 
-def all_reduce(value: Value, op: str = "sum") -> Value:
+def all_reduce(value: Value, op: str = "sum", group: Group | None = None) -> Value:
     """Reduces a value over all participants; each of them receives the result.
 
     Args:
         value: The value to reduce; same shape and dtype on every participant.
         op: `"sum"`, `"mean"`, `"max"` or `"min"`. The mean of integers is a float64. For booleans,
             `"max"` is "any" and `"min"` is "all".
+        group: The workers that participate, from `new_group`; None means all of them.
 
     Returns:
         The result, in the structure and shapes of `value`. In a layer that Keras trains, a replica
@@ -61,14 +64,14 @@ def all_reduce(value: Value, op: str = "sum") -> Value:
         >>> float(logs["loss"])  # A single process gets its own value back.
         0.5
     """
-    ranks, tensors = group.agreed("all_reduce", value, op=op)
+    ranks, tensors = agreed("all_reduce", value, group, op=op)
     if is_judging():
         terms = map(_as_float, tensors) if op == "mean" else tensors
         return tf.nest.pack_sequence_as(value, [exchanged(each, op) for each in terms])
     return tf.nest.pack_sequence_as(value, _reduce(ranks, tensors, op))
 
 
-def all_gather(value: Value) -> Value:
+def all_gather(value: Value, group: Group | None = None) -> Value:
     """Concatenates the values of all participants along axis 0, in rank order.
 
     Use it for losses that compare examples across the global batch (contrastive losses), for
@@ -76,6 +79,7 @@ def all_gather(value: Value) -> Value:
 
     Args:
         value: Tensors of shape `(rows, …)`; `rows` may differ. A scalar is one row.
+        group: As for `all_reduce`.
 
     Returns:
         Tensors of shape `(Σ rows, …)`, equal on every participant.
@@ -92,13 +96,13 @@ def all_gather(value: Value) -> Value:
         >>> strategy.run(contrast, [tf.ones((2, 8))]).values[0].numpy()
         array([4, 8], dtype=int32)
     """
-    ranks, tensors = group.agreed("all_gather", value)
+    ranks, tensors = agreed("all_gather", value, group)
     if is_judging():
         return tf.nest.pack_sequence_as(value, [exchanged(each, "gather") for each in tensors])
     return tf.nest.pack_sequence_as(value, _join(ranks, tensors))
 
 
-def gather(value: Value, root: int = 0) -> Value:
+def gather(value: Value, root: int = 0, group: Group | None = None) -> Value:
     """Concatenates the values of all participants along axis 0, on the root only.
 
     It takes as long as `all_gather`, but saves memory on the other participants.
@@ -107,6 +111,7 @@ def gather(value: Value, root: int = 0) -> Value:
         value: As for `all_gather`.
         root: The participant that receives the result: a worker index or, in a replica, a replica
             index.
+        group: As for `all_reduce`.
 
     Returns:
         On the root, tensors of shape `(Σ rows, …)`. Elsewhere, tensors of shape `(0, …)` rather
@@ -121,20 +126,21 @@ def gather(value: Value, root: int = 0) -> Value:
         >>> if tfparallel.worker_index() == 0:
         ...     np.save("errors.npy", errors)
     """
-    ranks, tensors = group.agreed("gather", value, root=root)
+    ranks, tensors = agreed("gather", value, group, root=root)
     joined = _join(ranks, tensors)
     if ranks.num_ranks > 1:
-        is_root = tf.equal(ranks.rank, root)
+        is_root = tf.equal(ranks.rank, ranks.members.index(root))
         joined = [rows[: tf.where(is_root, tf.shape(rows)[0], 0)] for rows in joined]
     return tf.nest.pack_sequence_as(value, joined)
 
 
-def broadcast(value: Value, root: int = 0) -> Value:
+def broadcast(value: Value, root: int = 0, group: Group | None = None) -> Value:
     """Sends the root's value to every participant.
 
     Args:
         value: Same shape and dtype on every participant; only the root's content is used.
         root: The participant whose value is sent: a worker index or, in a replica, a replica index.
+        group: As for `all_reduce`.
 
     Returns:
         The root's value, bit for bit.
@@ -147,16 +153,58 @@ def broadcast(value: Value, root: int = 0) -> Value:
     Example:
         >>> seed = tfparallel.broadcast(np.random.randint(1000))  # The number worker 0 drew.
     """
-    ranks, tensors = group.agreed("broadcast", value, root=root)
+    ranks, tensors = agreed("broadcast", value, group, root=root)
     if ranks.num_ranks > 1:
-        is_root = tf.equal(ranks.rank, root)
+        is_root = tf.equal(ranks.rank, ranks.members.index(root))
         # A sum with zeros: negative zeros, since +0.0 would turn the root's -0.0 into 0.0.
         terms = [tf.where(is_root, sent, -tf.zeros_like(sent)) for sent in map(sendable, tensors)]
         tensors = _cast_like(tensors, differentiable.all_reduce(ranks, terms))
     return tf.nest.pack_sequence_as(value, tensors)
 
 
-def reduce_scatter(value: Value, op: str = "sum") -> Value:
+def reduce(value: Value, root: int = 0, op: str = "sum", group: Group | None = None) -> Value:
+    """Reduces a value over all participants, for the root only.
+
+    It sends what `all_reduce` sends, and the others drop the result. That costs no time: a tree,
+    ⌈log₂N⌉(α + Sβ), and a reduce-scatter with a gather, 2⌈log₂N⌉α + 2(N−1)/N·Sβ, take as long as an
+    all-reduce of the same kind.
+
+    Args:
+        value: As for `all_reduce`.
+        root: The participant that receives the result: a worker index or, in a replica, a replica
+            index.
+        op: As for `all_reduce`.
+        group: As for `all_reduce`.
+
+    Returns:
+        On the root, what `all_reduce` returns. Elsewhere zeros, or False, of the same shape and
+        dtype, so that a traced function returns the same structure everywhere.
+
+    Raises:
+        ValueError: As for `all_reduce`, or if `root` is not a participant.
+        RuntimeError: In a multi-worker job, before a strategy has connected the workers.
+
+    Example:
+        >>> total = tfparallel.reduce(np.float32(2.0), root=0)
+        >>> float(total)
+        2.0
+
+    References:
+        Rajeev Thakur, Rolf Rabenseifner, William Gropp, "Optimization of Collective Communication
+        Operations in MPICH", International Journal of High Performance Computing Applications
+        19(1), 2005, §4.4 and 4.5.
+    """
+    ranks, tensors = agreed("reduce", value, group, root=root, op=op)
+    if is_judging():
+        return tf.nest.pack_sequence_as(value, [exchanged(each, "by rank") for each in tensors])
+    results = _reduce(ranks, tensors, op)
+    if ranks.num_ranks > 1:
+        is_root = tf.equal(ranks.rank, ranks.members.index(root))
+        results = [tf.where(is_root, y, tf.zeros_like(y)) for y in results]
+    return tf.nest.pack_sequence_as(value, results)
+
+
+def reduce_scatter(value: Value, op: str = "sum", group: Group | None = None) -> Value:
     """Reduces a value over all participants; each receives its shard of the rows.
 
     It takes as long as `all_reduce`, but saves memory.
@@ -165,6 +213,7 @@ def reduce_scatter(value: Value, op: str = "sum") -> Value:
         value: Tensors of shape `(rows, …)`, the same on every participant; `rows` must be a
             multiple of N, the number of participants.
         op: As for `all_reduce`.
+        group: As for `all_reduce`.
 
     Returns:
         Tensors of shape `(rows / N, …)`: rank k receives rows k·rows/N to (k+1)·rows/N of the
@@ -180,7 +229,7 @@ def reduce_scatter(value: Value, op: str = "sum") -> Value:
         >>> shares.values[0].shape, float(tf.reduce_max(shares.values[0]))
         (TensorShape([2, 8]), 2.0)
     """
-    ranks, tensors = group.agreed("reduce_scatter", value, op=op)
+    ranks, tensors = agreed("reduce_scatter", value, group, op=op)
     results = _reduce(ranks, tensors, op)
     if ranks.num_ranks > 1:
         results = [
@@ -190,11 +239,12 @@ def reduce_scatter(value: Value, op: str = "sum") -> Value:
     return tf.nest.pack_sequence_as(value, results)
 
 
-def barrier(timeout_seconds: float = 1800.0) -> None:
+def barrier(timeout_seconds: float = 1800.0, group: Group | None = None) -> None:
     """Blocks until every worker of the job has reached the barrier.
 
     Args:
         timeout_seconds: How long to wait for the other workers.
+        group: The workers that meet, from `new_group`; None means all of them.
 
     Raises:
         ValueError: If `timeout_seconds` is not positive.
@@ -212,14 +262,16 @@ def barrier(timeout_seconds: float = 1800.0) -> None:
             "The timeout of a barrier must be a positive number of seconds. Received: "
             f"timeout_seconds={timeout_seconds!r}. Omit it to wait up to half an hour."
         )
-    ranks = group.find()
+    ranks = find(group)
     if isinstance(ranks, Replicas) or not tf.executing_eagerly():
         raise RuntimeError(
             "A barrier blocks a worker's Python program. It must be called outside replicas and "
             "outside any `tf.function`. Received: a call inside one. Move the barrier out of the "
             "traced function; collectives there wait for all participants by themselves."
         )
-    if isinstance(ranks, group.Workers):
+    if isinstance(ranks, Workers) and group is not None:
+        wait_for_group(group, timeout_seconds)
+    elif isinstance(ranks, Workers):
         wait_for_all(ranks.group, timeout_seconds)
 
 

@@ -20,7 +20,6 @@ workers agree on) travel between the hosts over gRPC, and no GPU waits for them.
 import copy
 import functools
 import json
-import operator
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -36,9 +35,11 @@ from tfparallel.collectives.packing import (
     by_dtype,
     in_vectors,
     movable,
+    num_pieces,
     restored,
     sendable,
     size_step,
+    sum_in_order,
 )
 from tfparallel.collectives.traffic import ROWS, SUMS, Traffic
 from tfparallel.flight.marks import around
@@ -47,11 +48,6 @@ from tfparallel.tracing import static_shapes
 
 _FIRST_GROUP_KEY = 2**20  # Above those that TensorFlow's strategies count up from 1.
 _MAX_SIGNATURES = 2**20  # A key is signature + _MAX_SIGNATURES · size step, in 32 bits.
-# TensorFlow's ring sends pieces of this size while it sums others. From 16 MiB up that is a quarter
-# faster than its default of one piece per worker; at small sizes it is slower.
-_PIECE_BYTES = 2**21
-_MAX_PIECES = 16
-_STOCK_PIECES = -1
 _WIDENED = (tf.bfloat16,)  # Types that not every NCCL can sum.
 _MERGE_OPS = {"sum": "Add", "max": "Max", "min": "Min"}
 
@@ -230,7 +226,7 @@ class ProcessGroup:
         if self.transport == "nccl":
             return tf.reshape(self._collective("sum", flat), shape)[self.worker_index]
         terms = restored(self._collective("all_to_all", movable(flat), one_in=2), flat.dtype)
-        return _sum_in_order(tf.unstack(tf.reshape(terms, shape)))
+        return sum_in_order(tf.unstack(tf.reshape(terms, shape)))
 
     def all_gather(
         self, tensors: Sequence[tf.Tensor], counts: Sequence, kind: str = SUMS
@@ -265,6 +261,16 @@ class ProcessGroup:
                 joined = restored(tf.reshape(part, shape), tensors[i].dtype)
                 results[i] = tf.ensure_shape(joined, [total, *rest])
         return results
+
+    def all_to_all(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Sends part k of W equal parts of axis 0 to worker k; returns the W that arrive."""
+        sent = movable(tensor)
+        received = self._collective("all_to_all", tf.reshape(sent, [-1]), ROWS)
+        return restored(tf.reshape(received, static_shapes.shape_of(sent)), tensor.dtype)
+
+    def scatter(self, tensor: tf.Tensor, root: int) -> tf.Tensor:
+        """Returns this worker's part of the root's tensor, the only one kept of an all-to-all."""
+        return static_shapes.in_parts(self.all_to_all(tensor), self.num_workers)[root]
 
     def all_gather_uneven(self, tensors: Sequence[tf.Tensor], kind: str = ROWS) -> list[tf.Tensor]:
         """Like `all_gather`, when the workers do not know each other's number of rows.
@@ -330,23 +336,27 @@ class ProcessGroup:
         self, name: str, flat: tf.Tensor, kind: str = SUMS, one_in: int = 1
     ) -> tf.Tensor:
         """Runs one collective on a vector; a dynamic length is rounded up."""
-        # `name` is a reduction, "all_gather" or, for a static length, "all_to_all".
+        # `name` is a reduction, "all_gather" or "all_to_all".
         signature = self._signatures.setdefault(
             (name, flat.dtype, flat.shape[0]), len(self._signatures)
         )
         if flat.shape[0] is not None:
             self.traffic.add_tensor(kind, flat, one_in=one_in)
             return self._run(name, flat, signature)
-        size = tf.size(flat)
+        # Each worker's part of an all-to-all is rounded up by itself.
+        parts = tf.reshape(flat, [self.num_workers if name == "all_to_all" else 1, -1])
+        size = tf.shape(parts)[1]
         step, padded_size = size_step(size)
-        flat = tf.pad(flat, [[0, padded_size - size]])
+        flat = tf.reshape(tf.pad(parts, [[0, 0], [0, padded_size - size]]), [-1])
         self.traffic.add_tensor(kind, flat)
         result = self._run(name, flat, signature + _MAX_SIGNATURES * step)
-        return result if name == "all_gather" else result[:size]
+        if name == "all_gather":
+            return result
+        return tf.reshape(tf.reshape(result, [-1, padded_size])[:, :size], [-1])
 
     def _run(self, name, flat, key):
         check_all_take_part()
-        is_hosts = not flat.dtype.is_floating
+        is_hosts = not flat.dtype.is_floating or (name == "all_to_all" and self.transport == "nccl")
         place = self._host if is_hosts else self.device
         by_nccl = self.transport == "nccl" and not is_hosts
         arguments = {
@@ -386,15 +396,5 @@ class ProcessGroup:
         return tf.gather(tf.reshape(parts, [self.num_workers, -1]), order)
 
     def _num_pieces(self, flat):
-        if self.transport != "ring_tuned" or flat.shape[0] is None:
-            return _STOCK_PIECES
-        num_pieces = flat.shape[0] * flat.dtype.size // (self.num_workers * _PIECE_BYTES)
-        return min(num_pieces, _MAX_PIECES) if num_pieces > 1 else _STOCK_PIECES
-
-
-def _sum_in_order(terms: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns the sum of the terms, in order; 16-bit types accumulate in 32 and round once."""
-    dtype = terms[0].dtype
-    if dtype.size > 2:
-        return functools.reduce(operator.add, terms)
-    return tf.cast(functools.reduce(operator.add, [tf.cast(t, tf.float32) for t in terms]), dtype)
+        is_tuned = self.transport == "ring_tuned" and flat.shape[0] is not None
+        return num_pieces(flat.shape[0] * flat.dtype.size // self.num_workers if is_tuned else 0)

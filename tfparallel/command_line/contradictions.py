@@ -208,7 +208,7 @@ def size_problems(values: flags.FlagValues, item_bytes: int) -> list[str]:
 
 
 def _bench_task_problems(values, task) -> list[str]:
-    names = ("min_bytes", "max_bytes", "step_factor")
+    names = ("min_bytes", "max_bytes", "step_factor", "unalign")
     size_flags = [f"--{name}={getattr(values, name)}" for name in names if values[name].present]
     if task and size_flags:
         return [

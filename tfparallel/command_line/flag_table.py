@@ -294,6 +294,8 @@ TABLE = {
         Flag("step_factor", "bench", "Each size is this many times the last.", 4, "whole"),
         Flag("step_factor", "plan all_reduce", "Each size is this many times the last.", 16,
             "whole"),
+        Flag("unalign", "bench", "Also measure each size with this many elements more, in each "
+            "part, off the boundaries of cache lines and packets.", 0, "whole", least=0),
         Flag("iters", "bench", "Timed calls of each algorithm at each size.", 20, "whole", least=1),
         Flag("warmup_iters", "bench", "Calls before the timed ones.", MIN_WARMUP, "whole",
             least=MIN_WARMUP),

@@ -29,6 +29,7 @@ FLAGS = {
     **dict.fromkeys(("local_sgd", "diloco", "async"), "sync"),
     **dict.fromkeys(("zero", "zero_stage"), "shard"),
     "b": "min_bytes", "e": "max_bytes", "f": "step_factor", "w": "warmup_iters",
+    "u": "unalign", "output_file": "report",
 }  # fmt: skip
 
 # Flags of other launchers that nothing here needs.

@@ -52,6 +52,7 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
         dtype=values.dtype,
         iters=values.iters,
         warmup_iters=values.warmup_iters,
+        unalign=values.unalign,
     )
     if parts is not None:
         results = list(results)
@@ -127,6 +128,8 @@ def _chosen(values, runnable: Sequence[str], refused: dict[str, str]) -> list[st
 def _settings(collective, world, values, parts) -> dict[str, object]:
     package_versions = versions()
     sizes = f"{values.min_bytes} to {values.max_bytes}, factor {values.step_factor}"
+    if values.unalign:
+        sizes += f", and each with {values.unalign} more elements"
     if parts is not None:
         sizes = f"all {len(parts)} gradients of the model in one call"
     return {
@@ -169,6 +172,7 @@ def _conclude(values: flags.FlagValues, world: World, rows: Sequence[Row]) -> No
             },
             "models": {name: cost_fit.as_json(model) for name, model in models.items()},
             "rows": [row.as_json() for row in rows],
+            **table.as_nccl_tests(rows),
         }
         write_report(values.report, content)
         print(f"wrote {values.report}")

@@ -45,6 +45,7 @@ _RIGHT = {
         "averages over replicas, which may have different numbers of rows; sum the values and the "
         "numbers of rows instead",
     ),
+    "by rank": ((), "exchanges values by rank, so the result depends on the number of replicas"),
     "in function": ((), "is exchanged inside a `tf.function` of the layer"),
     "max": ((Replicate(),), "takes the maximum of values that are not maxima of a replica's rows"),
     "min": ((Replicate(),), "takes the minimum of values that are not minima of a replica's rows"),
@@ -103,7 +104,7 @@ def exchanged(value: Any, how: str = "", axis: int = 0) -> Any:
     Args:
         value: The value of a piece; unchanged outside of judged traces.
         how: "sum", "mean", "max", "min" or "gather": the judge checks that the exchange gives the
-            result of the whole batch. "": the judge assumes it.
+            result of the whole batch. "by rank": it never does. "": the judge assumes it.
         axis: The axis of "gather".
     """
     if not is_judging():

@@ -15,6 +15,11 @@ def size_along(tensor: tf.Tensor, axis: int) -> int | tf.Tensor:
     return tf.shape(tensor)[axis] if size is None else size
 
 
+def shape_of(tensor: tf.Tensor) -> list[int | tf.Tensor]:
+    """Returns the size of each axis: an integer where it is static, else a scalar tensor."""
+    return [size_along(tensor, axis) for axis in range(tensor.shape.rank)]
+
+
 def reshaped(tensor: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
     """Reshapes a tensor; returns it unchanged if it has that shape."""
     known = tensor.shape.as_list() if tensor.shape.rank is not None else None
@@ -30,6 +35,12 @@ def as_matrix(tensor: tf.Tensor) -> tf.Tensor:
 def concatenated(tensors: Sequence[tf.Tensor], axis: int) -> tf.Tensor:
     """Concatenates tensors along an axis; returns a single tensor unchanged."""
     return tensors[0] if len(tensors) == 1 else tf.concat(tensors, axis)
+
+
+def in_parts(tensor: tf.Tensor, num_parts: int) -> tf.Tensor:
+    """Divides axis 0 into equal parts: shape `(num_parts, rows / num_parts, …)`."""
+    num_rows, *rest = shape_of(tensor)
+    return tf.reshape(tensor, [num_parts, num_rows // num_parts, *rest])
 
 
 def split(

@@ -37,6 +37,8 @@ _FUNCTIONS = {
     "reduce_scatter": "MPI_Ireduce_scatter_block",
     "broadcast": "MPI_Ibcast",
     "all_to_all": "MPI_Ialltoall",
+    "scatter": "MPI_Iscatter",
+    "send_recv": "MPI_Isend",
 }
 _OPS = {"sum": "SUM", "max": "MAX", "min": "MIN"}
 
@@ -51,24 +53,47 @@ class Communicator:
         comm: A communicator whose ranks are the worker indices.
         algorithm: The algorithm for sums, one of `ALGORITHMS`.
         waiting: How to wait for the other workers.
+        workers: The index of each rank in the job; by default the ranks themselves.
 
     Raises:
         ValueError: If the algorithm cannot run here.
     """
 
-    def __init__(self, mpi: types.ModuleType, comm, algorithm: str, waiting: Waiting):
+    def __init__(
+        self,
+        mpi: types.ModuleType,
+        comm,
+        algorithm: str,
+        waiting: Waiting,
+        workers: Sequence[int] | None = None,
+    ):
         self._mpi, self._comm = mpi, comm
         self._waiting = waiting
         self.num_ranks = comm.Get_size()
+        self._workers = range(self.num_ranks) if workers is None else workers
         self._buffers = KeptBuffers()
         self._lock = threading.Lock()
         self._num_calls = 0
-        self._variable, self._written = library.AlgorithmVariable(mpi), None
+        self._variable = library.AlgorithmVariable(mpi)
         self._shared = None
         host = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.Get_rank())
         if host.Get_size() == comm.Get_size():
-            self._shared = SharedMemory(mpi, comm, self._waiting)
+            self._shared = SharedMemory(mpi, comm, self._waiting, self._workers)
         self.use(algorithm)
+
+    def subgroup(self, workers: Sequence[int], timeout_seconds: float) -> "Communicator | None":
+        """Returns the communicator of some workers, with their ranks in this order.
+
+        All workers call it; the others get None. Each member allocates a window of shared memory.
+        """
+        is_member = self._comm.Get_rank() in workers
+        with self._lock:
+            color = 0 if is_member else self._mpi.UNDEFINED
+            comm = self._comm.Split(color, key=self._comm.Get_rank())
+        if not is_member:
+            return None
+        waiting = self._waiting.with_timeout(timeout_seconds)
+        return Communicator(self._mpi, comm, self.algorithm, waiting, workers)
 
     def use(self, algorithm: str) -> None:
         """Switches the algorithm for sums; all workers must call it.
@@ -190,6 +215,31 @@ class Communicator:
             self._finish(self._comm.Ialltoall(_bytes_of(array), out))
         return out.view(array.dtype).reshape(array.shape)
 
+    def scatter(self, array: np.ndarray, root: int = 0) -> np.ndarray:
+        """Returns this worker's of n equal parts of the root's array, along axis 0."""
+        with self._lock:
+            out = self._buffers.take(array.nbytes // self.num_ranks)
+            self._announce(f"scatter(root={root}) of {array.dtype.name} {array.shape}")
+            sent = _bytes_of(array) if self._comm.Get_rank() == root else None
+            self._finish(self._comm.Iscatter(sent, out, root))
+        return out.view(array.dtype).reshape(len(array) // self.num_ranks, *array.shape[1:])
+
+    def send(self, array: np.ndarray, rank: int, timeout_seconds: float) -> None:
+        """Sends an array to one other worker, which is in `receive`."""
+        with self._lock:
+            request = self._comm.Isend(_bytes_of(array), rank)
+            self._finish(request, waiting=self._waiting.with_timeout(timeout_seconds))
+
+    def receive(
+        self, shape: Sequence[int], dtype: np.dtype, rank: int, timeout_seconds: float
+    ) -> np.ndarray:
+        """Returns the array that one other worker passes to `send`."""
+        with self._lock:
+            out = self._buffers.take(math.prod(shape) * dtype.itemsize)
+            request = self._comm.Irecv(out, rank)
+            self._finish(request, waiting=self._waiting.with_timeout(timeout_seconds))
+        return out.view(dtype).reshape(shape)
+
     def part(self, timeout_seconds: float) -> None:
         """Waits for pending messages to the other workers, with a deadline.
 
@@ -203,9 +253,8 @@ class Communicator:
                 self._finish(self._comm.Ibarrier(), may_sleep=True)
 
     def _write(self, algorithm):
-        if algorithm in library.MPICH_ALGORITHMS and algorithm != self._written:
+        if algorithm in library.MPICH_ALGORITHMS:
             self._variable.write(algorithm)
-            self._written = algorithm
 
     def _announce(self, note):
         self._num_calls += 1
@@ -222,9 +271,9 @@ class Communicator:
         if notes is not None:
             raise ValueError(
                 "The workers made different calls. All of them must call the same collectives, "
-                f"with the same shapes and types, in the same order. Received: {who_said(notes)}. "
-                "Run the same program on all workers, and look for a call under a condition that "
-                "differs between workers."
+                "with the same shapes and types, in the same order. Received: "
+                f"{who_said(notes, self._workers)}. Run the same program on all workers, and look "
+                "for a call under a condition that differs between workers."
             )
 
     def _compare(self, note, digest):
@@ -239,8 +288,8 @@ class Communicator:
         self._finish(self._comm.Iallgather(text, texts), may_sleep=True)
         return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in texts]
 
-    def _finish(self, request, may_sleep=False):
-        self._waiting.until(
+    def _finish(self, request, may_sleep=False, waiting=None):
+        (waiting or self._waiting).until(
             request.Test, lambda: "not all of the others arrived", may_sleep=may_sleep
         )
 

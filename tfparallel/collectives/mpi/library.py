@@ -115,6 +115,8 @@ def _without_memory_events() -> Iterator[None]:
 class AlgorithmVariable:
     """MPICH's control variable for the all-reduce algorithm, in this process."""
 
+    _written: str | None = None  # By whichever communicator of the process.
+
     def __init__(self, mpi: types.ModuleType):
         self._mpi = mpi
         self._library = ctypes.CDLL(mpi.__file__)
@@ -126,6 +128,8 @@ class AlgorithmVariable:
         Raises:
             ValueError: If the library is not MPICH, or lacks the algorithm.
         """
+        if name == AlgorithmVariable._written:
+            return
         try:
             if self._handle is None:
                 level = ctypes.c_int()
@@ -133,6 +137,7 @@ class AlgorithmVariable:
                 self._set(self._handle_of(_FALLBACK_VARIABLE), _RAISE)
                 self._handle = self._handle_of(_ALGORITHM_VARIABLE)
             self._set(self._handle, MPICH_ALGORITHMS[name])
+            AlgorithmVariable._written = name
         except (AttributeError, OSError) as error:
             if name == "mpi_library":
                 return

@@ -26,7 +26,7 @@ all workers stop there.
 
 import bisect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -51,11 +51,12 @@ class SharedMemory:
         mpi: The module `mpi4py.MPI`.
         comm: A communicator of all workers, which share memory.
         waiting: How to wait for the other workers.
+        workers: The index of each rank in the job.
     """
 
-    def __init__(self, mpi: types.ModuleType, comm, waiting: Waiting):
+    def __init__(self, mpi: types.ModuleType, comm, waiting: Waiting, workers: Sequence[int]):
         self._rank, self._num_ranks = comm.Get_rank(), comm.Get_size()
-        self._waiting = waiting
+        self._waiting, self._workers = waiting, workers
         self._window = mpi.Win.Allocate_shared(_CONTROL_BYTES + 4 * BLOCK_BYTES, 1, comm=comm)
         self._window.Lock_all()
         whole = [
@@ -193,8 +194,8 @@ class SharedMemory:
 
     def _late(self):
         late = [
-            str(rank)
-            for rank, control in enumerate(self._controls)
+            str(worker)
+            for worker, control in zip(self._workers, self._controls, strict=True)
             if control[_BARRIER] < self._turn
         ]
         return f"worker{'s' * (len(late) > 1)} {', '.join(late)} did not arrive"

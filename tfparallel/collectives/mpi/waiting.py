@@ -1,5 +1,6 @@
 """Waits for other workers, with a deadline, and stops if one of them is lost."""
 
+import copy
 import os
 import time
 from collections.abc import Callable
@@ -36,6 +37,12 @@ class Waiting:
         self._lost = lost
         self._spin_seconds = _SPIN_SECONDS if has_core else 0.0
         self.timeout_seconds = timeout_seconds
+
+    def with_timeout(self, seconds: float) -> "Waiting":
+        """Returns the same with another deadline."""
+        waiting = copy.copy(self)
+        waiting.timeout_seconds = seconds
+        return waiting
 
     def until(
         self, done: Callable[[], bool], late: Callable[[], str], *, may_sleep: bool = True
@@ -75,5 +82,5 @@ class Waiting:
             raise WorkerLostError(
                 f"A collective waited {self.timeout_seconds:g} s for the other workers. All are "
                 f"required. Received: {late()}. Check what it was doing, or allow more time with "
-                "`timeout_seconds` in the strategy's communication options."
+                "`timeout_seconds`, of `new_group` or in the strategy's communication options."
             )

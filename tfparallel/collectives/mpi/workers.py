@@ -35,7 +35,7 @@ from tfparallel.collectives.mpi.communicator import Communicator
 from tfparallel.collectives.mpi.waiting import Waiting
 from tfparallel.collectives.packing import by_dtype
 from tfparallel.collectives.process_group import ProcessGroup
-from tfparallel.collectives.traffic import SUMS
+from tfparallel.collectives.traffic import ROWS, SUMS
 from tfparallel.flight.marks import around_python
 
 _HALVES = (tf.float16, tf.bfloat16)
@@ -105,6 +105,18 @@ class MpiProcessGroup(ProcessGroup):
         parts = zip(tf.split(total, sizes), tensors, strict=True)
         return [tf.reshape(part, tensor.shape) for part, tensor in parts]
 
+    def all_to_all(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Sends part k of W equal parts of axis 0 to worker k; returns the W that arrive."""
+        (received,) = self._run("all_to_all", self._all_to_all, [tensor])
+        return tf.ensure_shape(received, tensor.shape)
+
+    def scatter(self, tensor: tf.Tensor, root: int) -> tf.Tensor:
+        """Returns this worker's part of the root's tensor."""
+        (part,) = self._run("scatter", functools.partial(self._scatter, root), [tensor])
+        num_rows, *rest = tensor.shape
+        num_rows = None if num_rows is None else num_rows // self.num_workers
+        return tf.ensure_shape(part, [num_rows, *rest])
+
     def _scattered(self, flat: tf.Tensor) -> tf.Tensor:
         (shard,) = self._run("reduce_scatter", self._reduce_scatter, [flat])
         return shard
@@ -128,6 +140,14 @@ class MpiProcessGroup(ProcessGroup):
     def _reduce_scatter(self, array: np.ndarray) -> list[np.ndarray]:
         self.traffic.add(SUMS, array.nbytes // 2)
         return [self.communicator.reduce_scatter(array)]
+
+    def _all_to_all(self, array: np.ndarray) -> list[np.ndarray]:
+        self.traffic.add(ROWS, array.nbytes)
+        return [self.communicator.all_to_all(array)]
+
+    def _scatter(self, root: int, array: np.ndarray) -> list[np.ndarray]:
+        self.traffic.add(ROWS, array.nbytes if root == self.worker_index else 0)
+        return [self.communicator.scatter(array, root)]
 
     def _reduce_halves(self, array: np.ndarray) -> list[np.ndarray]:
         self.traffic.add(SUMS, array.nbytes)  # Counted as one sum, despite its two steps.
@@ -169,6 +189,23 @@ class MpiProcessGroup(ProcessGroup):
             with tf.control_dependencies(results):
                 ordering_token.assign(before)
         return results
+
+
+def subgroup(
+    workers: MpiProcessGroup, group: ProcessGroup, members: Sequence[int]
+) -> MpiProcessGroup | None:
+    """Connects some workers by MPI; all workers call it, and None is what the others get.
+
+    Args:
+        workers: All workers.
+        group: The members, connected by TensorFlow.
+        members: Their indices.
+    """
+    communicator = workers.communicator.subgroup(members, group.timeout_seconds)
+    if communicator is None:
+        return None
+    _forget_names()
+    return MpiProcessGroup(group, communicator)
 
 
 def offers(group: ProcessGroup, what: str) -> list[dict[str, Any]]:
@@ -230,7 +267,7 @@ def join(group: ProcessGroup, algorithm: str) -> MpiProcessGroup:
     watch.start()
     comm = mpi.COMM_WORLD.Split(0, key=worker)
     comm.Barrier()
-    _forget_names(mpi)
+    _forget_names()
     waiting = Waiting(lambda: watch.lost, group.timeout_seconds, has_core=_have_cores(peers))
     communicator = Communicator(mpi, comm, algorithm, waiting)
     atexit.register(communicator.part, _END_SECONDS)
@@ -284,7 +321,7 @@ def _memory_name() -> str:
     return "/".join(parts)
 
 
-def _forget_names(mpi) -> None:
+def _forget_names() -> None:
     """Unlinks the files of MPICH's shared memory, which every worker has mapped by now.
 
     Otherwise a killed worker would leave them behind.
