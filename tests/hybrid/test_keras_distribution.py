@@ -277,6 +277,14 @@ def test_workers_share_one_data_set(monkeypatch):
         tfparallel.distribute(digits, distribution)
 
 
+def test_keras_alone_divides_nothing():
+    with model_parallel(PAIRS).scope():
+        kernel = digits().get_layer("up").kernel
+    assert kernel.value.device.endswith("CPU:0") and not hasattr(kernel.value, "layout")
+    with pytest.raises(TypeError):  # Its warning is malformed.
+        DataParallel(DeviceMesh((2, 2), AXES, DEVICES))
+
+
 @pytest.mark.slow
 def test_keras_own_tests_of_its_objects_pass(monkeypatch):
     """Unchanged, and also those that Keras only runs on JAX; the page lists those that fail."""
