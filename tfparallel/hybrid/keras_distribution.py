@@ -77,10 +77,10 @@ def distribute(
             its layout names; and as for the builder. Lists all such layers.
 
     Example:
-        >>> mesh = keras.distribution.DeviceMesh((2, 2), ["batch", "model"])
+        >>> devices = ["GPU:0", "GPU:1", "GPU:2", "GPU:3"]
+        >>> mesh = keras.distribution.DeviceMesh((2, 2), ["batch", "model"], devices)
         >>> layouts = keras.distribution.LayoutMap(mesh)
-        >>> layouts["dense.*kernel"] = (None, "model")
-        >>> layouts["dense.*bias"] = ("model",)
+        >>> layouts[".*dense.*kernel"] = ("model", None)
         >>> model = tfparallel.distribute(
         ...     build_model, keras.distribution.ModelParallel(layout_map=layouts)
         ... )
