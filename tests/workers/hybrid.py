@@ -104,7 +104,7 @@ def of_one_worker(mesh):
     layouts = keras.distribution.LayoutMap(
         keras.distribution.DeviceMesh(shape, ["batch", "model"], names)
     )
-    layouts["first/kernel"], layouts["second/kernel"] = (None, "model"), ("model", None)
+    layouts["first/kernel"], layouts["out/kernel"] = (None, "model"), ("model", None)
     return keras.distribution.ModelParallel(layout_map=layouts)
 
 
