@@ -192,6 +192,15 @@ def test_the_optimizer_is_sharded_where_weights_cannot_be():
     assert_exact(model, digits, state=keras.Model.get_weights)
 
 
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
+def test_the_paths_are_those_of_the_model_that_is_passed(shape):
+    with keras.name_scope("outer"):
+        source = digits()
+    layouts = {"outer/up/kernel": (None, "model")}
+    model = tfparallel.distribute(source, model_parallel(layouts, shape))
+    assert model.split == {"up": "column, gathered"}
+
+
 def test_the_axes_of_a_mesh_have_any_order():
     distribution = model_parallel({"up/kernel": (None, "model")}, axes=("model", "batch"))
     model = tfparallel.distribute(digits, distribution)

@@ -12,6 +12,7 @@ A layout map says which axis of each variable lies along which mesh axis. tfpara
 so the variables of a layer must agree; those that the map leaves whole follow the others.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ from tfparallel.layers.composite import class_of_keras, groups_in
 from tfparallel.layers.einsum import axes_of
 from tfparallel.layers.tensor_parallel import tensor_parallel
 from tfparallel.layout.mesh import Mesh
+from tfparallel.placement.model_parallel import check_model
 from tfparallel.problems import PlacementError, Problems
 from tfparallel.replication.data_parallel import data_parallel
 from tfparallel.seams.functional import has_graph
@@ -109,16 +111,14 @@ def distribute(
         return data_parallel(model_or_function, devices=devices, **options)
     axes = _Axes(distribution, num_workers)
     if axes.num_parts > 1:
-        split: dict[str, str | int | None] = {}
-
-        def split_of(model):
-            # The layouts are of this model: the paths of a copy's variables may differ.
-            return split or split.update(_split_of(model, distribution, axes, options)) or split
-
+        split = functools.partial(_split_of, distribution, axes, options)
+        if isinstance(model_or_function, keras.Model):
+            # The paths of a copy's variables may differ.
+            split = split(check_model(model_or_function))
         if axes.num_replicas == 1 and not options:
-            return tensor_parallel(model_or_function, axes.devices, split=split_of)
+            return tensor_parallel(model_or_function, axes.devices, split=split)
         mesh = Mesh(data=axes.num_replicas, tensor=axes.num_parts)
-        return hybrid_parallel(model_or_function, mesh, axes.devices, split=split_of, **options)
+        return hybrid_parallel(model_or_function, mesh, axes.devices, split=split, **options)
     if axes.num_replicas > 1 and axes.batch in axes.named:
         options = {"shard": "parameters", **options}
     return data_parallel(model_or_function, devices=axes.devices, **options)
@@ -157,10 +157,10 @@ class _Axes:
 
 
 def _split_of(
-    model: keras.Model,
     distribution: keras.distribution.ModelParallel,
     axes: _Axes,
     options: Mapping[str, Any],
+    model: keras.Model,
 ) -> dict[str, str | int | None]:
     """Returns how a model's layers are split, by name, as `tensor_parallel` takes it."""
     problems = Problems()

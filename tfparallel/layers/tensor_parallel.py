@@ -37,9 +37,7 @@ from tfparallel.seams.keras import layers_in
 from tfparallel.variables.deferred_build import NeedsStorage, StoragelessModel
 
 # By the layer's name, or a function that returns this for a model, which may lack storage.
-Split = (
-    Mapping[str, str | int | None] | Callable[[keras.Model], Mapping[str, str | int | None]]
-)
+Split = Mapping[str, str | int | None] | Callable[[keras.Model], Mapping[str, str | int | None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +221,7 @@ def parts_planned(
         PlacementError: If a layer cannot be split as requested.
     """
     groups, problems = groups_in(model), Problems()
-    requested = request.split(model) if callable(request.split) else request.split
+    requested = dict(request.split(model) if callable(request.split) else request.split)
     names = {id(layer): group.name_of(layer) for group in groups for layer in group.layers}
     with problems.gathered():
         _check_names(names.values(), requested)
