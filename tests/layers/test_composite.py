@@ -1,6 +1,7 @@
 """Layers inside of composite ones, in parts: the weights of one device."""
 
 import logging
+import re
 
 import keras
 import numpy as np
@@ -321,6 +322,63 @@ def test_einsum_dense(equation, shape, options):
     model = seeded(lambda: tfparallel.tensor_parallel(build, DEVICES))
     assert model.split["sum"] == "column, gathered"
     assert_equal(train(model), train(seeded(build)), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("equation", "shape", "axes"),
+    [
+        ("abc,cde->abde", (4, 3, 4), [0, 1, 2]),
+        ("...x,xy->...y", 5, [0, 1]),
+        ("abc,bcd->abd", (4, 5), [0, 1, 2]),
+        ("abc,bd->adc", (5, 6), [0, 1]),
+    ],
+)
+def test_einsum_dense_is_split_along_any_axis_of_its_kernel(equation, shape, axes):
+    def build():
+        inputs = keras.Input((4, 6))
+        last = equation[-1]
+        outputs = layers.EinsumDense(equation, shape, "tanh", bias_axes=last, name="sum")(inputs)
+        return keras.Model(inputs, layers.Dense(1, name="head")(layers.Flatten()(outputs)))
+
+    def train(model):
+        model.compile("sgd", "mse")
+        x = np.random.default_rng(0).normal(size=(8, 4, 6))
+        model.fit(x, x[:, 0, :1], batch_size=4, epochs=1, shuffle=False, verbose=0)
+        return {}, state_of(model)
+
+    expected = train(seeded(build))
+    for axis in axes:
+        split = {"sum": axis, "head": None}
+        model = seeded(lambda split=split: tfparallel.tensor_parallel(build, DEVICES, split=split))
+        assert model.split == {"sum": f"axis {axis}"}
+        assert model.get_layer("sum").kernel.axis == axis
+        assert_equal(train(model), expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("equation", "axis", "message"),
+    [
+        ("abc,cd->abd", 2, "It can be column or 0 or 1. Received: split={'sum': 2}"),
+        ("ab...,bc->ac...", 0, "It can be column. Received: split={'sum': 0}"),
+        ("abc,cd->abd", 1, "'sum' with 2 elements along axis 1 of its kernel, for 3 devices"),
+    ],
+)
+def test_an_axis_along_which_einsum_dense_cannot_be_split(equation, axis, message):
+    inputs = keras.Input((4, 6))
+    layer = layers.EinsumDense(equation, (2, 6) if "..." in equation else (4, 2), name="sum")
+    model = keras.Model(inputs, layer(inputs))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tfparallel.tensor_parallel(model, DEVICES, split={"sum": axis})
+
+
+def test_a_dense_layer_with_unknown_calls_is_split_by_rows():
+    model = seeded(
+        lambda: tfparallel.tensor_parallel(
+            with_blocks(Twice), DEVICES, split={"block0/up": "column", "block0/down": "row"}
+        )
+    )
+    assert model.split["block0/down"] == "row"
+    assert_equal(train(model), train(seeded(with_blocks(Twice))), rtol=1e-9, atol=1e-11)
 
 
 @needs_reversible

@@ -78,6 +78,7 @@ def cases():
     return {
         "stages": (network, pipeline, {}, adam, cross, ["accuracy"]),
         "parts": (network, tensor, {}, adam, cross, ["accuracy"]),
+        "a layout map": (network, tensor, {}, adam, cross, ["accuracy"]),
         "a mask, sparse gradients": (text, pipeline, {}, sgd, cross, ["accuracy"]),
         "shares": (network, pipeline, {"shard": "optimizer"}, adam, cross, ["accuracy"]),
         "shares of parts": (network, tensor, {"shard": "optimizer"}, adam, cross, []),
@@ -94,6 +95,17 @@ def cases():
             [],
         ),
     }
+
+
+def of_one_worker(mesh):
+    """Keras's description of the devices of one of two workers."""
+    shape = (mesh.data // 2, mesh.tensor)
+    names = [f"cpu:{k}" for k in range(mesh.size // 2)]
+    layouts = keras.distribution.LayoutMap(
+        keras.distribution.DeviceMesh(shape, ["batch", "model"], names)
+    )
+    layouts["first/kernel"], layouts["out/kernel"] = (None, "model"), ("model", None)
+    return keras.distribution.ModelParallel(layout_map=layouts)
 
 
 def train(model, build, optimizer, loss, metrics, batch_size=10):
@@ -169,9 +181,11 @@ def main(folder, names):
         if names and name not in names:
             continue
         mesh = tfparallel.Mesh(data=int(os.environ["NUM_REPLICAS"]), **axes)
-        models[name] = tfparallel.hybrid_parallel(
-            build, mesh, num_micro_batches=2, balance="memory", **options
-        )
+        how = {"num_micro_batches": 2, "balance": "memory", **options}
+        if name == "a layout map":
+            models[name] = tfparallel.distribute(build, of_one_worker(mesh), **how)
+        else:
+            models[name] = tfparallel.hybrid_parallel(build, mesh, **how)
         pieces = 2 * mesh.data
         single = grouped(build, pieces)() if "batch_normalization" in options else build()
         rows = NUM_EXAMPLES if "sync" in options else 10

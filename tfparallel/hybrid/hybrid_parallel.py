@@ -13,6 +13,7 @@ from tfparallel.extend import attach
 from tfparallel.hybrid.hybrid_model import HybridModel
 from tfparallel.hybrid.places import MeshPlaces
 from tfparallel.layers.tensor_parallel import (
+    Split,
     SplitRequest,
     parts_planned,
     split_in_place,
@@ -47,7 +48,7 @@ def hybrid_parallel(
     chunks_per_device: int | None = None,
     batch_normalization: str | None = None,
     layers_per_stage: Sequence[int] | None = None,
-    split: Mapping[str, str | None] | None = None,
+    split: Split | None = None,
     allow_empty_stages: bool = False,
     balance: str = "time",
     device_memory: int | str | None = None,
@@ -238,7 +239,7 @@ def _in_words(model: HybridModel) -> str:
 class _Parts:
     """Splits the layers of a model along the mesh axis `tensor` or `sequence`."""
 
-    def __init__(self, mesh: Mesh, split: Mapping[str, str | None]):
+    def __init__(self, mesh: Mesh, split: Split):
         self._mesh, self._number = mesh, mesh.parts
         self._split = split
 
@@ -280,7 +281,7 @@ class _Parts:
     def _request(self, model) -> SplitRequest:
         # Batch normalization keeps its moments whole until the end of the step.
         return SplitRequest(
-            dict(self._split),
+            self._split,
             whole=frozenset(map(id, batch_norms(model))),
             by_positions=self._mesh.sequence > 1,
         )

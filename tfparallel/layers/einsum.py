@@ -1,59 +1,94 @@
 """Dense layers in Einstein notation (`EinsumDense`), in parts."""
 
 import keras
+import tensorflow as tf
 
 from tfparallel.layers.layer import SplitLayer, local_layer, sizes_of
-from tfparallel.layers.parts import Parts, on_each, whole
+from tfparallel.layers.parts import Parts, on_each, pieces, whole
 
 
-class ColumnParallelEinsum(SplitLayer):
-    """An `EinsumDense` split along its longest output axis that the input does not have.
+class ParallelEinsum(SplitLayer):
+    """An `EinsumDense` split along one axis of its kernel.
 
-        abc,cde -> abde      kernel (c, d, e), split along d or e; outputs joined along the same
+        kernel's axis is in    example: abc,cde -> abde, split along
+        the output             d or e: every device reads the input; outputs are joined along d or e
+        the input              c: every device reads its slice of the input; the outputs are summed
+        both                   each device reads a slice, and outputs are joined
 
-    Input and output are whole. The bias and the activation are applied to the whole output.
+    By default, it is the longest axis that the input does not have. Input and output are whole. The
+    bias and the activation are applied to the whole output.
     """
 
-    def split(self) -> None:
-        """Makes the parts."""
-        letter = _letter_of(self)
-        _, kernel, output = _letters(self)
-        axis = output.index(letter) - len(output)
+    def split(self, axis: int | None = None) -> None:
+        """Makes the parts. `axis` is the kernel's; default: the longest that the input lacks."""
+        axis = _longest(self) if axis is None else axis
+        read, written = axes_of(self)[axis]
+        sizes = sizes_of(self.kernel.shape[axis], self._devices)
         shape = list(self.partial_output_shape)
+        input_shape = list(self.get_build_config()["input_shape"])
 
         def smaller(device, size):
-            shape[axis] = size
+            if written is not None:
+                shape[written] = size
+            if read is not None:
+                input_shape[read] = size
             changes = {"output_shape": shape, "bias_axes": None, "activation": None}
-            return local_layer(self, device, **changes)
+            return local_layer(self, device, input_shape, **changes)
 
-        sizes = sizes_of(shape[axis], self._devices)
-        self._split(sizes, smaller, {"kernel": kernel.index(letter)})
-        object.__setattr__(self, "_axis", axis)
+        # Keras would track the attributes.
+        object.__setattr__(self, "_plan", (sizes, read, written))
+        self._split(sizes, smaller, {"kernel": axis})
 
     def call(self, inputs, training=None):
-        copies = on_each(whole(inputs), self._devices)
-        outputs = Parts(self._on_devices(copies), self._axis, self._devices).whole()
+        sizes, read, written = self._plan
+        if read is None:
+            slices = on_each(whole(inputs), self._devices)
+        else:
+            slices = pieces(whole(inputs), sizes, read, self._devices)
+        outputs = self._on_devices(slices)
+        if written is None:
+            outputs = tf.add_n(outputs, name="sum_of_parts")
+        else:
+            outputs = Parts(outputs, written, self._devices).whole()
         if self.bias is not None:
             outputs = keras.ops.add(outputs, self.bias)
         return outputs if self.activation is None else self.activation(outputs)
 
 
+def axes_of(layer: keras.layers.EinsumDense) -> dict[int, tuple[int | None, int | None]]:
+    """Returns the axes of a kernel along which a layer can be split.
+
+    Returns:
+        The axis of the input and that of the output, counted from the end, by the kernel's; None
+        where the tensor has no such axis.
+    """
+    sources, output = layer.equation.replace(" ", "").replace("...", ".").split("->")
+    inputs, kernel = sources.split(",")
+    axes = {axis: (_axis(inputs, k), _axis(output, k)) for axis, k in enumerate(kernel)}
+    # Axes before an ellipsis have no number, and the layer's `output_shape` has no batch.
+    most = len(layer.partial_output_shape)
+    return {
+        axis: (read, written)
+        for axis, (read, written) in axes.items()
+        if 0 not in (read, written) and (written is None or -written <= most)
+    }
+
+
 def units_of(layer: keras.layers.EinsumDense) -> int:
     """Returns the length of the axis along which a layer is split; 0 if there is none."""
-    letter = _letter_of(layer)
-    return 0 if letter is None else layer.kernel.shape[_letters(layer)[1].index(letter)]
+    axis = _longest(layer)
+    return 0 if axis is None else layer.kernel.shape[axis]
 
 
-def _letter_of(layer) -> str | None:
+def _longest(layer) -> int | None:
     """Returns the longest axis of the kernel that is in the output and not in the input."""
-    inputs, kernel, output = _letters(layer)
-    # After an ellipsis, axes are counted from the end.
-    behind = output.rpartition(".")[2]
-    letters = [letter for letter in kernel if letter in behind and letter not in inputs]
-    return max(letters, key=lambda letter: layer.kernel.shape[kernel.index(letter)], default=None)
+    units = [axis for axis, (read, written) in axes_of(layer).items() if read is None]
+    return max(units, key=lambda axis: layer.kernel.shape[axis], default=None)
 
 
-def _letters(layer) -> tuple[str, str, str]:
-    sources, output = layer.equation.replace(" ", "").split("->")
-    inputs, kernel = sources.split(",")
-    return inputs, kernel, output.replace("...", ".")
+def _axis(letters, letter) -> int | None:
+    """Returns the axis of a letter, counted from the end; 0 if an ellipsis follows it."""
+    if letter not in letters:
+        return None
+    index = letters.index(letter)
+    return 0 if "." in letters[index:] else index - len(letters)

@@ -6,7 +6,7 @@ Layers are visited in topological order:
     Dense, Conv2D, if its input is          row: it sums
     layers that work feature by feature     features: stay in parts, between column and row
     attention                               heads
-    EinsumDense                             column, output joined
+    EinsumDense                             column, output joined; on request axis N of its kernel
     Embedding, ReversibleEmbedding          vocabulary
     Concatenate of one input per device     joined: parts for a row, the feature partition
     convolutions and pooling, on request    height: rows of the picture (`spatial_plan.py`)
@@ -28,7 +28,7 @@ import keras
 
 from tfparallel.extend import original_class
 from tfparallel.layers.composite import Group, class_of_keras
-from tfparallel.layers.einsum import units_of
+from tfparallel.layers.einsum import axes_of, units_of
 from tfparallel.layers.parallel_hints import hint_of
 from tfparallel.layers.spatial_plan import (
     CALLER,
@@ -45,6 +45,7 @@ _layers = keras.layers
 COLUMN, GATHERED, ROW, FEATURES = "column", "column, gathered", "row", "features"
 HEADS, VOCABULARY, JOINED = "heads", "vocabulary", "joined"
 KINDS = (COLUMN, GATHERED, ROW, FEATURES, HEADS, VOCABULARY, JOINED, HEIGHT)
+AXIS = "axis"  # "axis 0": of the kernel of an `EinsumDense`.
 
 _PAIRED = {_layers.Dense, _layers.Conv2D}
 _ATTENTION = {_layers.MultiHeadAttention, _layers.GroupQueryAttention}
@@ -89,7 +90,7 @@ _MIX_FEATURES = {"softmax", "log_softmax", "glu", "sparsemax"}
 def plan(
     group: Group,
     num_devices: int,
-    requests: Mapping[str, str | None] | None = None,
+    requests: Mapping[str, str | int | None] | None = None,
     by_height: bool = False,
     shared: Collection[int] = (),
     stage_of: Mapping[str, int] | None = None,
@@ -108,7 +109,8 @@ def plan(
             stages are whole.
 
     Returns:
-        One of `KINDS`, by the layer's name in a report; layers left in place are omitted.
+        One of `KINDS` or "axis N", by the layer's name in a report; layers left in place are
+        omitted.
 
     Raises:
         PlacementError: If a layer cannot be split as requested.
@@ -192,26 +194,32 @@ def _requested_kind(layer, requests, num_devices, graph) -> str | None:
         return None
     cls = class_of_keras(layer)
     could = _COULD_BE.get(cls, ())
+    if cls is _layers.EinsumDense:
+        could = (*could, *axes_of(layer))
     if kind not in could:
-        answer = f"It can be {' or '.join(could)}." if could else "It can only be left in place."
+        answer = "It can only be left in place."
+        if could:
+            answer = f"It can be {' or '.join(map(str, could))}."
         raise PlacementError(
             f"Layer '{layer.name}' of class {original_class(layer).__name__} cannot be split by "
             f"{kind!r}. {answer} Received: split={{{layer.name!r}: {kind!r}}}."
         )
     # `is_split_by_height` decides which layers can be split by height.
     is_simple = kind == HEIGHT or _is_simple(layer)
-    is_called = kind not in (ROW, HEIGHT) or graph.is_called_once(layer)
+    is_called = kind != HEIGHT or graph.is_called_once(layer)
     if not _is_plain(layer) or not is_simple or not is_called:
         raise PlacementError(
             "A split layer and its inner layers must have no activity regularizer, LoRA, "
-            "quantization or groups, and must have the channels last; a layer that is split by row "
-            "or height must be called once. Received: "
+            "quantization or groups, and must have the channels last; a layer that is split by "
+            "height must be called once. Received: "
             f"{_request(layer, requests)}. {_way_out(layer, requests)}"
         )
     if kind == HEIGHT:
         return kind
     if kind == ROW:
-        count, unit = graph.nodes[layer.name][0].input_tensors[0].shape[-1], "features"
+        count, unit = layer.kernel.shape[-2], "features"  # Also where the calls are unknown.
+    elif isinstance(kind, int):
+        count, unit = layer.kernel.shape[kind], f"elements along axis {kind} of its kernel"
     else:
         count, unit = _count(layer), _COUNTS[cls][1]
     if count < num_devices:
@@ -220,7 +228,7 @@ def _requested_kind(layer, requests, num_devices, graph) -> str | None:
             f"'{layer.name}' with {count} {unit}, for {num_devices} devices. It can be split over "
             f"at most {count} devices."
         )
-    return kind
+    return f"{AXIS} {kind}" if isinstance(kind, int) else kind
 
 
 def _not_by_height(layer, requests, num_devices) -> str:

@@ -23,7 +23,7 @@ from tfparallel.layers.column_and_row import (
 from tfparallel.layers.composite import Group, groups_in, is_composite
 from tfparallel.layers.coverage import warn_of_whole
 from tfparallel.layers.dropout import PartwiseDropout
-from tfparallel.layers.einsum import ColumnParallelEinsum
+from tfparallel.layers.einsum import ParallelEinsum
 from tfparallel.layers.embedding import ReversibleVocabParallelEmbedding, VocabParallelEmbedding
 from tfparallel.layers.layer import PartwiseLayer, SplitLayer, WholeLayer, sizes_of
 from tfparallel.layers.parallel_hints import hint_of, note
@@ -35,6 +35,9 @@ from tfparallel.problems import PlacementError, Problems, usable_devices
 from tfparallel.seams.functional import has_graph
 from tfparallel.seams.keras import layers_in
 from tfparallel.variables.deferred_build import NeedsStorage, StoragelessModel
+
+# By the layer's name, or a function that returns this for a model, which may lack storage.
+Split = Mapping[str, str | int | None] | Callable[[keras.Model], Mapping[str, str | int | None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +51,7 @@ class SplitRequest:
         by_positions: Whether sequences are divided, and no weights.
     """
 
-    split: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    split: Split = dataclasses.field(default_factory=dict)
     by_height: bool = False
     whole: Collection[int] = ()
     by_positions: bool = False
@@ -58,7 +61,7 @@ def tensor_parallel(
     model_or_function: keras.Model | Callable[[], keras.Model],
     devices: Sequence[str] | int,
     *,
-    split: Mapping[str, str | None] | None = None,
+    split: Split | None = None,
     convolutions: str = "channels",
 ) -> keras.Model:
     """Splits the layers of a functional or Sequential model over several devices.
@@ -82,9 +85,10 @@ def tensor_parallel(
         devices: Names of the devices, such as `["GPU:0", "GPU:1"]`, or their number; two or more.
         split: How to split single layers, by name, where it differs from what the model's graph
             suggests: "column" or "row" for `Dense` and `Conv2D`, "heads" for attention,
-            "vocabulary" for `Embedding`, "height" for `Conv2D`, `DepthwiseConv2D` and pooling, None
-            to leave a layer in place. It overrides the class as which a layer was written
-            (see `tfparallel.layers`).
+            "vocabulary" for `Embedding`, "height" for `Conv2D`, `DepthwiseConv2D` and pooling, an
+            axis of the kernel, such as 0, for `EinsumDense`, None to leave a layer in place. It
+            overrides the class as which a layer was written (see `tfparallel.layers`). Or a
+            function that returns this for the model.
         convolutions: "channels": split convolutions and their weights by channels. "height": split
             convolutions, and the layers between them, by the height of the picture; each device
             holds some rows of each activation, reads the whole kernels, and exchanges the rows at
@@ -119,7 +123,7 @@ def tensor_parallel(
                 "`convolutions` must be 'channels' or 'height'. Received: "
                 f"convolutions={convolutions!r}."
             )
-    request = SplitRequest(dict(split or {}), convolutions == "height")
+    request = SplitRequest(split or {}, convolutions == "height")
     if problems and split:  # The model has not been seen; otherwise its layers are checked below.
         with problems.gathered():
             parts_planned(seen_model(model_or_function), len(names), request)
@@ -217,9 +221,10 @@ def parts_planned(
         PlacementError: If a layer cannot be split as requested.
     """
     groups, problems = groups_in(model), Problems()
+    requested = dict(request.split(model) if callable(request.split) else request.split)
     names = {id(layer): group.name_of(layer) for group in groups for layer in group.layers}
     with problems.gathered():
-        _check_names(names.values(), request.split)
+        _check_names(names.values(), requested)
     with problems.gathered():
         _refuse_hidden(model, names)
     counts = collections.Counter(id(layer) for group in groups for layer in group.layers)
@@ -238,9 +243,9 @@ def parts_planned(
         whole = dict.fromkeys(map(group.name_of, in_place))
         with problems.gathered():
             if request.by_positions:
-                plan = sequence_plan.plan(group, num_devices, whole | request.split, shared)
+                plan = sequence_plan.plan(group, num_devices, whole | requested, shared)
             else:
-                how = (num_devices, whole | request.split, request.by_height, shared)
+                how = (num_devices, whole | requested, request.by_height, shared)
                 plan = split_plan.plan(group, *how, {} if group.prefix else stage_of)
             members = {names[id(layer)] for layer in group.layers}
             plans.append((group, {name: kind for name, kind in plan.items() if name in members}))
@@ -307,7 +312,7 @@ def _class_of(layer, kind) -> type:
             return featurewise.FeaturewiseWeights
         return PartwiseLayer
     if isinstance(layer, keras.layers.EinsumDense):
-        return ColumnParallelEinsum
+        return ParallelEinsum
     if kind == split_plan.VOCABULARY and hasattr(layer, "tie_weights"):
         return ReversibleVocabParallelEmbedding
     if isinstance(layer, keras.layers.Conv2D):
@@ -329,6 +334,8 @@ def _options(layer, kind, source, nodes) -> dict:
         return {"gather": True}
     if kind in (split_plan.ROW, split_plan.FEATURES, split_plan.JOINED):
         return {"sizes": source}
+    if kind.startswith(split_plan.AXIS):
+        return {"axis": int(kind.removeprefix(split_plan.AXIS))}
     return {}
 
 

@@ -48,6 +48,7 @@ __all__ = [
     "is_in_call",
     "layers_held_by",
     "layers_in",
+    "layout_map_of",
     "logits_beside",
     "make_global_seed_generator",
     "mask_of",
@@ -108,6 +109,13 @@ def takes_training(layer: keras.Layer) -> bool:
 def layers_held_by(layer: keras.Layer) -> list[keras.Layer]:
     """Returns the layers that a layer holds directly."""
     return layer._layers
+
+
+def layout_map_of(
+    distribution: keras.distribution.ModelParallel,
+) -> keras.distribution.LayoutMap:
+    """Returns the layout map that a distribution was made with."""
+    return distribution._layout_map
 
 
 def metrics_held_by(layer: keras.Layer) -> list[keras.metrics.Metric]:
