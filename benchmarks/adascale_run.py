@@ -96,14 +96,14 @@ class Study:
             shuffle=False,
             verbose=0,
         )
-        made = int(model.optimizer.iterations)
+        updates = int(model.optimizer.iterations)
         of_train, of_validation = (self._evaluate(model, *data) for data in self.both)
         return {
             "loss": of_train[0],
             "validation_loss": of_validation[0],
             "accuracy": of_validation[1],
-            "num_updates": made,
-            "gain": model.num_scale_invariant_steps / made,
+            "num_updates": updates,
+            "gain": model.num_scale_invariant_steps / updates,
         }
 
     @property

@@ -9,6 +9,7 @@ import tfparallel
 from tests.comparison import assert_equal, seeded
 from tests.replication import test_accumulated_steps as accumulated
 from tests.replication.test_accumulated_steps import all_weights_are_large  # noqa: F401
+from tfparallel.replication.adascale import Gain
 from tfparallel.replication.sync_option import Synchronization
 
 ROWS, STEPS, EPOCHS = accumulated.ROWS, accumulated.STEPS, 3  # Updates of 3, 3, 3 and 1 steps.
@@ -96,7 +97,7 @@ def check(model, expected):
         np.testing.assert_allclose(value, by_hand, rtol=1e-9, atol=1e-12)
     assert model.num_scale_invariant_steps == pytest.approx(tau, rel=1e-9)
     assert model.learning_rate_gain == pytest.approx(gain, rel=1e-9)
-    assert 1.2 < gain < STEPS and int(model.optimizer.iterations) == 4 * EPOCHS
+    assert 1.05 < gain < 2.95 and int(model.optimizer.iterations) == 4 * EPOCHS
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])
@@ -132,6 +133,27 @@ def test_options_of_keras(in_float64, options):
     model = parallel()
     trained(model, cosine(), **options)
     check(model, by_hand(accumulated.build, cosine()))
+
+
+def test_the_averages_forget_what_was_long_ago(in_float64):
+    """The noise is gone after a while; an average of all updates would not tell."""
+    random, gain, steps, size = np.random.default_rng(0), Gain(), 50, 40
+    variance = signal = 0.0
+    for count in range(1, 81):
+        deviation = 2.0 if count <= 40 else 0.1
+        gradients = 0.2 + deviation * random.normal(size=(steps, size))
+        for each in gradients:
+            gain.see_step([tf.constant(each)], tf.constant(4.0, tf.float64))
+        mean, share = gradients.mean(0), max(1 / count, steps / 1000)
+        of_step = np.square(gradients - mean).sum() / (steps - 1)
+        variance += share * (of_step - variance)
+        signal += share * (mean @ mean - of_step / steps - signal)
+        whole = tf.constant(4.0 * steps, tf.float64)
+        gain.see_update([tf.constant(mean)], whole, tf.constant(float(steps)), None)
+        gain.forget_steps()
+    expected = (variance + signal) / (variance / steps + signal)
+    assert float(gain.of(steps)) == pytest.approx(expected, rel=1e-9)
+    assert 5 < expected < 20 and gain.num_measured == 80
 
 
 def test_without_noise_it_is_accumulation_bit_for_bit():
