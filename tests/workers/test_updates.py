@@ -72,7 +72,7 @@ def test_adascale_measures_the_rows_of_all_workers(job):
         for shard in (None, "gradients"):
             assert results[f"weights, {shard}"] < 1e-9 and results[f"steps, {shard}"] < 1e-9
         assert results["history"] < 1e-5  # Metrics are float32.
-        assert "Received: bf16 gradients. Use sync='every_step'" in results["compressed"]
+        assert "Received: compression='bf16'. Use sync='every_step'" in results["compressed"]
 
 
 @pytest.mark.part("loss scaling")

@@ -191,11 +191,12 @@ def adascale(workers, folder):
         ahead = model.num_scale_invariant_steps - one.num_scale_invariant_steps
         results[f"steps, {shard}"] = abs(ahead)
     results["between workers"] = between_workers(workers, model.get_weights())
+    workers.compression = compression_of("bf16")  # A process has one strategy.
     try:
-        compressing = parallel(build, f"adascale:{STEPS}", compression="bf16")
-        trained(compressing, ROWS, optimizer=sgd())
+        trained(model, ROWS, optimizer=sgd())
     except ValueError as error:
         results["compressed"] = str(error)
+    workers.compression = None
     return results
 
 

@@ -163,7 +163,8 @@ class AdaScale(Accumulate):
         if self._are_sums:
             self.refuse("Losses that are means are required", "a loss with reduction='sum'")
         if workers is not None and workers.compression is not None:
-            self.refuse("The gradient of each step is required", f"{workers.compression} gradients")
+            received = f"compression={workers.compression.spec!r}"
+            self.refuse("Gradients that nothing has compressed are required", received)
 
     def see_step(self, gradients, divisor) -> None:
         """Measures the gradients of a step."""
