@@ -35,6 +35,7 @@ BENCHMARKS = {
     "diagnosis": ["diagnosis.py"],
     "asynchronous": ["asynchronous.py"],
     "sync": ["sync.py"],
+    "adascale": ["adascale.py"],
     "compressed_sums": ["compressed_sums.py"],
     "slow_link": ["slow_link.py"],
     "choice": ["choice.py"],

@@ -62,6 +62,20 @@ def test_the_number_of_devices_changes_nothing(tmp_path):
     assert report["versions"]["keras"] == keras.__version__
 
 
+@pytest.mark.slow
+def test_the_report_has_the_gain_of_adascale(tmp_path):
+    task, report = tmp_path / "task.py", tmp_path / "report.json"
+    task.write_text(BLOBS.read_text().replace("optimizers.Adam(0.01)", "optimizers.SGD(0.1)"))
+    code, _, errors = tfparallel(
+        *("train", task, "--parallel=data", "--num_devices=2", "--device_type=cpu"),
+        *("--sync=adascale:4", "--epochs=2", "--global_batch_size=8", f"--report={report}"),
+    )
+    assert code == 0, errors
+    written = json.loads(report.read_text())
+    assert written["sync"] == "adascale:4" and written["steps_of_an_update"] == 4
+    assert 1 < written["learning_rate_gain"] < 4
+
+
 def start(task, *arguments):
     return subprocess.Popen(
         [sys.executable, "-m", "tfparallel", "train", str(task), *map(str, arguments)],

@@ -64,6 +64,17 @@ def test_dropout_draws_the_masks_of_each_batch(job):
     assert all(seen["dropout"] < 1e-9 for seen in job)
 
 
+@pytest.mark.part("adascale")
+def test_adascale_measures_the_rows_of_all_workers(job):
+    for seen in job:
+        results = seen["adascale"]
+        assert 1.05 < results["gain"] < 2.95 and results["between workers"] == 0
+        for shard in (None, "gradients"):
+            assert results[f"weights, {shard}"] < 1e-9 and results[f"steps, {shard}"] < 1e-9
+        assert results["history"] < 1e-5  # Metrics are float32.
+        assert "Received: compression='bf16'. Use sync='every_step'" in results["compressed"]
+
+
 @pytest.mark.part("loss scaling")
 def test_loss_scaling_sees_whole_gradients(job):
     assert all(seen["loss scaling"] < 1e-9 for seen in job)

@@ -171,6 +171,35 @@ def dropout(workers, folder):
     return apart(model, one_device)
 
 
+def adascale(workers, folder):
+    """The gain of rows of all workers, whole or in shares, is that of one device."""
+    sharding._FEWEST = 10
+    sgd = lambda: keras.optimizers.SGD(0.1, 0.9)  # noqa: E731
+    one = tfparallel.data_parallel(
+        lambda: alone(build),
+        tfparallel.MirroredStrategy(["CPU:0"]),
+        sync=f"adascale:{STEPS}",
+        allow_independent_workers=True,
+    )
+    expected = trained(one, ROWS, optimizer=sgd())
+    results = {"gain": one.learning_rate_gain, "history": 0.0}
+    for shard in (None, "gradients"):
+        model = parallel(build, f"adascale:{STEPS}", shard=shard)
+        history = trained(model, ROWS, optimizer=sgd())
+        results["history"] = max(results["history"], largest(history, expected))
+        results[f"weights, {shard}"] = apart(model, one)
+        ahead = model.num_scale_invariant_steps - one.num_scale_invariant_steps
+        results[f"steps, {shard}"] = abs(ahead)
+    results["between workers"] = between_workers(workers, model.get_weights())
+    workers.compression = compression_of("bf16")  # A process has one strategy.
+    try:
+        trained(model, ROWS, optimizer=sgd())
+    except ValueError as error:
+        results["compressed"] = str(error)
+    workers.compression = None
+    return results
+
+
 def sums(workers, folder):
     bytes_by_sync = {}
     for sync in ("every_step", "accumulate:4"):
@@ -508,6 +537,7 @@ PARTS = {
     "larger batch": larger_batch,
     "options": options_of_keras,
     "dropout": dropout,
+    "adascale": adascale,
     "sums": sums,
     "resumed": resumed,
     "loss scaling": loss_scaling,

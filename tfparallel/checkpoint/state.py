@@ -7,7 +7,8 @@ Four groups, which are read and written at different times:
 * `seeds`: the counter of Keras's global seed generator, for layers without their own;
 * `unsent`: the errors of the workers' compressed gradients (`collectives/compression.py`), and the
   variables of the synchronization policy: those that determine the number of steps per update
-  (`replication/noise_scale.py`), or the momentum of the outer step (`replication/outer_step.py`).
+  (`replication/noise_scale.py`) or its learning rate (`replication/adascale.py`), or the momentum
+  of the outer step (`replication/outer_step.py`).
 
 Keras's weights files hold only the first group, without the counters, so a run resumed from one
 would repeat its dropout masks.

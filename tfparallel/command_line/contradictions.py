@@ -40,7 +40,9 @@ def _sync_problems(options: TrainOptions) -> list[str]:
     """Checks that the parallelism supports the synchronization policy."""
     policy, parallel = options.policy, options.parallel
     in_micro_batches = parallel in ("pipeline", "hybrid")
-    is_plain = not (policy.grows or policy.is_local or policy.is_async)
+    is_plain = not (
+        policy.grows or policy.scales_rate or policy.is_local or policy.is_async
+    )
     if options.sync == "every_step" or parallel == "data" or (in_micro_batches and is_plain):
         return []
     takes = "only every_step and accumulate:N" if in_micro_batches else "none"

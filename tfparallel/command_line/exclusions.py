@@ -57,6 +57,10 @@ EXCLUDES = (
     ),
     Excludes(("sync=local_sgd|post_local_sgd|diloco", "shard"), _ALONE),
     Excludes(
+        ("sync=adascale", "compression"),
+        "AdaScale measures the noise of gradients, which compression would change.",
+    ),
+    Excludes(
         ("shard=parameters", "compression"),
         "With --shard=parameters, gradients are sent uncompressed to the owners of the shards.",
     ),

@@ -201,9 +201,9 @@ TABLE = {
         Flag("compression", _IN_PARALLEL, "Between workers: send gradients in fewer bytes, which "
             f"is not exact: {compression_name.FORMS}.", shown="HOW", read=CompressionName.parse),
         Flag("sync", _IN_PARALLEL, "When weights are updated, and workers synchronize: "
-            f"{sync_option.FORMS}. Default: every_step. All but every_step and accumulate need "
-            "several workers, and are not exact; async needs `tfparallel launch --num_ps=1`. "
-            "pipeline and hybrid support only every_step and accumulate:N.",
+            f"{sync_option.FORMS}. Default: every_step. All but every_step, accumulate and "
+            "adascale need several workers, and are not exact; async needs `tfparallel launch "
+            "--num_ps=1`. pipeline and hybrid support only every_step and accumulate:N.",
             shown="WHEN", read=Synchronization.parse),
         Flag("shard", _IN_PARALLEL, "What to shard over the replicas: optimizer state, or also the "
             "weights and all gradients. For data also: gradients accumulated by "

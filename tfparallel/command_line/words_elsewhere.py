@@ -26,7 +26,7 @@ FLAGS = {
     **dict.fromkeys(("mixed_precision", "policy"), "precision"), "memory": "device_memory",
     **dict.fromkeys(("xla", "jit"), "jit_compile"),
     **dict.fromkeys(("accumulate", "gradient_accumulation_steps"), "sync=accumulate:4"),
-    **dict.fromkeys(("local_sgd", "diloco", "async"), "sync"),
+    **dict.fromkeys(("local_sgd", "diloco", "async", "adascale"), "sync"),
     **dict.fromkeys(("zero", "zero_stage"), "shard"),
     "b": "min_bytes", "e": "max_bytes", "f": "step_factor", "w": "warmup_iters",
     "u": "unalign", "output_file": "report",

@@ -246,8 +246,10 @@ def _report_of_parallelism(parallelism: Parallelism, model: keras.Model) -> dict
     elif "sync" in parallelism.cut:
         report["sync"] = parallelism.cut["sync"]
         report["shard"] = parallelism.cut.get("shard")
-    if report.get("sync", "").startswith("accumulate"):
+    if report.get("sync", "").startswith(("accumulate", "adascale")):
         report["steps_of_an_update"] = model.num_accumulated_steps
+    if report.get("sync", "").startswith("adascale"):
+        report["learning_rate_gain"] = model.learning_rate_gain
     if parallelism.workers is not None:
         report["compression"] = parallelism.strategy.compression
     if parallelism.num_servers:

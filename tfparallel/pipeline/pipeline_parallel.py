@@ -162,7 +162,7 @@ def accumulating(sync: str) -> Synchronization:
         ValueError: If it is neither every_step nor accumulate:N.
     """
     policy = Synchronization.parse(sync)
-    if policy.grows or policy.is_local or policy.is_async:
+    if policy.grows or policy.scales_rate or policy.is_local or policy.is_async:
         raise PlacementError(
             "A pipeline or a mesh supports sync='every_step' or 'accumulate:N'. Received: "
             f"sync={sync!r}. `data_parallel`, whose replicas hold the whole model, supports all."

@@ -20,6 +20,7 @@ gradients of the steps, which differs where batch sizes differ.
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -47,7 +48,7 @@ from tfparallel.variables.sharded import ShardedGradient, joined_rows
 
 _ONE_DIVISOR = "The whole loss must have one divisor"
 _NEXT_TO_NONE = 1e-20  # A divisor that is negligible beside a row, and above float32's minimum.
-_LEAST_PAIRS = 4  # Pairs of updates to compare before N is doubled.
+LEAST_MEASURED = 4  # Pairs of updates to compare before N is doubled.
 
 
 class _Counts(NamedTuple):
@@ -72,8 +73,7 @@ class Accumulate(EveryStep):
 
     def __init__(self, model, sync):
         super().__init__(model, sync)
-        # The accumulators of each weight, by its id: of whole gradients, or one per share. Empty
-        # for a weight without a gradient.
+        # By the weight's id: of its whole gradient, one per share, or none without a gradient.
         self._accumulators: dict[int, tuple[keras.Variable, list[tf.Variable]]] = {}
         with tf.init_scope(), tf.device("CPU:0"):
             self._counts = _Counts(
@@ -81,7 +81,6 @@ class Accumulate(EveryStep):
                 ResourceVariable(0.0),
                 ResourceVariable(float(sync.accumulated)),
             )
-        self._known_noise: NoiseScale | None = None
 
     @property
     def _in_shares(self) -> bool:
@@ -183,15 +182,15 @@ class Accumulate(EveryStep):
 
     def _looks_at_all_rows(self):
         for layer in layers_in(self.model):
-            if isinstance(layer, keras.layers.BatchNormalization):
-                if layer.trainable and getattr(layer, "synchronize", False):
-                    return layer
+            is_norm = isinstance(layer, keras.layers.BatchNormalization)
+            if is_norm and layer.trainable and getattr(layer, "synchronize", False):
+                return layer
         return None
 
     def step(self, data, default) -> dict[str, Any]:
         """Accumulates the gradients of this worker's rows; every N-th step updates the weights."""
         self._check()
-        if self.model._workers is None or self._in_shares:
+        if self.model._workers is None or not self.is_silent:
             logs = default(data)
         else:
             data_of_worker, place = self._placed(data)
@@ -205,8 +204,7 @@ class Accumulate(EveryStep):
 
     def _count_step(self) -> None:
         """Counts an accumulated step, and updates the weights if it is the last of N."""
-        counts = self._counts
-        is_due = counts.steps.assign_add(1.0) >= counts.num_steps
+        is_due = self._counts.steps.assign_add(1.0) >= self._counts.num_steps
 
         def update():
             self._update_of_steps(is_full=True)
@@ -232,15 +230,18 @@ class Accumulate(EveryStep):
         tiny = tf.constant(_NEXT_TO_NONE, tf.float64)
         divisor = tf.where(tf.equal(divisor, 0.0), tiny, divisor)
         terms = [_terms_of(gradient) for gradient in self._gradients_of(result)]
-        accumulators = self._accumulators_of(result.variables, terms)
-        for term, accumulated in zip(
-            itertools.chain(*terms), itertools.chain(*accumulators), strict=True
-        ):
+        accumulators = itertools.chain(*self._accumulators_of(result.variables, terms))
+        seen = []
+        for term, accumulated in zip(itertools.chain(*terms), accumulators, strict=True):
             with tf.device(accumulated.device):
-                term = tf.cast(tf.convert_to_tensor(term), accumulated.dtype)
-                term *= tf.cast(divisor, term.dtype)
+                seen.append(tf.cast(tf.convert_to_tensor(term), accumulated.dtype))
+                term = seen[-1] * tf.cast(divisor, accumulated.dtype)
                 accumulated.assign_add(term, read_value=False)
         self._counts.divisor.assign_add(divisor, read_value=False)
+        self.see_step(seen, divisor)
+
+    def see_step(self, gradients: list[tf.Tensor], divisor: tf.Tensor) -> None:
+        """Called with the accumulated gradients of a step, whole or in shares."""
 
     def _divisor_of(self, result: PassResult):
         num_added = len(self.model.losses) if result.num_added is None else result.num_added
@@ -298,11 +299,9 @@ class Accumulate(EveryStep):
         """The context in which an update outside of a step runs."""
         return self.model.strategy.program()
 
-    @property
+    @functools.cached_property
     def _noise(self) -> NoiseScale:
-        if self._known_noise is None:
-            self._known_noise = NoiseScale()
-        return self._known_noise
+        return NoiseScale()
 
     def _update_of_steps(self, *, is_full: bool) -> None:
         """Updates the weights with the accumulated gradients of all workers, and clears them.
@@ -330,10 +329,12 @@ class Accumulate(EveryStep):
             self._noise.see(flat, means, self.model._workers if self._in_shares else None)
         remaining = iter(means)
         gradients = [self._gradient(variable, group, remaining) for variable, group in pairs]
-        self.model.optimizer.apply_gradients(
-            zip(gradients, [variable for variable, _ in pairs], strict=True)
-        )
+        self.update(gradients, [variable for variable, _ in pairs], means, total)
         self.forget()
+
+    def update(self, gradients, variables, means: list[tf.Tensor], divisor: tf.Tensor) -> None:
+        """Updates the weights; `means` are the gradients, whole or in shares."""
+        self.model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
     def _gradient(self, variable, accumulators, means: Iterator[tf.Tensor]) -> Any:
         """The gradient that the optimizer takes; a wrapping optimizer needs whole ones."""
@@ -366,20 +367,22 @@ class Accumulate(EveryStep):
         if self.sync.grows:
             self._grow_if_it_pays()
 
+    @property
+    def _noise_ratio(self) -> float:
+        """The noise scale divided by the rows of an update; 0 before it is known."""
+        return self._noise.ratio if self._noise.num_pairs >= LEAST_MEASURED else 0.0
+
     def _grow_if_it_pays(self) -> None:
-        noise = self._noise
-        noise.forget_first()
-        if noise.num_pairs < _LEAST_PAIRS:
-            return
-        ratio, steps = noise.ratio, self.num_steps
+        self._noise.forget_first()
+        ratio, steps = self._noise_ratio, self.num_steps
         if self.model._workers is not None:  # Processors may differ in the last digit.
             ratio = float(self.model._workers.broadcast([tf.constant(ratio, tf.float64)])[0])
         if ratio > 1:
             self._counts.num_steps.assign(2.0 * steps)
-            noise.restart()
+            self._noise.restart()
             if self.model._is_chief:
                 notice(
-                    f"accumulate:auto: the gradient noise scale is {ratio:.3g} times the examples "
+                    f"{self.sync}: the gradient noise scale is {ratio:.3g} times the examples "
                     f"in an update; each update now accumulates {2 * steps} steps instead of "
                     f"{steps}."
                 )

@@ -71,11 +71,13 @@ def data_parallel(
             gradients, and equals training on one device. `"accumulate:4"` updates every four steps
             by the sum of their gradients, and equals training with batches four times as large.
             `"accumulate:auto"` updates every N steps, and doubles N at the end of an epoch if the
-            gradient noise scale says that a larger batch pays. `"local_sgd:8"` averages weights
-            every 8 steps, between which each worker trains alone; `"post_local_sgd:1000,8"` does
-            so from step 1,000 on; `"diloco:8"` adds an outer step to each average. `"async"` never
-            synchronizes: each worker updates weights on servers, with gradients that miss at most
-            a few updates of the others, or as many as `"async:6"` says, in a job of
+            gradient noise scale says that a larger batch pays. `"adascale:4"` and
+            `"adascale:auto"` also scale the learning rate by the gain of the larger batch, and
+            advance its schedule by it; for SGD. `"local_sgd:8"` averages weights every 8 steps,
+            between which each worker trains alone; `"post_local_sgd:1000,8"` does so from step
+            1,000 on; `"diloco:8"` adds an outer step to each average. `"async"` never synchronizes:
+            each worker updates weights on servers, with gradients that miss at most a few updates
+            of the others, or as many as `"async:6"` says, in a job of
             `tfparallel launch --num_ps=1`. See `docs/synchronization.md`. Replicas in one process
             always agree.
         shard: What each of the N replicas of all workers keeps 1/N of; the weights come out the

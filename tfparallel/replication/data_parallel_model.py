@@ -16,13 +16,9 @@ from tfparallel.flight.marks import mark
 from tfparallel.judge.check_rows import proof_in_words
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
-from tfparallel.replication import (
-    predictions,
-    refusals,
-    sample_partition,
-    state,
-)
+from tfparallel.replication import predictions, refusals, sample_partition, state
 from tfparallel.replication.accumulate import Accumulate
+from tfparallel.replication.adascale import AdaScale
 from tfparallel.replication.extend_members import extend_parts
 from tfparallel.replication.local_sgd import LocalSgd
 from tfparallel.replication.per_replica_loss import OwnRows
@@ -301,7 +297,7 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
 
     def _make_policy(self, sync) -> EveryStep:
         if sync.accumulates:
-            return Accumulate(self, sync)
+            return AdaScale(self, sync) if sync.scales_rate else Accumulate(self, sync)
         return LocalSgd(self, sync) if sync.is_local else EveryStep(self, sync)
 
     @compiled_by_device

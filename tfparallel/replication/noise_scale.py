@@ -54,7 +54,7 @@ class NoiseScale:
 
         def second():
             pairs = list(zip(gradients_before, gradients, strict=True))
-            noise = [_squares(first - gradient) / 2 for first, gradient in pairs]
+            noise = [squares(first - gradient) / 2 for first, gradient in pairs]
             signal = [_products(first.read_value(), gradient) for first, gradient in pairs]
             totals = [tf.stack([tf.add_n(noise), tf.add_n(signal)])]
             noise, signal = tf.unstack((workers.all_reduce(totals) if workers else totals)[0])
@@ -108,7 +108,8 @@ class NoiseScale:
         self.forget_first()
 
 
-def _squares(tensor) -> tf.Tensor:
+def squares(tensor) -> tf.Tensor:
+    """The sum of the squares of a tensor, in float64."""
     return _products(tensor, tensor)
 
 

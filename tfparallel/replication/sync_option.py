@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 FORMS = (
-    "every_step, accumulate:N such as accumulate:4, accumulate:auto, local_sgd:H such as "
-    "local_sgd:8, post_local_sgd:START,H, diloco:H, async, or async:STALENESS"
+    "every_step, accumulate:N such as accumulate:4, accumulate:auto, adascale:N, adascale:auto, "
+    "local_sgd:H such as local_sgd:8, post_local_sgd:START,H, diloco:H, async, or async:STALENESS"
 )
 
 
@@ -17,6 +17,7 @@ class Synchronization(NamedTuple):
         is_outer: Whether an average is followed by an outer step, as in DiLoCo.
         accumulated: N, the initial number of steps per update.
         grows: Whether N is doubled if a larger batch pays.
+        scales_rate: Whether the learning rate follows the gain of an update of N steps (AdaScale).
         is_async: Whether each worker independently updates weights on servers.
         staleness: With `is_async`, how many updates of other workers a gradient may miss; None for
             a default.
@@ -27,6 +28,7 @@ class Synchronization(NamedTuple):
     is_outer: bool = False
     accumulated: int = 1
     grows: bool = False
+    scales_rate: bool = False
     is_async: bool = False
     staleness: int | None = None
 
@@ -46,12 +48,13 @@ class Synchronization(NamedTuple):
             values, expected = _whole(numbers), "async takes how many updates a gradient may miss"
             if len(values) == 1 and values[0] >= 0:
                 return cls(is_async=True, staleness=values[0])
-        elif kind == "accumulate":
+        elif kind in ("accumulate", "adascale"):
+            scales_rate = kind == "adascale"
             if numbers == "auto":
-                return cls(grows=True)
-            values, expected = _whole(numbers), "accumulate takes the steps per update, or auto"
+                return cls(grows=True, scales_rate=scales_rate)
+            values, expected = _whole(numbers), f"{kind} takes the steps per update, or auto"
             if len(values) == 1 and values[0] >= 1:
-                return cls(accumulated=values[0])
+                return cls(accumulated=values[0], scales_rate=scales_rate and values[0] > 1)
         elif kind == "local_sgd":
             values, expected = _whole(numbers), "local_sgd takes the steps between two averages"
             if len(values) == 1 and values[0] >= 1:
@@ -84,10 +87,11 @@ class Synchronization(NamedTuple):
     def __str__(self) -> str:
         if self.is_async:
             return "async" if self.staleness is None else f"async:{self.staleness}"
-        if self.grows:
-            return "accumulate:auto"
+        if self.accumulates:
+            kind = "adascale" if self.scales_rate else "accumulate"
+            return f"{kind}:{'auto' if self.grows else self.accumulated}"
         if self.every is None:
-            return "every_step" if self.accumulated == 1 else f"accumulate:{self.accumulated}"
+            return "every_step"
         if self.start:
             return f"post_local_sgd:{self.start},{self.every}"
         return f"diloco:{self.every}" if self.is_outer else f"local_sgd:{self.every}"

@@ -7,6 +7,7 @@
 | --- | --- | --- |
 | `EveryStep` | all workers' rows | in each step |
 | `Accumulate` (`accumulate.py`) | a worker's rows | every N steps |
+| `AdaScale` (`adascale.py`) | all workers' rows | every N steps, at a scaled learning rate |
 | `LocalSgd` (`local_sgd.py`) | a worker's rows | in each step, of the worker's own weights |
 
 If the workers exchange nothing in a step, its logs are those of one worker, while the logs of an
@@ -42,11 +43,17 @@ class EveryStep:
     reason_in_errors = "the workers do not communicate during a step"
     accumulates = False  # Whether an update may cover several steps.
     num_steps = 1  # Per update.
+    gain = 1.0  # What the learning rate of the last update was multiplied by.
     is_between_updates = True  # Whether a checkpoint would be complete.
 
     def __init__(self, model: keras.Model, sync: Synchronization = EVERY_STEP):
         self.model, self.sync = model, sync
         self._is_in_epoch = False  # Whether the end of the epoch must synchronize the workers.
+
+    @property
+    def num_scale_invariant_steps(self) -> float:
+        """The sum of the gains of all updates."""
+        return float(self.model.optimizer.iterations)
 
     @property
     def workers_are_apart(self) -> bool:
@@ -262,6 +269,16 @@ class HasPolicy:
     def num_accumulated_steps(self) -> int:
         """N, the number of steps per update."""
         return self._policy.num_steps
+
+    @property
+    def learning_rate_gain(self) -> float:
+        """What `sync="adascale:N"` multiplied the learning rate of the last update by; else 1."""
+        return self._policy.gain
+
+    @property
+    def num_scale_invariant_steps(self) -> float:
+        """How many steps of a small batch the updates stand for: their gains, added up."""
+        return self._policy.num_scale_invariant_steps
 
     def kept_between_updates(self) -> dict[str, tf.Variable]:
         """The variables by name that a resumed run needs, equal on all workers."""

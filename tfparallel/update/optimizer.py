@@ -211,7 +211,9 @@ class UnitOptimizer:
                     mark(accumulator, self._places if self._sums_late else None)
 
     def _rate_of_all(self):
-        """The learning rate, if shares could compute different ones; else None."""
+        """The learning rate, if it is given, or shares could compute different ones; else None."""
+        if self._rate is not None:
+            return self._rate
         is_own = self._in_shares and not is_keras_object(rate_of(self))
         return self._get_current_learning_rate() if is_own else None
 
