@@ -257,9 +257,12 @@ def test_a_layer_whose_draws_cannot_be_divided_is_named(layer, shape):
 def test_draws_in_a_loop_over_time_are_those_of_one_device(in_float64):
     x, y = np.random.default_rng(0).normal(size=(2, 7, 5, 3))
 
+    def build():
+        recurrent = keras.layers.RNN(DroppingCell(), return_sequences=True)
+        return keras.Sequential([keras.Input((5, 3)), keras.layers.Dense(3), recurrent])
+
     def loss(around):
-        cell = [keras.layers.Dense(3), keras.layers.RNN(DroppingCell(), return_sequences=True)]
-        model = around(seeded(lambda: keras.Sequential([keras.Input((5, 3)), *cell])))
+        model = around(seeded(build))
         model.compile("sgd", "mse")
         model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
         return model.history.history["loss"]
