@@ -42,15 +42,15 @@ class Pass(NamedTuple):
         is_rows: For each result, whether the replicas have rows of it, or terms of a sum.
         sources: The tensors that the caller's tape knows: inputs, weights, and gradients that
             earlier passes took.
-        given: Each replica's part of these gradients.
-        is_rows_given: For each of these gradients, whether it is rows.
+        taken: Each replica's part of these gradients.
+        is_rows_taken: For each of these gradients, whether it is rows.
     """
 
     computed: Sequence[Tensors]
     is_rows: Sequence[bool]
     sources: list[tf.Tensor]
-    given: Sequence[Tensors]
-    is_rows_given: Sequence[bool]
+    taken: Sequence[Tensors]
+    is_rows_taken: Sequence[bool]
 
 
 class BackwardPasses:
@@ -109,18 +109,20 @@ class BackwardPasses:
             results, beside, _ = self._differentiated(step, upstream, needed, beside, again=False)
             return results, beside
         upstream = [None if dy is None else tf.convert_to_tensor(dy) for dy in upstream]
-        given = [dy for dy in upstream if dy is not None]
+        taken = [dy for dy in upstream if dy is not None]
         results, totals, places = [], [], []
 
         def function(*_):
-            found, total, after = self._differentiated(step, upstream, needed, beside, again=True)
-            results.extend(found)
+            of_sources, total, after = self._differentiated(
+                step, upstream, needed, beside, again=True
+            )
+            results.extend(of_sources)
             totals.extend(total)
-            places.extend(place for place, each in enumerate(found) if each is not None)
-            dense = [_values(found[place]) for place in places]
+            places.extend(place for place, each in enumerate(results) if each is not None)
+            dense = [_values(results[place]) for place in places]
 
             def backward(*second):
-                gradients: Tensors = [None] * len(found)
+                gradients: Tensors = [None] * len(results)
                 for place, gradient in zip(places, second, strict=True):
                     gradients[place] = gradient
                 return self.gradients(after, gradients, needed_again)[0]
@@ -128,8 +130,8 @@ class BackwardPasses:
             return dense, backward
 
         # Tapes that have ended by now ask for no gradient of a gradient.
-        needed_again = [needs_gradient([each]) for each in (*self._without_weights(step), *given)]
-        sources = [*step.sources, *given]
+        needed_again = [needs_gradient([each]) for each in (*self._without_weights(step), *taken)]
+        sources = [*step.sources, *taken]
         name = "gradient of a replicated call"
         recorded = call_with_gradient(name, function, sources, only_by_tapes=True)
         for place, value in zip(places, recorded, strict=True):
@@ -140,8 +142,8 @@ class BackwardPasses:
         return results, totals
 
     def _without_weights(self, step: Pass) -> list[tf.Tensor]:
-        first_given = len(step.sources) - len(step.given[0])
-        return [*step.sources[: self._num_inputs], *step.sources[first_given:]]
+        first_taken = len(step.sources) - len(step.taken[0])
+        return [*step.sources[: self._num_inputs], *step.sources[first_taken:]]
 
     def _differentiated(self, step, upstream, needed, beside, again) -> tuple[list, list, Pass]:
         """The gradients of the sources, the totals of `beside`, and this pass."""
@@ -160,54 +162,54 @@ class BackwardPasses:
                 (step.computed[k][place], seed) for place, seed in zip(present, seeds, strict=True)
             ]
             pairs = [pair for pair in pairs if is_differentiable(pair[0])]
-            sources = [*replica.inputs, *self._weights.variables_read(k), *step.given[k]]
+            sources = [*replica.inputs, *self._weights.variables_read(k), *step.taken[k]]
             entered = recording_on(tape) if again else contextlib.nullcontext()
             with shards.working_on(shard), entered:
                 if again:
                     tape.watch(seeds)
-                found = tape.gradient(
+                gradients = tape.gradient(
                     [target for target, _ in pairs], sources, [seed for _, seed in pairs]
                 )
                 for place in range(num_inputs):
-                    if found[place] is not None:
-                        rows = tf.convert_to_tensor(found[place])
-                        found[place] = shard.without_dummy_row(rows)
-            self._weights.check(found[num_inputs : len(found) - len(step.given[k])])
-            return found, seeds
+                    if gradients[place] is not None:
+                        rows = tf.convert_to_tensor(gradients[place])
+                        gradients[place] = shard.without_dummy_row(rows)
+            self._weights.check(gradients[num_inputs : len(gradients) - len(step.taken[k])])
+            return gradients, seeds
 
         self._weights.begin_backward(self._arguments)
         results = self._trace.run(on_replica, range(len(self._shards)), seeds)
-        gradients = [found for found, _ in results]
+        gradients = [of_replica for of_replica, _ in results]
         by_source = list(zip(*gradients, strict=True))
         by_input = by_source[:num_inputs]
-        by_given = by_source[len(by_source) - len(step.given[0]) :]
-        by_weight = by_source[num_inputs : len(by_source) - len(by_given)]
+        by_taken = by_source[len(by_source) - len(step.taken[0]) :]
+        by_weight = by_source[num_inputs : len(by_source) - len(by_taken)]
         needed = iter(needed)
         of_inputs = [self._joined(rows) if next(needed) else None for rows in by_input]
         of_weights, beside = self._weights.totals(by_weight, beside, self._arguments, at_once=again)
-        of_given = self._totals_of_given(by_given, step.is_rows_given, list(needed))
-        is_rows_given = [step.is_rows[place] for place in present]
+        of_taken = self._totals_of_taken(by_taken, step.is_rows_taken, list(needed))
+        is_rows_taken = [step.is_rows[place] for place in present]
         after = Pass(
             [
                 [
-                    *found[:num_inputs],
+                    *of_replica[:num_inputs],
                     *self._weights.terms(by_weight, k),
-                    *found[len(found) - len(by_given) :],
+                    *of_replica[len(of_replica) - len(by_taken) :],
                 ]
-                for k, found in enumerate(gradients)
+                for k, of_replica in enumerate(gradients)
             ],
-            [*[True] * num_inputs, *[False] * len(of_weights), *step.is_rows_given],
+            [*[True] * num_inputs, *[False] * len(of_weights), *step.is_rows_taken],
             [*step.sources, *(upstream[place] for place in present)],
-            [[*earlier, *seeds] for earlier, (_, seeds) in zip(step.given, results, strict=True)],
-            [*step.is_rows_given, *is_rows_given],
+            [[*earlier, *seeds] for earlier, (_, seeds) in zip(step.taken, results, strict=True)],
+            [*step.is_rows_taken, *is_rows_taken],
         )
-        return [*of_inputs, *of_weights, *of_given], beside, after
+        return [*of_inputs, *of_weights, *of_taken], beside, after
 
-    def _totals_of_given(self, by_given, is_rows, needed) -> Tensors:
+    def _totals_of_taken(self, by_taken, is_rows, needed) -> Tensors:
         """The gradients of what earlier passes took."""
-        totals: Tensors = [None] * len(by_given)
+        totals: Tensors = [None] * len(by_taken)
         terms = {}
-        for place, parts in enumerate(by_given):
+        for place, parts in enumerate(by_taken):
             if not needed[place] or parts[0] is None:
                 continue
             parts = [tf.convert_to_tensor(part) for part in parts]

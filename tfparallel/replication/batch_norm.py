@@ -84,8 +84,8 @@ def _global_moments(layer, shard, inputs, mask):
     correction = 0.0 if mask is None else keras.config.epsilon()
 
     def forward(x):
-        own = layer._own_moments(x) if mask is None else layer._own_masked_moments(x, mask)
-        count, mean, deviations = own
+        of_rows = layer._own_moments(x) if mask is None else layer._own_masked_moments(x, mask)
+        count, mean, deviations = of_rows
         if shard.may_be_idle:
             count, mean, deviations = map(shard.if_it_has_rows, (count, mean, deviations))
         counts, means, squares = _of_all_replicas(count, mean, deviations)
