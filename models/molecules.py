@@ -1,11 +1,10 @@
-r"""Predict the energy of clusters of argon atoms; its negative gradient is the force on each.
+"""Predict the energy of clusters of argon atoms, and the force on each atom.
 
-Parallelism: `data` (also checked: `pipeline`).
+Parallelism: `data` (also checked: `tensor`).
 Why: clusters are independent rows, and there are many.
 
     tfparallel check models/molecules.py --parallel=data --num_devices=2 --steps=5
-    tfparallel check models/molecules.py --parallel=pipeline --num_devices=2 \
-        --num_micro_batches=4 --steps=5
+    tfparallel check models/molecules.py --parallel=tensor --num_devices=2 --steps=5
     tfparallel train models/molecules.py --parallel=data --num_devices=2
 
 The data follow a law: positions of six atoms are random, and the energy is the sum of the
@@ -13,7 +12,13 @@ Lennard-Jones potential, 4 (r⁻¹² - r⁻⁶), over all pairs; lengths and ene
 ε. The net sees positions alone, through distances, so turning or renumbering the atoms changes
 nothing.
 
+Molecular dynamics needs forces, F = -∂E/∂positions. They are the gradient of the net's energy, so
+they conserve it, and the net is trained on both: on (E - Ê)² and on the mean of (F - F̂)². The
+gradient of such a loss is a gradient of a gradient.
+
 References:
+    Behler, Parrinello. Generalized neural-network representation of high-dimensional
+    potential-energy surfaces. Physical Review Letters 98, 2007.
     Jones. On the determination of molecular fields. Proceedings of the Royal Society A 106, 1924.
     Schütt and others. SchNet: a continuous-filter convolutional neural network for modeling
     quantum interactions. NeurIPS 2017.
@@ -21,6 +26,7 @@ References:
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import ops
 
 EPOCHS = 20
@@ -53,39 +59,74 @@ class SumOverPairs(keras.layers.Layer):
         return ops.sum(energies, axis=1)
 
 
+@keras.saving.register_keras_serializable(package="tfparallel_models")
+class EnergyAndForces(keras.layers.Layer):
+    """Maps positions, `(batch, atoms, 3)`, to the energy and to its negative gradient.
+
+    Args:
+        energy: The model of the energy, `(batch, 1)`.
+    """
+
+    def __init__(self, energy, **kwargs):
+        super().__init__(**kwargs)
+        self.energy = energy
+
+    def call(self, positions):
+        """Returns the energy of each cluster, and the forces on its atoms, `(batch, atoms, 3)`."""
+        with tf.GradientTape() as tape:
+            tape.watch(positions)
+            energy = self.energy(positions)
+        return {"energy": energy, "forces": -tape.gradient(energy, positions)}
+
+    def get_config(self):
+        """Returns the arguments of the constructor."""
+        return {**super().get_config(), "energy": keras.saving.serialize_keras_object(self.energy)}
+
+    @classmethod
+    def from_config(cls, config):
+        """Returns a layer with these arguments."""
+        return cls(**{**config, "energy": keras.saving.deserialize_keras_object(config["energy"])})
+
+
 def build_model():
-    """Returns a model that outputs the energy of a cluster, in ε."""
-    return keras.Sequential(
+    """Returns a model that outputs the energy of a cluster, in ε, and forces, in ε/σ."""
+    energy = keras.Sequential(
         [
-            keras.Input((NUM_ATOMS, 3), name="positions"),
+            keras.Input((NUM_ATOMS, 3)),
             PairDistances(name="distances"),
             keras.layers.Dense(32, activation="tanh", name="hidden1"),
             keras.layers.Dense(32, activation="tanh", name="hidden2"),
             keras.layers.Dense(1, name="pair_energy"),
-            SumOverPairs(name="energy"),
+            SumOverPairs(name="sum"),
         ],
-        name="molecules",
+        name="potential",
     )
+    positions = keras.Input((NUM_ATOMS, 3), name="positions")
+    outputs = EnergyAndForces(energy, name="energy_and_forces")(positions)
+    return keras.Model(positions, outputs, name="molecules")
 
 
 def compile_model(model):
-    """Compiles the net with Adam, squared error, and the absolute error in ε."""
+    """Compiles the net with Adam, squared errors, and absolute errors in ε and ε/σ."""
     model.compile(
         optimizer=keras.optimizers.Adam(3e-3, epsilon=1e-4),
-        loss="mean_squared_error",
-        metrics=[keras.metrics.MeanAbsoluteError(name="mae")],
+        loss={"energy": "mean_squared_error", "forces": "mean_squared_error"},
+        metrics={
+            name: [keras.metrics.MeanAbsoluteError(name="mae")] for name in ("energy", "forces")
+        },
     )
 
 
 def load_data():
-    """Returns (train, validation), each `(positions, energies)` in float32.
+    """Returns (train, validation), each `(positions, {"energy": …, "forces": …})` in float32.
 
-    Positions `(clusters, 6, 3)` in σ, energies `(clusters, 1)` in ε.
+    Positions `(clusters, 6, 3)` in σ, energies `(clusters, 1)` in ε, forces like positions.
     """
     positions = clusters(NUM_TRAIN + NUM_VALIDATION, np.random.default_rng(0))
-    energies = energy(positions)[:, np.newaxis]
-    examples = positions.astype("float32"), energies.astype("float32")
-    return tuple(a[:NUM_TRAIN] for a in examples), tuple(a[NUM_TRAIN:] for a in examples)
+    labels = {"energy": energy(positions)[:, np.newaxis], "forces": forces(positions)}
+    examples = keras.tree.map_structure(lambda a: a.astype("float32"), (positions, labels))
+    train = keras.tree.map_structure(lambda a: a[:NUM_TRAIN], examples)
+    return train, keras.tree.map_structure(lambda a: a[NUM_TRAIN:], examples)
 
 
 def clusters(num, random):
@@ -109,3 +150,11 @@ def energy(positions):
     """Returns the Lennard-Jones energy of each cluster, `(clusters,)`, in ε."""
     sixth = distances(positions) ** -6.0
     return 4 * np.sum(sixth**2 - sixth, axis=1)
+
+
+def forces(positions):
+    """Returns the force on each atom, `(clusters, 6, 3)`, in ε/σ: the sum over the others."""
+    steps = positions[:, :, np.newaxis] - positions[:, np.newaxis]
+    squares = np.square(steps).sum(axis=-1, keepdims=True)
+    squares += np.eye(positions.shape[1])[..., np.newaxis]  # Not of an atom on itself: 0 · r⁻⁸.
+    return np.sum(24 * (2 * squares**-7 - squares**-4) * steps, axis=2)

@@ -336,6 +336,31 @@ case("StridedSlice", lambda x, i: x[:, i:], [rows(B, 4), total(**INTS)])
 case("StridedSlice", lambda x, i: x[:, i], [rows(B, 4), total(**INTS)])
 case("StridedSlice", lambda x, c: tf.reduce_sum(c[: num_rows(x)]), [rows(B, 4), same(9)])
 case("StridedSlice", lambda x, c: c[num_rows(x) % 2], [rows(B, 4), mean(9)])
+
+
+def put_back(sizes, **options):
+    """The gradient of a slice, of a tensor of these sizes; None is the number of rows."""
+    masks = {name: options.pop(name, 0) for name in ("begin_mask", "end_mask", "ellipsis_mask",
+                                                      "new_axis_mask", "shrink_axis_mask")}
+
+    def gradient(x):
+        shape = [num_rows(x) if size is None else size for size in sizes]
+        return tf.raw_ops.StridedSliceGrad(shape=shape, dy=x, **options, **masks)
+
+    return gradient
+
+
+_MIDDLE = {"begin": [0, 1], "end": [0, 3], "strides": [1, 1]}  # [:, 1:3]
+_WHOLE = {"begin_mask": 1, "end_mask": 1}
+case("StridedSliceGrad", put_back([None, 4], **_MIDDLE, **_WHOLE), rows(B, 2), Shard(0))
+case("StridedSliceGrad", put_back([None, 4], begin=[0, 0, 0], end=[0, 0, 0], strides=[1, 1, 2],
+     begin_mask=5, end_mask=5, new_axis_mask=2), rows(B, 1, 2), Shard(0))  # fmt: skip
+case("StridedSliceGrad", put_back([3, None], begin=[1, 0], end=[2, 0], strides=[1, 1],
+     begin_mask=2, end_mask=2, shrink_axis_mask=1), rows(B), Shard(1))  # fmt: skip
+case("StridedSliceGrad", put_back([4], begin=[1], end=[3], strides=[1]), mean(2), Sum(-1))
+case("StridedSliceGrad", put_back([9, 4], **_MIDDLE | {"end": [B, 3]}), rows(B, 2))
+case("StridedSliceGrad", put_back([None, None], **_MIDDLE | {"begin": [0, 0], "end": [0, 2]},
+     **_WHOLE), rows(B, 2))  # fmt: skip
 case("Slice", lambda x: tf.slice(x, [0, 1], [-1, 2]), rows(B, 4), Shard(0))
 case("Slice", lambda x: tf.slice(x, [0, 1], [num_rows(x), 2]), rows(B, 4), Shard(0))
 case("Slice", lambda x: tf.slice(x, [1], [2]), mean(4), Sum(-1))
@@ -393,6 +418,8 @@ case("InTopKV2", raw("InTopKV2", k=2), [rows(B, 3, **SMALL), same(B, **INTS)])
 _SEGMENTS = raw("UnsortedSegmentSum", num_segments=4)
 case("UnsortedSegmentSum", _SEGMENTS, [rows(B, 3), rows(B, **INTS)], Sum())
 case("UnsortedSegmentSum", _SEGMENTS, [rows(B, 3), same(B, **INTS)])
+case("UnsortedSegmentSum", _SEGMENTS, [rows(3, B, axis=1), same(3, **INTS)], Shard(1))
+case("UnsortedSegmentSum", _SEGMENTS, [rows(3, 2, B, axis=2), same(3, 2, **INTS)], Shard(1))
 case("ScatterNd", lambda i, x: tf.scatter_nd(i[:, None], x, (4, 3)),
      [rows(B, **INTS), rows(B, 3)], Sum())  # fmt: skip
 case("ScatterNd", lambda i, x: tf.scatter_nd(i[:, None], x, (num_rows(x), 3)),

@@ -51,6 +51,25 @@ def gradient_of_rows(x):
     return x + tape.gradient(energy, x)
 
 
+def second_derivative(function, x):
+    with tf.GradientTape() as outer:
+        outer.watch(x)
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            y = function(x)
+        slope = inner.gradient(y, x)
+    return outer.gradient(slope, x)
+
+
+def curvature_of_rows(x):
+    """The second derivative of each row's own energy, some of whose factors are broadcast."""
+
+    def energy(x):
+        return tf.tanh(x * [1.0, 2.0, 3.0, 4.0]) ** 2 * tf.reduce_sum(x, 1, keepdims=True)
+
+    return x + second_derivative(energy, x)
+
+
 @tf.custom_gradient
 def reversed_gradient(x):
     return tf.identity(x), lambda dy: -dy
@@ -128,6 +147,7 @@ OF_EACH_ROW = {
     "reversed gradient": reversed_gradient,
     "clipped gradient of each": clipped_gradient_of_each,
     "gradient in the call": gradient_of_rows,
+    "gradient of a gradient in the call": curvature_of_rows,
     "cond of a constant": lambda x: tf.cond(tf.constant(3) > 2, lambda: x * 2, lambda: x),
     "one of several": lambda x: tf.switch_case(tf.constant(1), [lambda: x, lambda: x * 3]),
     "number of features": lambda x: x / as_float(tf.shape(x)[1]),
@@ -395,6 +415,9 @@ MIXING = {
     "python": mean_of_python,
     "gradient of the mean": gradient_of_the_mean,
     "gradient through the mean": gradient_through_the_mean,
+    "gradient of a gradient through a sum": lambda x: (
+        x + second_derivative(lambda x: tf.tanh(x) * tf.reduce_sum(x**2, axis=0), x)
+    ),
     "unstacked features": lambda x: tf.stack(
         [each - tf.reduce_mean(each) for each in tf.unstack(x, axis=1)], axis=1
     ),

@@ -6,7 +6,6 @@ import re
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import tfparallel
 from tests.models.test_models import MODELS, learned, load
@@ -22,7 +21,7 @@ FORMS = {
     "language_model": [("tensor", 2, {}), ("data", 2, {})],
     "masked_words": [("hybrid", 2, SEQUENCE), ("data", 2, {})],
     "medical_table": [("data", 3, {}), ("hybrid", 4, MESH)],
-    "molecules": [("data", 2, {}), ("pipeline", 2, MICRO_BATCHES)],
+    "molecules": [("data", 2, {}), ("tensor", 2, {})],
     "recommender": [("tensor", 2, {}), ("data", 2, {})],
     "segmentation": [("model", 2, {}), ("tensor", 2, HEIGHT)],
     "steering": [("pipeline", 2, MICRO_BATCHES), ("data", 2, {})],
@@ -109,24 +108,13 @@ def test_a_car_learns_to_steer():
 
 
 @pytest.mark.slow
-def test_molecules_learn_energies_whose_gradients_are_forces():
-    """The forces are compared with those of the Lennard-Jones potential, in closed form."""
-    task = load("molecules")
-    keras.utils.set_random_seed(0)
-    model = task.build_model()
-    task.compile_model(model)
-    train, (positions, energies) = task.load_data()
-    model.fit(*train, batch_size=64, epochs=task.epochs, verbose=0)
-    assert np.abs(model.predict(positions, verbose=0) - energies).mean() < 0.1 * energies.std()
-    atoms = tf.constant(positions[:200])
-    with tf.GradientTape() as tape:
-        tape.watch(atoms)
-        energy = tf.reduce_sum(model(atoms))
-    forces = -tape.gradient(energy, atoms).numpy()
-    steps = positions[:200, :, None] - positions[:200, None]
-    squares = np.square(steps).sum(-1, keepdims=True) + np.eye(6)[..., None]
-    pushes = 24 * (2 * squares**-7 - squares**-4) * steps
-    assert np.corrcoef(forces.ravel(), pushes.sum(2).ravel())[0, 1] > 0.95
+def test_molecules_learn_energies_and_forces():
+    """The median energy, or no force at all, would be wrong by as much as these are spread."""
+    _, (_, labels) = load("molecules").load_data()
+    reached = learned("molecules")
+    for name, values in labels.items():
+        spread = np.abs(values - np.median(values)).mean()
+        assert reached[f"{name}_mae"] < 0.1 * spread, (name, reached, spread)
 
 
 @pytest.mark.slow

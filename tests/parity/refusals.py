@@ -23,7 +23,6 @@ COMPARES_EXAMPLES = {"pipeline_parallel": "The loss compares examples of differe
 NO_SUM_OF_PARTS = {"pipeline_parallel": "with a reduction of 'sum' or a mean, is required"}
 
 LOOKS_AT_WHOLE_WEIGHTS = {"tensor_parallel": "optimizers that update each element independently"}
-TWICE_DIFFERENTIATED = dict.fromkeys(REPLICATED, "Cannot differentiate twice through")
 STATE_OF_A_ROW = dict.fromkeys(
     (*REPLICATED, "pipeline_parallel"), "Stateful recurrent layers keep a state for each row"
 )

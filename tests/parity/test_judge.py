@@ -107,14 +107,14 @@ class Alone:
 
 @pytest.mark.slow
 def test_workers_judge_likewise():
-    said = "Cannot differentiate twice through the replicated call of 'net'."
+    said = "A layer mixes examples, so the batch cannot be divided."
 
     def seen(refused, form):
         form.name = table.WORKERS
         one = case("Tests", "a row", "a case of this test", fit={"epochs": 1}, refused=refused)
         return workers._judge(one, form, Alone(), compare)
 
-    expected = refusals.TWICE_DIFFERENTIATED
+    expected = refusals.MIXES_EXAMPLES
     assert seen(expected, refusing(said)) == (REFUSED, said, "")
     for refused in ({}, {"workers": "other words"}, {"data_parallel": "twice"}):
         verdict, _, failure = seen(refused, refusing(said))

@@ -20,6 +20,7 @@ SAMPLE = {
         "loss that compares examples",
         "mask and sample weights a token",
         "random Dropout",
+        "gradient penalty",
     ],
     # Whose third worker once looked for a copy of a weight that it does not have.
     "3": ["three steps an update"],

@@ -491,31 +491,6 @@ def test_an_output_without_a_batch_axis():
         model.fit(data()[0], np.ones(10), verbose=0)
 
 
-def test_a_second_derivative():
-    class Penalized(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = keras.layers.Dense(1)
-
-        def call(self, inputs):
-            return self.dense(inputs) ** 2
-
-        def train_step(self, batch):
-            x, y = batch
-            with tf.GradientTape() as tape:
-                with tf.GradientTape() as inner:
-                    inner.watch(x)
-                    loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
-                loss += tf.reduce_sum(inner.gradient(loss, x) ** 2)
-            gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply(gradients, self.trainable_variables)
-            return {"loss": loss}
-
-    model = compiled(tfparallel.data_parallel(Penalized, devices=TWO))
-    with pytest.raises(ValueError, match="Cannot differentiate twice"):
-        model.fit(data()[0], np.ones((10, 1)), verbose=0)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("synchronize", [True, False])
 def test_a_part_of_a_model_predicts_on_its_own_after_training(synchronize):

@@ -6,14 +6,17 @@ A tape only needs the inputs, the outputs and the backward function. Relies on T
 `record`, which `tf.custom_gradient` itself uses.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import tensorflow as tf
 
 from tfparallel.seams.tensorflow import not_recording, record_operation
 
 Backward = Callable[..., Sequence[tf.Tensor | None]]
-Gradient = tf.Tensor | tf.IndexedSlices | None
+
+_ONLY_BY_TAPES = "TfparallelOnlyByTapes"
 
 
 def is_differentiable(tensor) -> bool:
@@ -25,6 +28,8 @@ def call_with_gradient(
     name: str,
     function: Callable[..., tuple[Sequence[tf.Tensor], Backward]],
     inputs: Sequence[tf.Tensor],
+    *,
+    only_by_tapes: bool = False,
 ) -> list[tf.Tensor]:
     """Calls `function` so that active tapes use the backward function that it returns.
 
@@ -36,8 +41,12 @@ def call_with_gradient(
     Args:
         name: Name of the call, for error messages.
         function: Takes `inputs`, returns the outputs and a function from the outputs' gradients
-            to the inputs' gradients, with None for a missing gradient.
+            to the inputs' gradients, with None for a missing gradient. An outer tape records that
+            function, so a second derivative is right if it computes with `inputs` and with the
+            outputs that are returned here, and with no other values that depend on `inputs`.
         inputs: Tensors; anything else that the function uses is a constant to the tapes.
+        only_by_tapes: Whether to raise an error if TensorFlow differentiates the outputs in the
+            graph, as `tf.gradients` does: it would not know the backward function.
 
     Returns:
         The outputs.
@@ -54,7 +63,8 @@ def call_with_gradient(
         return backward(*gradients)
 
     record_operation(name, outputs, inputs, backward_of_connected)
-    return [_gate(output, index, connected) for index, output in enumerate(outputs)]
+    with _only_by_tapes() if only_by_tapes else contextlib.nullcontext():
+        return [_gate(output, index, connected) for index, output in enumerate(outputs)]
 
 
 def _gate(output: tf.Tensor, index: int, connected: set[int]) -> tf.Tensor:
@@ -68,39 +78,20 @@ def _gate(output: tf.Tensor, index: int, connected: set[int]) -> tf.Tensor:
     return passed
 
 
-def differentiable_once(
-    gradients: Sequence[Gradient], used: Sequence[tf.Tensor], name: str
-) -> list[Gradient]:
-    """Returns gradients that raise an error if they are differentiated again.
+def _only_by_tapes() -> AbstractContextManager[None]:
+    """Makes TensorFlow raise an error if it differentiates an identity of the block in a graph."""
+    if tf.executing_eagerly():
+        return contextlib.nullcontext()
+    graph = tf.compat.v1.get_default_graph()
+    return graph.gradient_override_map({"Identity": _ONLY_BY_TAPES})
 
-    The caller's tape does not record the work of each replica, which runs in its own thread or is
-    replayed from the first replica; a second derivative would silently be None.
 
-    Args:
-        gradients: The gradients of a replicated call.
-        used: The tensors that they depend on.
-        name: Name of the layer, for the error.
-    """
-    dense = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-    present = [g for g in dense if g is not None]
-
-    def identity(*tensors):
-        def refuse(*_):
-            raise ValueError(
-                f"Cannot differentiate twice through the replicated call of '{name}' (a gradient "
-                "penalty, for example). First-order gradients are required. Received: a gradient "
-                "of a gradient. Train this model on one device, or with a penalty that needs no "
-                "second derivative (spectral normalization, weight clipping)."
-            )
-
-        return tensors[: len(present)], refuse
-
-    inputs = [*present, *used]
-    guarded = iter(call_with_gradient("gradient of a replicated call", identity, inputs))
-    results = []
-    for original in gradients:
-        value = None if original is None else next(guarded)
-        if isinstance(original, tf.IndexedSlices):
-            value = tf.IndexedSlices(value, original.indices, original.dense_shape)
-        results.append(value)
-    return results
+@tf.RegisterGradient(_ONLY_BY_TAPES)
+def _refuse_gradient_in_graph(operation: tf.Operation, _):
+    raise ValueError(
+        "Only a `tf.GradientTape` can differentiate what several replicas have computed. "
+        "`tf.gradients`, and the gradient of a `tf.function` that calls the model, would find the "
+        f"weights of one replica alone. Received: a gradient of '{operation.name}'. Use "
+        "`tape.gradient`, and remove `@tf.function` from functions that `train_step` calls: Keras "
+        "compiles the whole step."
+    )

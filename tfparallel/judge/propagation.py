@@ -214,9 +214,9 @@ class Judge:
             return [Judged(placement, self._static(out))]
         if op.type == "Const" and _REPLICA in op.name:
             return [Judged(Mixed(op, OF_REPLICA), ())]
-        value = values.value_of(op, inputs)
-        if value is not None and not any(isinstance(p, Entries) for p, *_ in inputs):
-            return [Judged(_of_value(op, value), value.shape, value)]
+        known = values.values_of(op, inputs)
+        if known is not None and not any(isinstance(p, Entries) for p, *_ in inputs):
+            return [Judged(_of_value(op, value), value.shape, value) for value in known]
         if op.type in flow.FLOWS:
             return [
                 self._completed(out, *judged)

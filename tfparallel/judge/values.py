@@ -36,6 +36,38 @@ def value_of(op: tf.Operation, inputs) -> np.ndarray | None:
     return value if value.size <= _MOST or not any(value.strides) else None
 
 
+def values_of(op: tf.Operation, inputs) -> list[np.ndarray] | None:
+    """Returns the elements of each output of an operation; None if they are unknown.
+
+    Args:
+        op: The operation.
+        inputs: The judgements of its inputs.
+    """
+    if op.type == "BroadcastGradientArgs":
+        return _summed_axes(*(each.value for each in inputs))
+    value = value_of(op, inputs)
+    return None if value is None else [value]
+
+
+def _summed_axes(one, other) -> list[np.ndarray] | None:
+    """Returns the axes that the gradients of two factors are summed over, for a product's shape.
+
+    An axis of size 1 may be left out, or in: its sum is itself.
+    """
+    if one is None or other is None:
+        return None
+    rank = max(len(one), len(other))
+    pairs = zip(*([1] * (rank - len(each)) + each.tolist() for each in (one, other)), strict=True)
+    axes: tuple[list[int], list[int]] = [], []
+    for axis, sizes in enumerate(pairs):
+        if sizes[0] != sizes[1] and 1 not in sizes:
+            return None  # It is not known which of the two is 1.
+        for size, summed in zip(sizes, axes, strict=True):
+            if size == 1:
+                summed.append(axis)
+    return [np.asarray(each, object) for each in axes]
+
+
 def _clamped(op, inputs):
     """Returns c for min(c, max(c, …)), with which Keras bounds a number of classes."""
     for place, other in ((0, 1), (1, 0)):
@@ -293,7 +325,22 @@ _RULES: dict[str, Callable] = {
     "SelectV2": _chosen_by,
     "Select": _chosen_by,
     "BroadcastArgs": lambda op, x, y: _broadcast_shapes(x, y),
+    "InvertPermutation": lambda op, x: np.argsort(x.astype(int)).astype(object),
+    "DynamicStitch": lambda op, *xs: _stitched(xs[: len(xs) // 2], xs[len(xs) // 2 :]),
 }  # fmt: skip
+
+
+def _stitched(places, parts):
+    """Returns numbers at their places in a vector; a later one replaces an earlier one."""
+    pairs = [
+        (int(place), number)
+        for of_part, part in zip(places, parts, strict=True)
+        for place, number in zip(of_part.ravel(), part.ravel(), strict=True)
+    ]
+    result = np.empty(max(place for place, _ in pairs) + 1, object)
+    for place, number in pairs:
+        result[place] = number
+    return result
 
 
 def _broadcast_shapes(one, other):

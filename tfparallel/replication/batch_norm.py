@@ -84,17 +84,21 @@ def _global_moments(layer, shard, inputs, mask):
     correction = 0.0 if mask is None else keras.config.epsilon()
 
     def forward(x):
-        moments = layer._own_moments(x) if mask is None else layer._own_masked_moments(x, mask)
-        count, mean, deviations = moments
+        of_rows = layer._own_moments(x) if mask is None else layer._own_masked_moments(x, mask)
+        count, mean, deviations = of_rows
         if shard.may_be_idle:
             count, mean, deviations = map(shard.if_it_has_rows, (count, mean, deviations))
         counts, means, squares = _of_all_replicas(count, mean, deviations)
         counts = in_rows(counts)
         n = tf.reduce_sum(counts, 0) + correction
-        m = tf.reduce_sum(counts * means, 0) / n
-        v = tf.reduce_sum(squares + counts * tf.math.squared_difference(means, m), 0) / n
+        mean_of_all = tf.reduce_sum(counts * means, 0) / n
+        differences = tf.math.squared_difference(means, mean_of_all)
+        v = tf.reduce_sum(squares + counts * differences, 0) / n
 
         def backward(dm, dv):
+            # A second derivative is that of one device. Without a mask it treats the mean in this
+            # formula as a constant, since `tf.nn.moments` stops gradients there.
+            m = mean_of_all if mask is None else moments[0]
             dm, dv = _totals(dm, dv)
             if dv is not None and mask is not None:
                 dm = (0 if dm is None else dm) - 2 * (m * correction / n) * dv
@@ -107,7 +111,7 @@ def _global_moments(layer, shard, inputs, mask):
                 dx = tf.where(_is_valid(x, mask), dx, 0)
             return [tf.where(shard.num_rows > 0, dx, 0) if shard.may_be_idle else dx]
 
-        return [m, v], backward
+        return [mean_of_all, v], backward
 
     def along(per_channel):
         """Reshapes a vector to broadcast along the input's channel axis."""
@@ -116,7 +120,8 @@ def _global_moments(layer, shard, inputs, mask):
         shape[axis] = -1
         return per_channel if axis == rank - 1 else tf.reshape(per_channel, shape)
 
-    return tuple(call_with_gradient("batch normalization", forward, [inputs]))
+    moments = call_with_gradient("batch normalization", forward, [inputs])
+    return tuple(moments)
 
 
 def _is_valid(inputs, mask):

@@ -30,11 +30,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.collectives.custom_gradient import (
-    call_with_gradient,
-    differentiable_once,
-    is_differentiable,
-)
+from tfparallel.collectives.custom_gradient import call_with_gradient, is_differentiable
 from tfparallel.collectives.packing import is_summable
 from tfparallel.collectives.traffic import ROWS
 from tfparallel.compute_context import within
@@ -43,12 +39,13 @@ from tfparallel.data import rows_of_replica as shards
 from tfparallel.judge.check_rows import has_rows
 from tfparallel.logits import Logits, logits_of, output_of, sources_of
 from tfparallel.replication import state
+from tfparallel.replication.backward_pass import BackwardPasses, Pass
 from tfparallel.replication.inputs import BatchInputs, own_shards
 from tfparallel.replication.refusals import refuse_state
 from tfparallel.replication.row_sums import Summed, Sums
 from tfparallel.replication.weight_gradients import WeightGradients
 from tfparallel.seams.keras import mask_of, set_mask
-from tfparallel.seams.tensorflow import is_recording, needs_gradient, recording
+from tfparallel.seams.tensorflow import needs_gradient, recording
 from tfparallel.strategies.replica_trace import ReplicaTrace
 from tfparallel.tracing.graphs import operations_here
 from tfparallel.update.pending_sums import PendingSums
@@ -77,7 +74,8 @@ class _Replica(NamedTuple):
 class ReplicatedCall:
     """A call of `layer` whose rows are divided among the replicas of a strategy.
 
-    Differentiable once, in the layer's trainable variables and its floating-point inputs.
+    Differentiable, as often as needed, in the layer's trainable variables and its floating-point
+    inputs.
 
     Args:
         layer: The built layer whose variables the call reads.
@@ -142,13 +140,12 @@ class ReplicatedCall:
             if self._may_wait(replicas[0]):
                 self._waiting = sums
             results = joined + (self._waiting or self._summed(sums))
-            return results, lambda *upstream: self._backward(
-                replicas, upstream, sources, needed, inputs, shards_here, trace
-            )
+            return results, self._backward(replicas, inputs, shards_here, trace, sources, needed)
 
         needed = [needs_gradient([tensor]) for tensor in inputs.floats]
         sources = inputs.floats + self._gradients.sources()
-        results = call_with_gradient(f"replicated call of {self._layer.name}", forward, sources)
+        name = f"replicated call of {self._layer.name}"
+        results = call_with_gradient(name, forward, sources, only_by_tapes=True)
         scopes = [replica.scope for replica in replicas]
         is_training = getattr(self._layer, "_in_train_step", False)
         if is_training and self._layer._accumulates:
@@ -271,60 +268,34 @@ class ReplicatedCall:
         gathered = workers.all_gather(rows, [1] * workers.num_workers)
         return [tf.reduce_sum(each, 0) for each in gathered]
 
-    def _backward(self, replicas, upstream, sources, needed, inputs, shards_here, trace):
-        """Returns the joined gradients of the inputs, then Σ_k g_k for each trainable variable."""
-        num_joined = len(replicas[0].joined)
-        is_summed = isinstance(replicas[0].structure, Sums)
-        of_joined = [None] * num_joined if is_summed else upstream[:num_joined]
-        own_upstream = [
-            [None if dy is None else shard.rows(dy) for dy in of_joined]
-            + list(upstream[num_joined:])
-            for shard in shards_here
-        ]
+    def _backward(self, replicas, inputs, shards_here, trace, sources, needed):
+        """Returns the function from the gradients of the results to those of the sources."""
+        passes = BackwardPasses(
+            self._layer.name, replicas, inputs.structure, shards_here, trace, self._gradients,
+            lambda rows: self._joined(rows, inputs.num_rows), self._summed,
+        )  # fmt: skip
+        first, none = replicas[0], [[] for _ in replicas]
+        num_joined, num_sums = len(first.joined), len(first.losses) + len(first.sums)
+        computed = [each.joined + each.losses + each.sums for each in replicas]
+        is_rows = [True] * num_joined + [False] * num_sums
+        forward = Pass(computed, is_rows, sources, none, [])
 
-        def on_replica(k, upstream):
-            replica = replicas[k]
-            targets = [
-                (target, dy)
-                for target, dy in zip(
-                    replica.joined + replica.losses + replica.sums, upstream, strict=True
-                )
-                if is_differentiable(target) and dy is not None
-            ]
-            with shards.working_on(replica.shard):
-                gradients_of_replica = replica.tape.gradient(
-                    [target for target, _ in targets],
-                    replica.inputs + self._gradients.variables_read(k),
-                    [dy for _, dy in targets],
-                )
-            self._gradients.check(gradients_of_replica[len(replica.inputs) :])
-            return gradients_of_replica
+        def backward(*upstream):
+            if isinstance(first.structure, Sums):
+                upstream = [None] * num_joined + list(upstream[num_joined:])
+            results, beside = passes.gradients(forward, upstream, needed, self._waiting)
+            if self._waiting:
+                self._arrived = beside
+            return results
 
-        self._gradients.begin_backward(inputs.structure)
-        gradients = trace.run(on_replica, range(len(replicas)), own_upstream)
-        by_source = list(zip(*gradients, strict=True))
-        num_inputs = len(replicas[0].inputs)
-        results = [
-            self._input_gradient(rows, shards_here, inputs.num_rows) if is_needed else None
-            for rows, is_needed in zip(by_source[:num_inputs], needed, strict=True)
-        ]
-        of_weights, beside = self._gradients.totals(
-            by_source[num_inputs:], self._waiting, inputs.structure
-        )
-        results += of_weights
-        if self._waiting:
-            self._arrived = beside
-        if is_recording():
-            # Includes the sources: a tape treats unused tensors as constants.
-            used = [dy for dy in upstream if dy is not None] + sources
-            results = differentiable_once(results, used, self._layer.name)
-        return results
+        return backward
 
-    def _input_gradient(self, rows, own_shards, num_rows):
-        joined = _join(rows, own_shards)
-        if joined is None or self._worker_rows is not None:
-            return joined
-        return self._gathered([joined], num_rows)[0]
+    def _joined(self, rows, num_rows):
+        """Joins the rows of all replicas, if there are any."""
+        if any(part is None for part in rows):
+            return None
+        joined = tf.concat(rows, 0)
+        return joined if self._worker_rows is not None else self._gathered([joined], num_rows)[0]
 
 
 def checked_output(layer: keras.Layer, output: tf.Tensor) -> tf.Tensor:
@@ -350,14 +321,6 @@ def _captured_floats(operations: Sequence[tf.Operation]) -> Iterator[tf.Tensor]:
     inner = {op.name for op in operations}
     taken = {id(each): each for op in operations for each in op.inputs if each.op.name not in inner}
     return filter(is_differentiable, taken.values())
-
-
-def _join(rows, all_shards):
-    if any(part is None for part in rows):
-        return None
-    rows = [tf.convert_to_tensor(part) for part in rows]
-    parts = [shard.without_dummy_row(part) for shard, part in zip(all_shards, rows, strict=True)]
-    return tf.concat(parts, 0)
 
 
 def _transposed(replicas, field):

@@ -101,7 +101,12 @@ class WeightGradients:
                 self.gathers.check(variable, gradient)
 
     def totals(
-        self, by_weight: Sequence[Sequence], beside: Sequence[tf.Tensor], arguments: Any
+        self,
+        by_weight: Sequence[Sequence],
+        beside: Sequence[tf.Tensor],
+        arguments: Any,
+        *,
+        at_once: bool = False,
     ) -> tuple[list, list[tf.Tensor]]:
         """Returns Σ_k g_k, over the local replicas, then over the workers.
 
@@ -109,27 +114,40 @@ class WeightGradients:
             by_weight: For each weight, the gradients of the replicas' tapes.
             beside: Sums of this worker that travel with the gradients.
             arguments: The arguments of the call.
+            at_once: Whether to leave no terms to the optimizer: a tape may use these gradients for
+                something else than the update.
 
         Returns:
             The gradients of the sources, and the totals of `beside`.
         """
         pairs = list(zip(self._trained, by_weight, strict=True))
         terms = [terms for variable, terms in pairs if not isinstance(variable, ShardedVariable)]
-        whole_totals, beside = self._totals_of_whole(terms, beside, arguments)
+        pending = None if at_once else self._pending
+        whole_totals, beside = self._totals_of_whole(terms, beside, arguments, pending)
         totals, results = iter(whole_totals), []
         for variable, terms in pairs:
             is_sharded = isinstance(variable, ShardedVariable)
             results += terms if is_sharded else [next(totals)]
         return results, beside
 
-    def _totals_of_whole(self, by_weight, beside, arguments):
+    def terms(self, by_weight: Sequence[Sequence], replica: int) -> list[tf.Tensor | None]:
+        """A replica's terms of the totals; None where a total is no sum of dense terms."""
+        terms = []
+        for variable, of_replicas in zip(self._trained, by_weight, strict=True):
+            if isinstance(variable, ShardedVariable):
+                terms += [None] * len(of_replicas)
+            else:
+                term = of_replicas[replica]
+                terms.append(term if isinstance(term, tf.Tensor) else None)
+        return terms
+
+    def _totals_of_whole(self, by_weight, beside, arguments, pending):
         for variable, terms in zip(self._whole, by_weight, strict=True):
             for term in terms:
                 # TensorFlow does not know the shape of every gradient (such as that of `einsum` for
                 # a batch of any size). Tensors of unknown size are padded, and never compressed.
                 if isinstance(term, tf.Tensor):
                     term.set_shape(variable.shape)
-        pending = self._pending
         is_pending = [pending is not None and pending.takes(terms) for terms in by_weight]
         pairs = zip(by_weight, is_pending, strict=True)
 

@@ -456,7 +456,7 @@ CASES += [
         "gradient penalty",
         build=GradientPenalty,
         compile=compiled(lambda: keras.optimizers.SGD(0.01), loss=None),
-        refused=refusals.OWN_TRAIN_STEP | refusals.TWICE_DIFFERENTIATED,
+        refused=refusals.OWN_TRAIN_STEP,
     ),
     case(
         GROUP,

@@ -1,5 +1,7 @@
 """Rules for operations that look up by indices, number the rows, or count."""
 
+import dataclasses
+
 import tensorflow as tf
 
 from tfparallel.judge.placements import Replicate, Shard, Sum
@@ -129,10 +131,14 @@ def in_top_k(call: Call):
 
 
 def segments(call: Call):
-    """Judges `UnsortedSegmentSum` of rows; the number of segments must not depend on the rows."""
+    """Judges `UnsortedSegmentSum` of rows, or of each row; as many segments for any rows."""
     rows, ids, number = (each.placement for each in call.inputs)
     if isinstance(rows, Shard) and number == Replicate() and ids == Shard(rows.axis):
         return Sum(rows.power)
+    rank, sizes = call.rank(1), call.dims()  # The first axes, of the ids, become one.
+    if isinstance(rows, Shard) and number == ids == Replicate() and rank is not None:
+        if rank <= rows.axis and sizes is not None:
+            return dataclasses.replace(rows, axis=rows.axis - rank + 1), (None, *sizes[rank:])
     return call.mixed("sums rows into segments that depend on the data")
 
 

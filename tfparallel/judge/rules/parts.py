@@ -146,6 +146,34 @@ def strided(call: Call):
     return dataclasses.replace(placement, axis=place, numbers=False), tuple(sizes)
 
 
+def strided_gradient(call: Call):
+    """Judges `StridedSliceGrad`, which puts a slice back among zeros, with all of the rows."""
+    placement, dims = call.placement(4), call.dims(4)
+    if not isinstance(placement, Shard):
+        return placement
+    known = [call.inputs[i].value for i in range(4)]
+    if dims is None or any(value is None for value in known):
+        return call.mixed("slices with bounds that are unknown at trace time")
+    sizes, *bounds = (value.ravel().tolist() for value in known)
+    slices = slices_of(call.op, *bounds, len(sizes))
+    masks = [call.op.get_attr("begin_mask"), call.op.get_attr("end_mask")]
+    at = _spec_places(call.op, slices, len(bounds[0]))
+    axis = place = 0  # In the result, and in the slice.
+    rows_axis = None
+    for index, each in enumerate(slices):
+        if each is not None:
+            if isinstance(each, slice) and place == placement.axis:
+                whole = each.step is None and _is_all(each, sizes[axis], masks, at[index])
+                rows_axis = axis if whole and sizes[axis] == dims[place] else None
+            elif depends_on_rows(sizes[axis]) or _depends_on_rows(each):
+                return call.mixed("takes a slice that depends on the number of rows")
+            axis += 1
+        place += each is None or isinstance(each, slice)
+    if rows_axis is None:
+        return call.mixed("puts the examples among others")
+    return dataclasses.replace(placement, axis=rows_axis), tuple(sizes)
+
+
 def _ignores_padding(each) -> bool:
     """Returns whether a slice or index selects the same entries of rows that are padded longer."""
     if isinstance(each, int):

@@ -40,7 +40,15 @@ from tfparallel.judge.rules.indices import (
     scattered,
     segments,
 )
-from tfparallel.judge.rules.parts import concatenated, packed, sliced, split_by, strided, unpacked
+from tfparallel.judge.rules.parts import (
+    concatenated,
+    packed,
+    sliced,
+    split_by,
+    strided,
+    strided_gradient,
+    unpacked,
+)
 from tfparallel.judge.rules.products import einsum, matmul
 from tfparallel.judge.rules.shapes import (
     batch_to_space,
@@ -204,6 +212,7 @@ RULES: dict[str, Rule] = {
     "Split": split_by(0, 1),
     "SplitV": split_by(2, 0),
     "StridedSlice": strided,
+    "StridedSliceGrad": strided_gradient,
     "Slice": sliced,
     "Tile": tiled,
     "Fill": filled,
@@ -229,6 +238,7 @@ _ALONE = {
         0,
     ),
     "Split": 1,
+    "StridedSliceGrad": 4,
 }  # fmt: skip
 # Operations that accept row numbers.
 _KNOW_NUMBERS = frozenset(
@@ -253,5 +263,5 @@ _SPREAD = frozenset(("Fill", "BroadcastTo", "Tile"))
 _SIZES = {
     "Reshape": (1,), "Fill": (0,), "BroadcastTo": (1,), "StridedSlice": (1, 2, 3), "Slice": (1, 2),
     "Tile": (1,), "Pad": (1,), "PadV2": (1,), "MirrorPad": (1,), "Conv2DBackpropInput": (0,),
-    "Conv3DBackpropInputV2": (0,), "ScatterNd": (2,),
+    "Conv3DBackpropInputV2": (0,), "ScatterNd": (2,), "StridedSliceGrad": (0, 1, 2, 3),
 }  # fmt: skip

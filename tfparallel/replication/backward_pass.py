@@ -1,0 +1,237 @@
+"""The backward pass of a replicated call, which tapes can differentiate again.
+
+    the call              x_k, θ            ──▶  y_k, joined;  s_k, summed over the replicas
+    its backward pass     x_k, θ, ẏ_k, ṡ    ──▶  ẋ_k, joined;  θ̇_k, summed
+    and that one's        x_k, θ, ẏ_k, ṡ, … ──▶  again rows, and sums
+
+A loss of forces, the residual of a differential equation and a gradient penalty contain gradients.
+Each pass has the form of the call: every replica computes rows, and terms of sums, from its rows
+and its copies of the weights. So one function serves all orders. The tape of a replica, which
+recorded the call, also records its own gradients if a tape of the caller may ask for more.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import tensorflow as tf
+
+from tfparallel.collectives.custom_gradient import call_with_gradient, is_differentiable
+from tfparallel.data import rows_of_replica as shards
+from tfparallel.replication.weight_gradients import WeightGradients
+from tfparallel.seams.tapes import recording_on
+from tfparallel.seams.tensorflow import is_recording, needs_gradient
+from tfparallel.strategies.replica_trace import ReplicaTrace
+
+Tensors = list[tf.Tensor | None]
+
+
+class _Replica(Protocol):
+    """What a replica keeps of its call."""
+
+    shard: shards.Shard
+    tape: tf.GradientTape
+    inputs: list[tf.Tensor]
+
+
+class Pass(NamedTuple):
+    """A forward or backward pass of all replicas.
+
+    Attributes:
+        computed: What each replica computed; None where there is no gradient.
+        is_rows: For each result, whether the replicas have rows of it, or terms of a sum.
+        sources: The tensors that the caller's tape knows: inputs, weights, and gradients that
+            earlier passes took.
+        taken: Each replica's part of these gradients.
+        is_rows_taken: For each of these gradients, whether it is rows.
+    """
+
+    computed: Sequence[Tensors]
+    is_rows: Sequence[bool]
+    sources: list[tf.Tensor]
+    taken: Sequence[Tensors]
+    is_rows_taken: Sequence[bool]
+
+
+class BackwardPasses:
+    """The backward passes of one replicated call.
+
+    Args:
+        name: The layer's name, for errors.
+        replicas: For each local replica its shard, the persistent tape of its call, and its rows of
+            the differentiable inputs; traced, like `trace`.
+        arguments: The arguments of the call, for the whole batch.
+        shards_here: The rows of each local replica.
+        trace: The trace of the call.
+        weights: The gradients of the weights.
+        joined: Joins a tensor's rows of all replicas.
+        summed: Sums tensors over the workers.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        replicas: Sequence[_Replica],
+        arguments: tuple,
+        shards_here: Sequence[shards.Shard],
+        trace: ReplicaTrace,
+        weights: WeightGradients,
+        joined: Callable[[Sequence[tf.Tensor | None]], tf.Tensor | None],
+        summed: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+    ):
+        self._name, self._replicas, self._arguments = name, replicas, arguments
+        self._shards, self._trace, self._weights = shards_here, trace, weights
+        self._joined, self._summed = joined, summed
+        self._num_inputs = len(replicas[0].inputs)
+
+    def gradients(
+        self,
+        step: Pass,
+        upstream: Sequence[tf.Tensor | None],
+        needed: Sequence[bool],
+        beside: Sequence[tf.Tensor] = (),
+    ) -> tuple[list, list[tf.Tensor]]:
+        """Differentiates a pass.
+
+        Args:
+            step: The pass.
+            upstream: The gradients of its results; None if there is none.
+            needed: Whether the caller needs the gradient of each source that is no weight.
+            beside: Sums of this worker that travel with the gradients of the weights.
+
+        Returns:
+            The gradients of the sources, and the totals of `beside`.
+
+        Raises:
+            ValueError: If a result cannot be differentiated.
+        """
+        if not is_recording():
+            results, beside, _ = self._differentiated(step, upstream, needed, beside, again=False)
+            return results, beside
+        upstream = [None if dy is None else tf.convert_to_tensor(dy) for dy in upstream]
+        taken = [dy for dy in upstream if dy is not None]
+        results, totals, places = [], [], []
+
+        def function(*_):
+            of_sources, total, after = self._differentiated(
+                step, upstream, needed, beside, again=True
+            )
+            results.extend(of_sources)
+            totals.extend(total)
+            places.extend(place for place, each in enumerate(results) if each is not None)
+            dense = [_values(results[place]) for place in places]
+
+            def backward(*second):
+                gradients: Tensors = [None] * len(results)
+                for place, gradient in zip(places, second, strict=True):
+                    gradients[place] = gradient
+                return self.gradients(after, gradients, needed_again)[0]
+
+            return dense, backward
+
+        # Tapes that have ended by now ask for no gradient of a gradient.
+        needed_again = [needs_gradient([each]) for each in (*self._without_weights(step), *taken)]
+        sources = [*step.sources, *taken]
+        name = "gradient of a replicated call"
+        recorded = call_with_gradient(name, function, sources, only_by_tapes=True)
+        for place, value in zip(places, recorded, strict=True):
+            if isinstance(results[place], tf.IndexedSlices):
+                slices = results[place]
+                value = tf.IndexedSlices(value, slices.indices, slices.dense_shape)
+            results[place] = value
+        return results, totals
+
+    def _without_weights(self, step: Pass) -> list[tf.Tensor]:
+        first_taken = len(step.sources) - len(step.taken[0])
+        return [*step.sources[: self._num_inputs], *step.sources[first_taken:]]
+
+    def _differentiated(self, step, upstream, needed, beside, again) -> tuple[list, list, Pass]:
+        """The gradients of the sources, the totals of `beside`, and this pass."""
+        self._check(step, upstream)
+        present = [place for place, dy in enumerate(upstream) if dy is not None]
+        seeds = [
+            [shard.rows(upstream[i]) if step.is_rows[i] else upstream[i] for i in present]
+            for shard in self._shards
+        ]
+        num_inputs = self._num_inputs
+
+        def on_replica(k, seeds):
+            replica = self._replicas[k]
+            shard, tape = replica.shard, replica.tape
+            pairs = [
+                (step.computed[k][place], seed) for place, seed in zip(present, seeds, strict=True)
+            ]
+            pairs = [pair for pair in pairs if is_differentiable(pair[0])]
+            sources = [*replica.inputs, *self._weights.variables_read(k), *step.taken[k]]
+            entered = recording_on(tape) if again else contextlib.nullcontext()
+            with shards.working_on(shard), entered:
+                if again:
+                    tape.watch(seeds)
+                gradients = tape.gradient(
+                    [target for target, _ in pairs], sources, [seed for _, seed in pairs]
+                )
+                for place in range(num_inputs):
+                    if gradients[place] is not None:
+                        rows = tf.convert_to_tensor(gradients[place])
+                        gradients[place] = shard.without_dummy_row(rows)
+            self._weights.check(gradients[num_inputs : len(gradients) - len(step.taken[k])])
+            return gradients, seeds
+
+        self._weights.begin_backward(self._arguments)
+        results = self._trace.run(on_replica, range(len(self._shards)), seeds)
+        gradients = [of_replica for of_replica, _ in results]
+        by_source = list(zip(*gradients, strict=True))
+        by_input = by_source[:num_inputs]
+        by_taken = by_source[len(by_source) - len(step.taken[0]) :]
+        by_weight = by_source[num_inputs : len(by_source) - len(by_taken)]
+        needed = iter(needed)
+        of_inputs = [self._joined(rows) if next(needed) else None for rows in by_input]
+        of_weights, beside = self._weights.totals(by_weight, beside, self._arguments, at_once=again)
+        of_taken = self._totals_of_taken(by_taken, step.is_rows_taken, list(needed))
+        is_rows_taken = [step.is_rows[place] for place in present]
+        after = Pass(
+            [
+                [
+                    *of_replica[:num_inputs],
+                    *self._weights.terms(by_weight, k),
+                    *of_replica[len(of_replica) - len(by_taken) :],
+                ]
+                for k, of_replica in enumerate(gradients)
+            ],
+            [*[True] * num_inputs, *[False] * len(of_weights), *step.is_rows_taken],
+            [*step.sources, *(upstream[place] for place in present)],
+            [[*earlier, *seeds] for earlier, (_, seeds) in zip(step.taken, results, strict=True)],
+            [*step.is_rows_taken, *is_rows_taken],
+        )
+        return [*of_inputs, *of_weights, *of_taken], beside, after
+
+    def _totals_of_taken(self, by_taken, is_rows, needed) -> Tensors:
+        """The gradients of what earlier passes took."""
+        totals: Tensors = [None] * len(by_taken)
+        terms = {}
+        for place, parts in enumerate(by_taken):
+            if not needed[place] or parts[0] is None:
+                continue
+            parts = [tf.convert_to_tensor(part) for part in parts]
+            if is_rows[place]:
+                totals[place] = self._joined(parts)
+            else:
+                terms[place] = tf.add_n(parts)
+        for place, total in zip(terms, self._summed(list(terms.values())), strict=True):
+            totals[place] = total
+        return totals
+
+    def _check(self, step: Pass, upstream) -> None:
+        for computed, dy in zip(step.computed[0], upstream, strict=True):
+            if dy is not None and computed is None:
+                raise ValueError(
+                    "Cannot differentiate the gradient of a weight that is sharded over the "
+                    "replicas, or of an embedding's rows. A loss of gradients of the inputs, or "
+                    "of other weights, is required. Received: a gradient of a gradient, in a call "
+                    f"of '{self._name}'. Use `shard='optimizer'`, or leave this weight out of the "
+                    "penalty."
+                )
+
+
+def _values(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
