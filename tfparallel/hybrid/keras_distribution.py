@@ -26,7 +26,6 @@ from tfparallel.layers.composite import class_of_keras, groups_in
 from tfparallel.layers.einsum import axes_of
 from tfparallel.layers.tensor_parallel import tensor_parallel
 from tfparallel.layout.mesh import Mesh
-from tfparallel.placement.model_parallel import check_model
 from tfparallel.problems import PlacementError, Problems
 from tfparallel.replication.data_parallel import data_parallel
 from tfparallel.seams.functional import has_graph
@@ -112,9 +111,6 @@ def distribute(
     axes = _Axes(distribution, num_workers)
     if axes.num_parts > 1:
         split = functools.partial(_split_of, distribution, axes, options)
-        if isinstance(model_or_function, keras.Model):
-            # The paths of a copy's variables may differ.
-            split = split(check_model(model_or_function))
         if axes.num_replicas == 1 and not options:
             return tensor_parallel(model_or_function, axes.devices, split=split)
         mesh = Mesh(data=axes.num_replicas, tensor=axes.num_parts)
