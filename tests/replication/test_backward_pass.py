@@ -132,7 +132,7 @@ class ComputesLoss(Net):
 class Attacked(Net):
     """Keras's own step, trained on rows moved along their gradient, which is no part of the loss.
 
-    Story: the gradient of the weights that the inner tape leaves unused was added to the update.
+    The inner tape leaves the gradient of the weights unused; it must not reach the update.
     """
 
     train_step = keras.Model.train_step

@@ -259,7 +259,7 @@ def _seconds_to(deadline) -> float:
 
 def _late(peer, call, arguments, timeout_seconds) -> RuntimeError:
     return RuntimeError(
-        f"Worker {peer} did not call, or not finish, `tfparallel.{call}({arguments})` within "
+        f"Worker {peer} did not call or finish `tfparallel.{call}({arguments})` within "
         f"{timeout_seconds:g} s. Both workers are required. Received: no answer from worker {peer}."
         " Check what it was doing and its tag, or allow more time with `timeout_seconds`; if both "
         "send first, let one receive first."

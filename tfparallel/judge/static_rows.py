@@ -6,6 +6,7 @@ in either way, `x.shape[0] or tf.shape(x)[0]`, is right; `x.shape[0] or 1` is no
 """
 
 import collections
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -17,21 +18,11 @@ from tfparallel.tracing.graphs import with_inner
 # Operations that compute nothing with numbers, or stand for a constant where a size is known.
 _MOVES = {
     *("BroadcastTo", "Cast", "ConcatV2", "Const", "EnsureShape", "ExpandDims", "Fill", "GatherNd"),
-    *(
-        "GatherV2",
-        "Identity",
-        "OnesLike",
-        "Pack",
-        "Placeholder",
-        "Reshape",
-        "Slice",
-        "Squeeze",
-        "StridedSlice",
-        "Tile",
-    ),
-    *("Transpose", "ZerosLike"),
+    *("GatherV2", "Identity", "OnesLike", "Pack", "Placeholder", "Reshape", "Slice", "Squeeze"),
+    *("StridedSlice", "Tile", "Transpose", "ZerosLike"),
 }
 _MOST_VALUES = 16
+_OF_GRADIENTS = re.compile(r"(?:^|/)gradient(?:s|_tape)(?:_\d+)?/")
 
 
 class Computation(NamedTuple):
@@ -66,7 +57,8 @@ class Computation(NamedTuple):
 
 def _numbers(graph) -> Iterator[tuple[tf.Operation, Any]]:
     for op in with_inner(graph.get_operations()):
-        if not any(each.dtype.is_floating or each.dtype.is_complex for each in op.outputs):
+        # Gradients follow from the rest; of unknown sizes, they are summed where it may be needed.
+        if _OF_GRADIENTS.search(op.name) or not any(map(_is_number, op.outputs)):
             continue
         if op.type not in _MOVES:
             yield op, op.type
@@ -74,3 +66,7 @@ def _numbers(graph) -> Iterator[tuple[tf.Operation, Any]]:
             values = np.unique(tf.make_ndarray(op.get_attr("value")))
             if len(values) <= _MOST_VALUES:
                 yield op, tuple(values)
+
+
+def _is_number(tensor) -> bool:
+    return tensor.dtype.is_floating or tensor.dtype.is_complex
