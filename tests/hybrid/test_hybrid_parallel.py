@@ -89,9 +89,8 @@ def assert_copies_are_equal(model):
 
 def hybrid(build=residual, mesh="2 x 2 x 1", **options):
     options = {"balance": "memory", "num_micro_batches": 2} | options
-    return tfparallel.hybrid_parallel(
-        lambda: seeded(build), MESHES[mesh] if isinstance(mesh, str) else mesh, DEVICES, **options
-    )
+    mesh = MESHES.get(mesh, mesh) if isinstance(mesh, str) else mesh
+    return tfparallel.hybrid_parallel(lambda: seeded(build), mesh, DEVICES, **options)
 
 
 @pytest.mark.parametrize(
@@ -263,6 +262,7 @@ WRONG = {
         "A mesh of data=2 has 2 devices. Received: 4",
     ),
     "an axis": ({"mesh": {"datas": 2}}, "axes 'data', 'pipeline', 'tensor' and 'sequence'"),
+    "a text": ({"mesh": "data=2"}, r"Pass `tfparallel.Mesh.parse\('data=2'\)`"),
     "a size": ({"mesh": {"data": 0}}, "whole number of devices"),
     "a schedule": ({"schedule": "2f2b"}, "`schedule` must be one of"),
     "a layer to split": (

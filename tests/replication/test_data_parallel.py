@@ -367,6 +367,20 @@ def test_tensorflows_strategy_is_refused_with_the_way_out():
         tfparallel.data_parallel(mlp, TWO)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "fix"),
+    [
+        ("sync", "local-sgd:8", "Did you mean 'local_sgd:8'"),
+        ("sync", "LocalSGD:8", "Did you mean 'local_sgd:8'"),
+        ("shard", "params", "Pass shard='parameters'"),
+        ("strategy", "multi_worker", "Leave out `strategy`"),
+    ],
+)
+def test_near_misses_name_what_was_meant(option, value, fix):
+    with pytest.raises(ValueError, match=fix):
+        tfparallel.data_parallel(mlp, devices=TWO, **{option: value})
+
+
 def test_a_strategy_and_devices_contradict_each_other():
     with pytest.raises(ValueError, match="A strategy already defines its devices"):
         tfparallel.data_parallel(mlp, tfparallel.MirroredStrategy(TWO), devices=THREE)

@@ -129,7 +129,7 @@ def hybrid_parallel(
             of_each = f", {mesh.size // number} per worker" if number > 1 else ""
             raise PlacementError(
                 f"A mesh of {mesh} has {mesh.size} devices{of_each}. Received: {len(names)} "
-                f"({', '.join(names)})."
+                f"({', '.join(names)}). Pass {mesh.size // number} devices, or another mesh."
             )
     if num_micro_batches is None:
         num_micro_batches = 4 if mesh.pipeline > 1 else 1
@@ -295,7 +295,8 @@ def _mesh_of(mesh) -> Mesh:
             return Mesh(**mesh)
         except TypeError:
             pass
+    fix = f" Pass `tfparallel.Mesh.parse({mesh!r})`." if isinstance(mesh, str) else ""
     raise PlacementError(
         "`mesh` must be a `tfparallel.Mesh`, or a dictionary with the axes 'data', 'pipeline', "
-        f"'tensor' and 'sequence'. Received: mesh={mesh!r}."
+        f"'tensor' and 'sequence'. Received: mesh={mesh!r}.{fix}"
     )

@@ -20,6 +20,7 @@ from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.model_parallel import place, seen_model
 from tfparallel.problems import PlacementError, Problems, usable_devices
 from tfparallel.replication.sync_option import Synchronization
+from tfparallel.texts import counted
 from tfparallel.variables.deferred_build import StoragelessModel
 
 
@@ -35,10 +36,10 @@ class TooFewLayersError(PlacementError):
         self.num_layers = num_layers
         self.num_stages = schedule.num_stages
         super().__init__(
-            f"Each stage needs a layer. Received: {num_layers} layers for {schedule.num_stages} "
-            f"stages, {schedule.chunks_per_device} on each of {schedule.num_devices} devices "
-            f"(schedule={schedule.name!r}). Pass fewer devices, or allow_empty_stages=True: "
-            "the last stages then only pass on their inputs."
+            f"Each stage needs a layer. Received: {counted(num_layers, 'layer')} for "
+            f"{schedule.num_stages} stages, {schedule.chunks_per_device} on each of "
+            f"{schedule.num_devices} devices (schedule={schedule.name!r}). Pass fewer devices, or "
+            "allow_empty_stages=True: the last stages then only pass on their inputs."
         )
 
 

@@ -167,7 +167,7 @@ def _check_shard(shard: str, sync: str, policy: Synchronization) -> None:
     if shard not in SHARED_OUT:
         raise ValueError(
             f"`shard` must be one of {', '.join(map(repr, SHARED_OUT))}, or None. Received: "
-            f"shard={shard!r}."
+            f"shard={shard!r}. Pass shard='parameters' to shard the weights, too."
         )
     if shard == "gradients" and not policy.accumulates:
         raise ValueError(
@@ -261,14 +261,15 @@ def _resolve_strategy(strategy, devices, all_reduce, compression, allow_independ
                 )
         return strategy
     if strategy != "auto":
-        fix = (
-            f"Pass devices as `devices={strategy!r}`."
-            if isinstance(strategy, int | list | tuple)
-            else (
+        if isinstance(strategy, int | list | tuple):
+            fix = f"Pass devices as `devices={strategy!r}`."
+        elif isinstance(strategy, str):
+            fix = "Leave out `strategy`: 'auto' takes the devices and all workers of the job."
+        else:
+            fix = (
                 "TensorFlow's own strategies clip and average on each replica; replace "
                 "`tf.distribute.` with `tfparallel.`."
             )
-        )
         raise ValueError(
             "`strategy` must be 'auto', a `tfparallel.MirroredStrategy` or a "
             "`tfparallel.MultiWorkerMirroredStrategy`. Received: "

@@ -1,5 +1,6 @@
 """The values of `sync=`: when workers synchronize their weights. Needs no TensorFlow."""
 
+import contextlib
 from typing import NamedTuple
 
 FORMS = (
@@ -69,7 +70,13 @@ class Synchronization(NamedTuple):
             if len(values) == 2 and values[0] >= 0 and values[1] >= 1:
                 return cls(values[1], values[0])
         else:
-            raise ValueError(f"`sync` must be {FORMS}. Received: {spec!r}, which is unknown.")
+            fix = ""
+            plain = str(spec).lower().replace("-", "_").replace("localsgd", "local_sgd")
+            if plain != spec:
+                with contextlib.suppress(ValueError):
+                    cls.parse(plain)
+                    fix = f" Did you mean {plain!r}?"
+            raise ValueError(f"`sync` must be {FORMS}. Received: {spec!r}, which is unknown.{fix}")
         raise ValueError(
             f"`sync` must be {FORMS}. Received: {spec!r}; {expected} (whole numbers of at least 1)."
         )
