@@ -250,7 +250,10 @@ LAYOUTS = {
     "one axis twice": ({"up/kernel": ("model", "model")}, "names a mesh axis once"),
     "too many axes": ({"up/.*": (None, "model")}, r"Received: 'up/bias' of shape \(7,\)"),
     "two keys": ({"up.kernel": (None, "model"), "up.*l": ()}, "matches multiple layout"),
-    "nothing": ({"upp/kernel": (None, "model")}, "Received: layouts for 'upp/kernel'; variables"),
+    "nothing": (
+        {"upp/kernel": (None, "model")},
+        r"Received: layouts for 'upp/kernel'; variables .* begin it with '\.\*' to match the end",
+    ),
 }
 
 

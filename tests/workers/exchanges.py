@@ -5,27 +5,20 @@ number; N replicas, of which k is one.
 """
 
 import time
-import traceback
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import tfparallel
-from tests.workers.collectives import NUMBERS, equal, gradient, on_replicas
+from tests.workers.collectives import NUMBERS, equal, gradient, on_replicas, seen_in
 
 
 def main():
-    seen = {}
     w, W = tfparallel.worker_index(), tfparallel.num_workers()
     options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=300)
     strategy = tfparallel.MultiWorkerMirroredStrategy(communication_options=options)
-    for name, check in CHECKS.items():
-        try:
-            seen[name] = check(strategy, w, W) or "ok"
-        except BaseException:
-            seen[name] = traceback.format_exc()
-    return seen
+    return seen_in(CHECKS, strategy, w, W)
 
 
 def blocks(sender, num_ranks, rows=2):

@@ -190,7 +190,8 @@ def _split_of(
             f"No layout divides a variable of model '{model.name}' along the axis {axes.model!r} "
             f"of {axes.num_parts} devices. Received: layouts for "
             f"{', '.join(map(repr, layout_map_of(distribution))) or 'nothing'}; variables such as "
-            f"{', '.join(repr(variable.path) for variable in model.variables[:4])}."
+            f"{', '.join(repr(variable.path) for variable in model.variables[:4])}. "
+            "A key is a regular expression for a path; begin it with '.*' to match the end of one."
         )
     return split
 
