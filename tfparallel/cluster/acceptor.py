@@ -85,7 +85,11 @@ class Acceptor:
             loop.call_later(RETRY_SECONDS, self._listen)
             return
         if len(self._strangers) >= self._max_strangers:
-            next(iter(self._strangers)).cancel()
+            # At once: a task ends some turns of the loop after it was cancelled, and until then
+            # every newcomer would cancel that same one.
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.cancel()
         connection = Connection(caller, address)
         task = self.spawn(self._answer(connection))
         self._strangers[task] = None
