@@ -1,6 +1,5 @@
 """Groups: collectives among some of the workers."""
 
-import copy
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -81,16 +80,7 @@ def _problem(ranks, timeout_seconds, num_workers):
 
 def _connected(workers, members, timeout_seconds) -> ProcessGroup | None:
     """Connects some workers; all call it. Returns None outside the group, and in a group of one."""
-    tensorflow = workers.by_tensorflow
-    group = copy.copy(tensorflow)
-    group._take_keys()  # On all workers: the keys of later groups must agree.
-    group.for_users = group
-    group.timeout_seconds, group.num_workers = timeout_seconds, len(members)
-    group._worker_of_rank = group._rank_of_worker = list(range(len(members)))
-    is_member = workers.worker_index in members and len(members) > 1
-    if is_member:
-        group.worker_index = members.index(workers.worker_index)
-        group.learn_ranks()
+    group = workers.by_tensorflow.of_members(members, timeout_seconds)
     if len(members) > 1 and isinstance(workers, MpiProcessGroup):
         return mpi_workers.subgroup(workers, group, members)
-    return group if is_member else None
+    return group if workers.worker_index in members and len(members) > 1 else None

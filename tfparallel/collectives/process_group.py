@@ -125,10 +125,24 @@ class ProcessGroup:
 
     def with_transport(self, name: str) -> "ProcessGroup":
         """Returns a second group of the same workers, on "ring", "ring_tuned" or "nccl"."""
-        group = copy.copy(self)
-        vars(group).pop("for_users", None)
+        group = self._another()
         group.transport = name
-        group._take_keys()
+        return group
+
+    def of_members(self, members: Sequence[int], timeout_seconds: float) -> "ProcessGroup":
+        """Returns a group of some of the workers, for calls from user code. All workers call it.
+
+        Args:
+            members: The indices of the workers, in ascending order.
+            timeout_seconds: How long a collective waits for the other members.
+        """
+        group = self._another()  # On all workers: the keys of later groups must agree.
+        group.for_users = group
+        group.timeout_seconds, group.num_workers = timeout_seconds, len(members)
+        group._worker_of_rank = group._rank_of_worker = list(range(len(members)))
+        if len(members) > 1 and self.worker_index in members:
+            group.worker_index = members.index(self.worker_index)
+            group.learn_ranks()
         return group
 
     @functools.cached_property
@@ -140,7 +154,12 @@ class ProcessGroup:
         that a `tf.function` with collectives of both groups runs them in the same order on all
         workers, as NCCL requires of communicators that share a device.
         """
+        return self._another()
+
+    def _another(self) -> "ProcessGroup":
+        """Returns a group of the same workers, with keys of its own and the same tokens."""
         group = copy.copy(self)
+        vars(group).pop("for_users", None)
         group._take_keys()
         return group
 

@@ -65,32 +65,23 @@ class Seed(tf.experimental.ExtensionType):
         with as_number():
             return tf.identity(self.of_piece)
 
-    def __getitem__(self, key):
-        return self.number()[key]
-
     def __len__(self):
         return 2
 
     def __iter__(self):
         return iter(tf.unstack(self.number()))
 
-    def __add__(self, other):
-        return self.number() + other
 
-    def __radd__(self, other):
-        return other + self.number()
+def _of_number(name):
+    def called(seed, *others):
+        return getattr(seed.number(), name)(*others)
 
-    def __sub__(self, other):
-        return self.number() - other
+    return called
 
-    def __mul__(self, other):
-        return self.number() * other
 
-    def __rmul__(self, other):
-        return other * self.number()
-
-    def __mod__(self, other):
-        return self.number() % other
+# A seed that a layer computes with is a number, as a tensor.
+for _name in tf.Tensor.OVERLOADABLE_OPERATORS - {"__eq__", "__ne__"}:
+    setattr(Seed, _name, _of_number(_name))
 
 
 class DividedSeeds:
