@@ -87,7 +87,8 @@ def test_a_medical_table_learns():
 
 @pytest.mark.slow
 def test_genomics_learns():
-    assert learned("genomics")["auc"] > 0.98
+    """A guess among six is right in 17% of the pieces, one among the frames without a stop, 59%."""
+    assert learned("genomics")["accuracy"] > 0.8
 
 
 @pytest.mark.slow
@@ -187,12 +188,19 @@ def test_both_classes_of_a_medical_table_weigh_the_same():
     np.testing.assert_allclose(weights[malignant].sum(), weights[~malignant].sum(), rtol=1e-6)
 
 
-def test_every_sequence_has_the_letters_of_a_site():
-    (letters, labels), _ = load("genomics").load_data()
-    sites = labels[:, 0] == 1
-    assert np.all(letters[:, 50] == 2) and sites.mean() == 0.5
-    # C instead of T where 3 in 100 human sites have it.
-    assert 0.01 < np.mean(letters[sites, 51] == 1) < 0.05
+def test_a_gene_begins_and_ends_as_genes_do():
+    """Read three letters at a time, and none of the codons between ends it."""
+    stops = {"taa", "tag", "tga"}
+    for gene, _ in load("genomics").read_genes():
+        text = "".join("acgt"[letter] for letter in gene)
+        first, *inside, last = [text[start : start + 3] for start in range(0, len(text), 3)]
+        assert first in ("atg", "gtg") and last in stops and not stops.intersection(inside)
+
+
+def test_every_reading_frame_is_as_frequent():
+    for letters, frames in load("genomics").load_data():
+        assert letters.shape[1:] == (99,) and set(np.unique(letters)) == {0, 1, 2, 3}
+        assert np.ptp(np.bincount(frames)) <= 2
 
 
 def test_no_year_to_be_forecast_was_trained_on():
