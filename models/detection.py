@@ -8,10 +8,10 @@ Why: the maps of large pictures fill a device, and each device can compute a par
         --convolutions=height
     tfparallel train models/detection.py --parallel=model --num_devices=2
 
-The pictures are composed from real data, as those of segmentation.py: two of scikit-learn's digits,
-tripled, on a crop of 48 x 48 pixels of its photographs. For each cell of 4 x 4 pixels the
-model says which digit has its center there, if any, and where that digit's box ends: its distances
-to the left, top, right and bottom, in cells.
+scikit-learn ships no boxes, so the pictures are composed from real data: two of its digits,
+tripled, on a crop of 48 x 48 pixels of its two photographs (read with Pillow). For each cell of 4 x
+4 pixels the model says which digit has its center there, if any, and where that digit's box ends:
+its distances to the left, top, right and bottom, in cells.
 
 References:
     Zhou, Wang, Krähenbühl. Objects as points. arXiv 1904.07850, 2019.
@@ -22,7 +22,6 @@ import keras
 import numpy as np
 from digits_cnn import load_digits
 from keras import ops
-from segmentation import backgrounds, cut
 
 EPOCHS = 15
 SIDE, CELL = 48, 4
@@ -123,6 +122,23 @@ def load_data():
     return compose(train_digits, train, seed=0), compose(validation_digits, validation, seed=1)
 
 
+def backgrounds():
+    """Returns the photographs' parts, their left two thirds to train on, the others to validate."""
+    train, validation = [], []
+    for photograph in photographs():
+        border = photograph.shape[1] * 2 // 3
+        train.append(photograph[:, :border])
+        validation.append(photograph[:, border:])
+    return train, validation
+
+
+def photographs():
+    """Returns scikit-learn's two photographs, each `(427, 640, 3)` in float32 from 0 to 1."""
+    from sklearn.datasets import load_sample_images
+
+    return [image.astype("float32") / 255.0 for image in load_sample_images().images]
+
+
 def compose(digits, backgrounds, seed):
     """Draws each digit, and another one beside it, on a random part of a background."""
     images, labels = digits
@@ -149,3 +165,10 @@ def compose(digits, backgrounds, seed):
             cells[index, row, column, NUM_CLASSES:] = [*(middle - box[:2]), *(box[2:] - middle)]
         pictures[index] = picture
     return pictures, cells
+
+
+def cut(picture, side, random):
+    """Returns a random square of `picture`, `(height, width, 3)`."""
+    row = random.integers(picture.shape[0] - side + 1)
+    column = random.integers(picture.shape[1] - side + 1)
+    return picture[row : row + side, column : column + side]

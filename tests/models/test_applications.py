@@ -120,7 +120,8 @@ def test_molecules_learn_energies_and_forces():
 
 @pytest.mark.slow
 def test_a_segmentation_learns():
-    assert learned("segmentation", batch_size=32)["iou"] > 0.6
+    """The most frequent tissue of a pixel's brightness would reach 0.52."""
+    assert learned("segmentation", batch_size=8)["iou"] > 0.7
 
 
 @pytest.mark.slow
@@ -159,13 +160,15 @@ def test_words_continue_and_rare_ones_share_a_number():
     assert 0 < np.mean(x == 0) < 0.05
 
 
-def test_masks_are_where_the_ink_is():
-    (pictures, masks), _ = load("segmentation").load_data()
-    assert set(np.unique(masks)) == {0.0, 1.0}
-    assert 0.05 < masks.mean() < 0.3
-    assert 0.0 <= pictures.min() and pictures.max() <= 1.0
-    ink = (pictures * masks).sum() / masks.sum() / 3
-    assert ink != pytest.approx(pictures.mean(), abs=0.01)
+def test_slices_of_a_brain_are_bright_where_white_matter_is():
+    for slices, tissues in load("segmentation").load_data():
+        assert slices.shape == (*tissues.shape, 1) and set(np.unique(tissues)) == {0, 1, 2}
+        none, gray, white = (slices[tissues == tissue].mean() for tissue in range(3))
+        assert none < gray < white
+        # Two hemispheres; and no brain at the corners, where only noise is.
+        left, right = np.split(slices, 2, axis=2)
+        np.testing.assert_allclose(left.mean(), right.mean(), rtol=0.02)
+        assert not tissues[:, :8, :8].any()
 
 
 @pytest.mark.slow
