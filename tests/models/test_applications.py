@@ -16,6 +16,7 @@ MICRO_BATCHES = {"num_micro_batches": 4, "balance": "memory"}
 MESH = {"mesh": tfparallel.Mesh(data=2, pipeline=2), "balance": "memory"}
 SEQUENCE = {"mesh": tfparallel.Mesh(sequence=2)}
 FORMS = {
+    "burgers": [("data", 2, {}), ("tensor", 2, {})],
     "detection": [("model", 2, {}), ("tensor", 2, HEIGHT)],
     "genomics": [("pipeline", 2, MICRO_BATCHES), ("hybrid", 4, MESH)],
     "language_model": [("tensor", 2, {}), ("data", 2, {})],
@@ -125,6 +126,12 @@ def test_a_segmentation_learns():
 
 
 @pytest.mark.slow
+def test_an_equation_is_solved():
+    """Before, with what the solution is at the start, the error is 0.25."""
+    assert learned("burgers")["u_mae"] < 0.05
+
+
+@pytest.mark.slow
 def test_a_recommender_learns():
     """Popularity alone would reach 0.5."""
     assert learned("recommender", batch_size=512)["auc"] > 0.75
@@ -198,6 +205,17 @@ def test_a_gene_begins_and_ends_as_genes_do():
         text = "".join("acgt"[letter] for letter in gene)
         first, *inside, last = [text[start : start + 3] for start in range(0, len(text), 3)]
         assert first in ("atg", "gtg") and last in stops and not stops.intersection(inside)
+
+
+def test_the_exact_solution_solves_the_equation():
+    task, step = load("burgers"), 1e-4
+    x, t = np.random.default_rng(0).uniform((-0.9, 0.1), (0.9, 0.9), size=(50, 2)).T
+    u = task.exact(x, t)
+    right, left = task.exact(x + step, t), task.exact(x - step, t)
+    u_t = (task.exact(x, t + step) - task.exact(x, t - step)) / (2 * step)
+    u_x, u_xx = (right - left) / (2 * step), (right - 2 * u + left) / step**2
+    np.testing.assert_allclose(u_t + u * u_x, task.VISCOSITY * u_xx, atol=1e-5)
+    np.testing.assert_allclose(task.exact(x, 0 * t), -np.sin(np.pi * x), atol=1e-12)
 
 
 def test_every_reading_frame_is_as_frequent():
