@@ -29,6 +29,7 @@ from keras import ops
 EPOCHS = 40
 VISCOSITY = 0.05
 NUM_TRAIN, NUM_VALIDATION = 2000, 500
+NUM_STEPS = EPOCHS * NUM_TRAIN // 64  # Until the learning rate has decayed.
 NUM_NODES = 64  # Of the quadrature for the exact solution.
 
 
@@ -84,8 +85,9 @@ def build_model():
 
 def compile_model(model):
     """Compiles the net with Adam, the squared residual, and the absolute error of u."""
+    decay = keras.optimizers.schedules.CosineDecay(5e-3, NUM_STEPS)
     model.compile(
-        optimizer=keras.optimizers.Adam(5e-3, epsilon=1e-4),
+        optimizer=keras.optimizers.Adam(decay, epsilon=1e-4),
         loss={"u": None, "residual": "mean_squared_error"},
         metrics={"u": [keras.metrics.MeanAbsoluteError(name="mae")]},
     )
