@@ -3,6 +3,7 @@
 import base64
 import copy
 import io
+import re
 
 import nbformat
 import numpy as np
@@ -73,6 +74,13 @@ def test_it_uses_whatever_devices_there_are(path):
         calls = [f"split_gpu({number})", f"split_cpu({number})"]
     for call in calls:
         assert f"tfparallel.devices.{call}" in source
+
+
+@of_each
+def test_it_imports_what_there_is(path):
+    source = "\n".join(cell.source for cell in execute.code_cells(execute.read(path)))
+    for line in re.findall(r"^(?:from|import) tfparallel.*$", source, re.MULTILINE):
+        exec(line, {})
 
 
 @pytest.mark.slow

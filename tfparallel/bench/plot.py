@@ -1,9 +1,10 @@
-"""Plots of a sweep over sizes, and of scaling over workers."""
+"""Plots of a sweep over sizes, of scaling over workers, and of a schedule."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
@@ -12,6 +13,7 @@ from tfparallel.bench.collectives import bus_factor
 from tfparallel.bench.cost_fit import least_bytes, modelled_as
 from tfparallel.bench.table import Row
 from tfparallel.collectives.algorithms import ALGORITHMS
+from tfparallel.collectives.algorithms.schedule import MessageSchedule
 from tfparallel.collectives.cost_model import CostModel
 from tfparallel.texts import size_text
 
@@ -137,6 +139,47 @@ def draw_scaling(path: str, strong: Sequence[Any], weak: Sequence[Any], title: s
         _tidy(axes, "y")
     figure.suptitle(title, fontsize=13)
     figure.savefig(path)
+
+
+def draw_schedule(axes: Any, schedule: MessageSchedule, title: str) -> None:
+    """Draws a schedule of few ranks: solid arrows add, dashed arrows copy.
+
+    A column is a rank, a row is a step. `axes` are Matplotlib's.
+    """
+    steps = list(schedule.steps())
+    palette = colormaps["viridis"]
+    for rank in range(schedule.num_ranks):
+        axes.plot([rank, rank], [-0.2, len(steps)], color="#dddddd", linewidth=1, zorder=0)
+    for number, step in enumerate(steps):
+        if number and steps[number - 1].adds and not step.adds:
+            axes.axhline(number - 0.1, color="#999999", linewidth=0.8, linestyle=":")
+        for source, target, start, stop in step.messages():
+            middle = (start + stop - 1) / 2 / max(schedule.num_blocks - 1, 1)
+            # Bend the arrows of an exchange apart.
+            bend = 0.12 if source < target else -0.12
+            axes.annotate(
+                "",
+                xy=(target, number + 0.65),
+                xytext=(source, number + 0.1),
+                arrowprops={
+                    "arrowstyle": "-|>",
+                    "color": palette(0.9 * middle),
+                    "linestyle": "-" if step.adds else (0, (3, 2)),
+                    "linewidth": 0.8 + 1.6 * (stop - start) / schedule.num_blocks,
+                    "connectionstyle": f"arc3,rad={bend}",
+                    "shrinkA": 0,
+                    "shrinkB": 0,
+                },
+            )
+    axes.set_xlim(-0.5, schedule.num_ranks - 0.5)
+    axes.set_ylim(len(steps), -0.3)
+    axes.set_xticks(range(schedule.num_ranks))
+    axes.set_yticks([number + 0.35 for number in range(len(steps))], range(len(steps)))
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.xaxis.tick_top()
+    blocks = f"{schedule.num_blocks} block{'s' * (schedule.num_blocks > 1)}"
+    axes.set_title(f"{title}\n{len(steps)} steps, {blocks}", fontsize=10)
 
 
 def _tidy(axes, lines_across):

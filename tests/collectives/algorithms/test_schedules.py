@@ -16,7 +16,7 @@ from tfparallel.collectives.algorithms import (
     schedule,
     trees,
 )
-from tfparallel.collectives.algorithms.schedule import log2_ceiling
+from tfparallel.collectives.algorithms.schedule import holdings, log2_ceiling
 
 NAMES = st.sampled_from(sorted(ALGORITHMS))
 MANY = settings(max_examples=60, deadline=None)
@@ -24,24 +24,6 @@ MANY = settings(max_examples=60, deadline=None)
 
 def sent(step):
     return [(source, target, start) for source, target, start, _ in step.messages()]
-
-
-def holdings(schedule):
-    """Counts the terms in each block of each rank at the end: `(ranks, blocks, ranks)`.
-
-    A correct all-reduce ends with 1 everywhere.
-    """
-    num_ranks = schedule.num_ranks
-    counts = np.zeros((num_ranks, schedule.num_blocks, num_ranks), int)
-    counts[np.arange(num_ranks), :, np.arange(num_ranks)] = 1
-    for step in schedule.steps():
-        before = counts.copy()
-        for source, target, start, stop in step.messages():
-            if step.adds:
-                counts[target, start:stop] += before[source, start:stop]
-            else:
-                counts[target, start:stop] = before[source, start:stop]
-    return counts
 
 
 def test_a_ring_of_three():

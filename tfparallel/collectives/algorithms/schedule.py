@@ -114,6 +114,24 @@ def there_and_back(
     return MessageSchedule(num_ranks, num_blocks, steps)
 
 
+def holdings(schedule: MessageSchedule) -> np.ndarray:
+    """Counts the terms in each block of each rank at the end: `(ranks, blocks, ranks)`.
+
+    A correct all-reduce ends with 1 everywhere.
+    """
+    num_ranks = schedule.num_ranks
+    counts = np.zeros((num_ranks, schedule.num_blocks, num_ranks), int)
+    counts[np.arange(num_ranks), :, np.arange(num_ranks)] = 1
+    for step in schedule.steps():
+        before = counts.copy()
+        for source, target, start, stop in step.messages():
+            if step.adds:
+                counts[target, start:stop] += before[source, start:stop]
+            else:
+                counts[target, start:stop] = before[source, start:stop]
+    return counts
+
+
 def check_num_ranks(num_ranks: int) -> None:
     """Checks that there is at least one rank.
 
