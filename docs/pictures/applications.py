@@ -27,7 +27,7 @@ BUILDERS = {
     "time_series": (tfparallel.data_parallel, 64),
     "burgers": (tfparallel.data_parallel, 64),
 }
-SLICE, PICTURES = 20, (3, 8)
+SLICE, PICTURES = 20, (3, 12)
 TIMES = (0.0, 0.25, 0.5, 1.0)
 
 
@@ -35,13 +35,15 @@ def main(folder: pathlib.Path = style.FOLDER) -> None:
     """Trains the models, and draws all into one picture."""
     devices = tfparallel.devices.split_cpu(2)
     sys.path.insert(0, str(MODELS))
-    picture = Figure(figsize=(9.4, 5.2), facecolor=style.colour("card"))
+    picture = Figure(figsize=(9.4, 4.6), facecolor=style.colour("card"))
     FigureCanvasAgg(picture)
-    top, bottom = picture.subfigures(2, 1, height_ratios=(1.15, 1))
+    top, bottom = picture.subfigures(2, 1, height_ratios=(1, 1.15))
     for each in (top, bottom):
         each.patch.set_visible(False)
-    images = top.subplots(1, 5, gridspec_kw={"wspace": 0.06, "left": 0.02, "right": 0.98})
-    plots = bottom.subplots(1, 2, gridspec_kw={"left": 0.06, "right": 0.98, "bottom": 0.18})
+    images = top.subplots(1, 5)
+    top.subplots_adjust(left=0.02, right=0.98, bottom=0.0, top=0.9, wspace=0.06)
+    plots = bottom.subplots(1, 2)
+    bottom.subplots_adjust(left=0.06, right=0.98, bottom=0.18, top=0.97)
     draw_brain(images[:3], *trained("segmentation", devices))
     draw_detection(images[3:], *trained("detection", devices))
     draw_sunspots(plots[0], *trained("time_series", devices))
@@ -97,7 +99,7 @@ def draw_sunspots(axes, task, model, validation):
     axes.plot(future[:, 0], color=style.colour("other"), label="observed")
     predicted = model.predict(past, verbose=0)[:, 0]
     axes.plot(predicted, color=style.colour("forward"), label="forecast a year before")
-    axes.set(xlabel="years after 1920", ylabel="sunspots")
+    axes.set(xlabel="years after 1920", ylabel="sunspots, hundreds", ylim=(0, 2.4))
     finish(axes)
 
 
@@ -116,7 +118,7 @@ def draw_burgers(axes, task, model, validation):
 def finish(axes):
     """Gives a plot the look of the others, and a legend."""
     style.plain_axes(axes)
-    axes.legend(frameon=False, fontsize=9)
+    axes.legend(frameon=False, fontsize=9, loc="upper right")
 
 
 def title_of(axes, text):
