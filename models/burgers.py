@@ -26,7 +26,7 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-EPOCHS = 40
+EPOCHS = 60
 VISCOSITY = 0.05
 NUM_TRAIN, NUM_VALIDATION = 2000, 500
 NUM_STEPS = EPOCHS * NUM_TRAIN // 64  # Until the learning rate has decayed.
@@ -85,7 +85,7 @@ def build_model():
 
 def compile_model(model):
     """Compiles the net with Adam, the squared residual, and the absolute error of u."""
-    decay = keras.optimizers.schedules.CosineDecay(5e-3, NUM_STEPS)
+    decay = keras.optimizers.schedules.CosineDecay(1e-2, NUM_STEPS)
     model.compile(
         optimizer=keras.optimizers.Adam(decay, epsilon=1e-4),
         loss={"u": None, "residual": "mean_squared_error"},

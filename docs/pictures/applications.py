@@ -43,7 +43,7 @@ def main(folder: pathlib.Path = style.FOLDER) -> None:
     images = top.subplots(1, 5)
     top.subplots_adjust(left=0.02, right=0.98, bottom=0.0, top=0.9, wspace=0.06)
     plots = bottom.subplots(1, 2)
-    bottom.subplots_adjust(left=0.06, right=0.98, bottom=0.18, top=0.97)
+    bottom.subplots_adjust(left=0.06, right=0.98, bottom=0.18, top=0.97, wspace=0.17)
     draw_brain(images[:3], *trained("segmentation", devices))
     draw_detection(images[3:], *trained("detection", devices))
     draw_sunspots(plots[0], *trained("time_series", devices))
