@@ -24,6 +24,11 @@ def axes(kind, *axis, **attributes):
     return lambda x: raw(kind, **attributes)(x, tf.constant(axis[0] if len(axis) == 1 else axis))
 
 
+def of(operation, views):
+    """An operation of views of the rows, one after the other."""
+    return lambda x: operation(views(x))
+
+
 # --- reductions
 
 for _kind in ("Sum", "Mean", "Max", "Min", "Prod", "EuclideanNorm", "All", "Any"):
@@ -39,6 +44,9 @@ for _kind, _power in (("Sum", 0), ("Mean", -1)):
     case(_kind, axes(_kind, 0), rows(B, 3), Sum(_power))
     case(_kind, axes(_kind, 0, 1), rows(B, 3), Sum(_power))
     case(_kind, axes(_kind, 1), rows(3, B, axis=1, power=-1), Sum(_power - 1))
+    case(_kind, of(axes(_kind, 0), lambda x: tf.concat([x, -2 * x], 0)), rows(B, 3), Sum(_power))
+    case(_kind, of(axes(_kind, 0), lambda x: tf.reshape(x, (-1, 3))), rows(2, B, 3, axis=1),
+         Sum(_power))  # fmt: skip
     case(_kind, axes(_kind, 0), mean(3, 4), Sum(-1))
     case(_kind, axes(_kind, 0), same(3, power=1), Replicate(1))
     case(_kind, beside(_kind, lambda x: tf.shape(x)[0] % 2), rows(B, 3))
@@ -371,6 +379,11 @@ case("Slice", lambda x, c: tf.slice(c, [0], [num_rows(x)]), [rows(B, 4), same(9)
 
 # --- indices
 
+
+def row_numbers(x):
+    return tf.expand_dims(tf.range(num_rows(x)), 1)
+
+
 case("GatherV2", lambda t, i: tf.gather(t, i), [same(4, 3), rows(B, 2, **INTS)], Shard(0))
 case("GatherV2", lambda t, i: tf.gather(t, i, axis=1), [same(4, 3), rows(B, 2, **INTS)], Shard(1))
 case("GatherV2", lambda t, i: tf.gather(t, i, axis=1), [rows(B, 3, 2), same(4, **INTS)], Shard(0))
@@ -379,6 +392,9 @@ case("GatherV2", lambda t, i: tf.gather(t, i, axis=0), [rows(3, B, axis=1), same
 case("GatherV2", lambda t, i: tf.gather(t, i, axis=1, batch_dims=1),
      [rows(B, 3, 2), rows(B, 4, **INTS)], Shard(0))  # fmt: skip
 case("GatherV2", lambda x: tf.gather(x, tf.range(num_rows(x))), rows(B, 3), Shard(0))
+case("GatherV2", lambda x: tf.gather(row_numbers(x), [0], axis=1), rows(B, 3))
+case("GatherV2", lambda x, i: tf.gather(row_numbers(x), i, batch_dims=1),
+     [rows(B, 3), rows(B, 1, high=1, **INTS)])  # fmt: skip
 case("GatherV2", lambda t, i: tf.gather(t, i), [rows(B, 3), same(2, **INTS)])
 case("GatherV2", lambda t, i: tf.gather(t, i), [rows(B, 3), rows(B, **INTS)])
 case("GatherV2", lambda t, i: tf.gather(t, i), [mean(4, 3), rows(B, **INTS)])

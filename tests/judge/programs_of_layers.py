@@ -731,6 +731,27 @@ for name, (how, shape, verdict) in WRITING.items():
     program(f"writes: {name}, and reads it", verdict, net(Make(Writes, how, shape, reads=True)))
 
 
+class Helper:
+    """An object that is no layer holds the variable, so Keras does not find it."""
+
+    def __init__(self, layer, shape):
+        self.state = keras.Variable(np.zeros(shape), dtype=layer.dtype, trainable=False)
+
+
+class WritesInHelper(Writes):
+    def build(self, shape):
+        self.helper = Helper(self, self.state_shape)
+
+    def call(self, x):
+        y = x + 0.1 * self.helper.state
+        self.how(self.helper.state, x)
+        return y
+
+
+for name, (how, shape, verdict) in WRITING.items():
+    program(f"writes: {name}, in a helper", verdict, net(Make(WritesInHelper, how, shape)))
+
+
 class HoldsVariable(layers.Layer):
     """Writes a variable that Keras does not know."""
 
@@ -766,6 +787,23 @@ class HoldsMetric(layers.Layer):
         return x
 
 
+class ReadsMetric(HoldsMetric):
+    """Divides by the mean of the steps before."""
+
+    def call(self, x):
+        return super().call(x) / (1.0 + self.metric.result())
+
+
+class ReadsMetricBefore(HoldsMetric):
+    def call(self, x):
+        mean = self.metric.result()
+        return super().call(x) / (1.0 + mean)
+
+
+for cls in (ReadsMetric, ReadsMetricBefore):
+    program(
+        f"writes: a metric, {cls.__name__}", EITHER, net(Make(cls, lambda x: ops.sum(x**2, 1)))
+    )
 program("writes: a metric of rows", EXACT, net(Make(HoldsMetric, lambda x: ops.sum(x, 1))))
 program("writes: a metric of a mean", EITHER, net(Make(HoldsMetric, lambda x: ops.mean(x))))
 program(

@@ -357,6 +357,27 @@ class Sampled(Largest):
         self.value.assign_add(ops.cast(ops.sum(some), self.value.dtype))
 
 
+class Correlation(keras.metrics.Metric):
+    """Keeps all rows in Python, as a metric of another library needs them."""
+
+    def __init__(self):
+        super().__init__(name="correlation")
+        self.rows = []
+
+    def update_state(self, y, outputs, sample_weight=None):
+        self.rows.append((y, outputs))
+
+    def result(self):
+        if not self.rows:
+            return ops.zeros(())
+        pairs = [ops.concatenate(each)[:, 0] for each in zip(*self.rows, strict=True)]
+        y, outputs = (each - ops.mean(each) for each in pairs)
+        return ops.sum(y * outputs) / ops.sqrt(ops.sum(y**2) * ops.sum(outputs**2))
+
+    def reset_state(self):
+        self.rows.clear()
+
+
 METRICS = {
     "largest": Largest,
     "total": Total,
@@ -385,6 +406,16 @@ for name, metric in METRICS.items():
         batch_size=5,
         **more,
     )
+for others in ([], ["mae"]):
+    program(
+        f"metric: kept in Python, beside {others}",
+        EXACT,
+        PLAIN,
+        compile=lambda others=others: {
+            "loss": "mse", "metrics": [Correlation(), *others], "run_eagerly": True,
+        },
+        batch_size=3,
+    )  # fmt: skip
 program(
     "metric: beside a loss of pairs",
     EXACT,

@@ -362,6 +362,48 @@ for how in (ReadsKept, by_closure):
         compile=lambda how=how: {"loss": how(STORING["layer"])},
     )
 
+
+
+class KeepsMean(keras.layers.Layer):
+    """Has the mean of the batch in a weight and, of all batches, in a metric."""
+
+    def build(self, shape):
+        self.state = self.add_weight(shape=(), initializer="zeros", trainable=False)
+        self.metric = keras.metrics.Mean(name="kept")
+
+    def call(self, x):
+        size = tf.reduce_mean(tf.stop_gradient(x) ** 2, 1)
+        self.state.assign(tf.reduce_mean(size))
+        self.metric.update_state(size)
+        return x
+
+
+def keeping_mean():
+    STORING["layer"] = KeepsMean()
+    return keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(4), STORING["layer"], keras.layers.Dense(1)]
+    )
+
+
+def by_the_weight():
+    return tf.convert_to_tensor(STORING["layer"].state)
+
+
+def by_the_metric():
+    return tf.cast(STORING["layer"].metric.result(), keras.config.floatx())
+
+
+for read in (by_the_weight, by_the_metric):
+    program(
+        f"more: a loss that reads what a layer wrote, {read.__name__}",
+        EXACT,
+        keeping_mean,
+        batch_size=3,
+        compile=lambda read=read: {
+            "loss": lambda y, outputs: tf.reduce_mean((y - outputs) ** 2, -1) / (1 + read())
+        },
+    )
+
 WIDE = net(tail=False)
 for loss in (flattened, of_columns):
     more = {"y": targets(7, 4), "compile": lambda loss=loss: {"loss": loss}, "batch_size": 3}

@@ -33,6 +33,8 @@ WRONG = {
     "size, or 1": lambda _, x: x / (x.shape[0] or 1),
     "constant": lambda _, x: x * (2.0 if x.shape[0] else 3.0),
     "operation": lambda _, x: x if x.shape[0] else ops.tanh(x),
+    "operation where it is known": lambda _, x: ops.tanh(x) if x.shape[0] else x,
+    "division where it is known": lambda _, x: x / x.shape[0] if x.shape[0] else x,
     "weight": lambda layer, x: x * (layer.first if x.shape[0] is None else layer.second),
 }
 
@@ -67,6 +69,12 @@ def test_something_else_is_computed(function):
     fault = fault_of(function, 8)
     assert fault is not None and "where Python knows the number of rows" in str(fault)
     assert fault_of(function, None) is None  # One device does not know it, either.
+
+
+def test_functions_of_keras_layers_are_compared_too():
+    layer = keras.layers.Lambda(lambda x: x / (x.shape[0] or 1))
+    fault = prove(layer, layer.__call__, (tf.TensorSpec([8, FEATURES]),), {}).fault
+    assert fault is not None and "where Python knows the number of rows" in str(fault)
 
 
 def test_a_data_set_of_whole_batches_is_refused():

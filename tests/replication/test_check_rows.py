@@ -431,6 +431,26 @@ def test_micro_batches_are_looked_at(schedule):
 
 
 @pytest.mark.slow
+class Observes(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.size = keras.metrics.Mean(name="size")
+
+    def call(self, x):
+        self.size.update_state(ops.abs(x))
+        return x
+
+
+@pytest.mark.parametrize("make", [lambda: KeepsState("mean"), Observes], ids=["mean", "metric"])
+def test_what_has_a_single_copy_is_no_mean_of_the_replicas(make):
+    """Story: of a layer that was built before the model, the first replica alone wrote."""
+    layer = make()
+    layer.build((None, 4))
+    with pytest.raises(ValueError, match="variable of which the replicas have no copies"):
+        trained(net(lambda: layer))
+    trained(net(make))
+
+
 def test_operations_of_a_functional_model_are_looked_at():
     def residual():
         inputs = keras.Input((4,))

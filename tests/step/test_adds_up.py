@@ -169,6 +169,20 @@ def test_a_loss_of_ones_own_is_judged_by_what_it_computes():
     assert "'less_the_mean' might mix examples: operation Sub (line" in why_not
 
 
+def test_a_loss_that_reads_a_state_of_the_model_is_joined():
+    """Story: a piece reads what its own rows have made of the state in the same step."""
+    normalization, dense = keras.layers.BatchNormalization(), keras.layers.Dense(3)
+    model = keras.Sequential([keras.Input((2,)), normalization, dense])
+    dense.trainable = False
+    for variable in (normalization.moving_mean, dense.bias):
+        model.compile("sgd", lambda y, outputs, v=variable: own_square(y, outputs) * v[0])
+        model._compile_loss.build(*map(tf.constant, NUMBERS))
+        why_not = judged(model, *NUMBERS).why_not
+        is_state = variable is normalization.moving_mean
+        assert (why_not is not None) == is_state
+        assert not is_state or "is the state 'batch_normalization" in why_not
+
+
 def test_ctc_cannot_be_computed_for_no_examples():
     """The reason why it is joined."""
     labels, logits = tf.ones([2, 3], tf.int32), tf.zeros([2, 7, CLASSES])
@@ -187,6 +201,30 @@ def test_a_metric_that_may_not_add_up_is_joined(metric):
     (reason,) = verdict.metrics.values()
     assert "might not be a sum" in reason
     assert verdict.why_not is None  # The loss stays.
+
+
+class Rows(metrics.Metric):
+    """Keeps rows in Python."""
+
+    def __init__(self, has_variable):
+        super().__init__()
+        self.rows = []
+        if has_variable:
+            self.number = self.add_variable((), "zeros")
+
+    def update_state(self, y, outputs, sample_weight=None):
+        self.rows.append((y, outputs))
+
+    def result(self):
+        return len(self.rows)
+
+
+@pytest.mark.parametrize("has_variable", [False, True])
+def test_a_metric_that_keeps_rows_is_joined(has_variable):
+    metric = Rows(has_variable)
+    (reason,) = judged(compiled(metric=metric), *NUMBERS).metrics.values()
+    assert "its state is not in its variables" in reason
+    assert not any(tf.is_symbolic_tensor(each) for pair in metric.rows for each in pair)
 
 
 @pytest.mark.parametrize("metric", [

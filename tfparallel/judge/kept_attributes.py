@@ -100,9 +100,9 @@ def _plain(value, depth) -> Any:
     return tuple(each for each in copies if each is not None) or None
 
 
-def kept_tensors(layer) -> Iterator[tuple[keras.Layer, str]]:
-    """Yields the layers and attributes that hold a tensor of the trace, which others may read."""
-    for part in layers_in(layer):
+def kept_tensors(parts: Iterable[Any]) -> Iterator[tuple[Any, str]]:
+    """Yields the objects and attributes that hold a tensor of the trace, which others may read."""
+    for part in parts:
         for name, value in vars(part).items():
             for leaf in _leaves(value, _DEPTH):
                 if isinstance(leaf, tf.Tensor) and is_judged(leaf):

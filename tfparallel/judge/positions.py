@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from tfparallel.extend import classes_of
 from tfparallel.judge.kept_attributes import attributes_kept, kept_tensors, plain_attributes
 from tfparallel.judge.placements import Shard
 from tfparallel.judge.propagation import Judge, Judged, judged_graph
@@ -56,7 +57,7 @@ def keeps_positions_apart(
     trace = _traced(layer, call, arguments, None)
     if trace is None or not _is_proved(layer, trace):
         return False
-    if all(type(part).__module__.startswith("keras.") for part in layers_in(layer)):
+    if not classes_of(layer):
         return True
     others = [_traced(layer, call, arguments, length) for length in dict.fromkeys(lengths)]
     computed = computed_in(trace.graph)
@@ -103,7 +104,7 @@ def _traced(layer, call, arguments, length) -> _Trace | None:
                 random.setstate(drawn[0])
                 np.random.set_state(drawn[1])
         # A kept value would be that of the last device.
-        if has_drawn or any(kept_tensors(layer)) or plain_attributes(layer) != before:
+        if has_drawn or any(kept_tensors(layers_in(layer))) or plain_attributes(layer) != before:
             return None
     flat = [each for each in keras.tree.flatten(outputs) if each is not None]
     flat += [mask for each in flat if (mask := mask_of(each)) is not None]

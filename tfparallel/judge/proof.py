@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfparallel.extend import classes_of
 from tfparallel.judge.arguments import of_known_size, placeholder_of, type_of_argument
 from tfparallel.judge.kept_attributes import attributes_kept, kept_tensors, plain_attributes
-from tfparallel.judge.metric_sums import SUMS, growth_of
-from tfparallel.judge.placements import Mixed, Placement, Replicate, Shard, Sum
+from tfparallel.judge.placements import Mixed, Placement, Shard
 from tfparallel.judge.propagation import (
     Judge,
     Judged,
@@ -29,26 +29,18 @@ from tfparallel.judge.rules.draws import draws
 from tfparallel.judge.size import ROWS, depends_on_rows
 from tfparallel.judge.static_rows import Computation
 from tfparallel.judge.where import line_of, place_in
-from tfparallel.seams.keras import layers_in, mask_of, seed_generators_of
+from tfparallel.judge.writes import IN_FUNCTION, MEANS, Writes, forbidden_writes, raw_writes
+from tfparallel.seams.keras import layers_in, mask_of
 from tfparallel.tracing.graphs import (
-    called_by,
     is_in_function,
-    is_within,
-    with_inner,
-    writes_state,
 )
 from tfparallel.tracing.trial_trace import traced_apart
 
-_IN_FUNCTION = (
-    "inside a `tf.function` of the layer, whose trace TensorFlow reuses for the other pieces "
-    "(remove the decorator: Keras compiles the whole step)"
-)
 _LONGEST = "makes an axis as long as the longest row of the piece"
 _OF_NUMBER = (
-    "is not computed where Python knows the number of rows, as it does on one device (read a size "
-    "with `keras.ops.shape(x)`, or drop `drop_remainder=True`)"
+    "differs where Python knows the number of rows, as it does on one device (read a size with "
+    "`keras.ops.shape(x)`, or drop `drop_remainder=True`)"
 )
-_MEANS = (Replicate(), Sum(-1))
 
 
 class Fault(NamedTuple):
@@ -157,14 +149,13 @@ def prove(
     if traces is not None:
         traces.append(trace)
     known = [of_known_size(spec, leaves[p]) for spec, p in zip(specs, places, strict=True)]
-    is_keras = all(type(part).__module__.startswith("keras.") for part in layers_in(layer))
-    if known == specs or is_keras:
+    if known == specs or not classes_of(layer):
         return _judged(layer, trace)
     of_any, proof = Computation.of(trace.judge.graph), _judged(layer, trace)
     if proof.fault is not None:
         return proof
     whole = _traced(layer, call, (args, kwargs), places, known)
-    operation = of_any.not_in(Computation.of(whole.judge.graph))
+    operation = of_any.otherwise(Computation.of(whole.judge.graph))
     if operation is None:
         return proof
     at_fault, _ = place_in(layer, operation)
@@ -211,7 +202,7 @@ class _Trace(NamedTuple):
 
     judge: Judge
     outputs: Any
-    scope: keras.StatelessScope
+    scope: Writes
     sums: dict[int, tf.Tensor]
     stored: list[tuple[keras.Layer, str]]
     counted: list[tuple[keras.Layer, str]]
@@ -239,9 +230,9 @@ def _traced(layer, call, given_args, places, specs) -> _Trace:
         with graph.as_default(), traced_apart():
             placeholders, (args, kwargs) = _placeholders(given_args, places, specs)
             sums = [(v, tf.compat.v1.placeholder(v.dtype, v.shape)) for v in _sums(layer)]
-            with (scope := keras.StatelessScope(sums, collect_losses=True)):
+            with (scope := Writes(sums)):
                 outputs = call(*args, **kwargs)
-        stored.extend(kept_tensors(layer))
+        stored.extend(kept_tensors(layers_in(layer)))
         counted = []
         if (after := plain_attributes(layer)) != before:
             # An attribute that is set once stays equal; a counter changes in the next call.
@@ -255,6 +246,7 @@ def _traced(layer, call, given_args, places, specs) -> _Trace:
             again = plain_attributes(layer)
             counted = [key for key, value in again.items() if after.get(key) != value]
     judged = {name: each for _, by_name in placeholders for name, each in by_name.items()}
+    judged |= {old.name: Judged(_of_metric(v, old.op), None) for v, old in sums}
     roots = [value for value, _ in placeholders if not isinstance(value, tf.Tensor)]
     return _Trace(
         Judge(graph, judged, roots=roots),
@@ -297,11 +289,11 @@ def _judged(layer, trace: _Trace) -> Proof:
     faults += [
         _fault(layer, "a loss added with `add_loss`", judge.of(loss).placement, loss)
         for loss in added
-        if judge.of(loss).placement not in _MEANS
+        if judge.of(loss).placement not in MEANS
     ]
-    faults += [_fault(layer, *each) for each in _written(judge, scope, layer, sums)]
+    faults += [_fault(layer, *each) for each in forbidden_writes(judge, scope, layer, sums)]
     faults += _dropped_in_functions(layer, judge.graph)
-    for operation, placement in _raw_writes(judge):
+    for operation, placement in raw_writes(judge):
         faults.append(
             _fault(layer, f"variable '{operation.inputs[0].name}'", placement, operation.inputs[1])
         )
@@ -321,54 +313,7 @@ def _dropped_in_functions(layer, graph) -> Iterator[Fault]:
         if is_in_function(drawn.graph, graph):
             for part in layers_in(place_in(layer, op)[0]):
                 if isinstance(part, keras.layers.Dropout) and part.rate:
-                    yield Fault(part, "its mask", Mixed(drawn, f"draws {_IN_FUNCTION}"))
-
-
-def _written(judge, scope, layer, sums) -> Iterator[tuple[str, Placement, tf.Tensor]]:
-    """Yields forbidden writes of a call to variables."""
-    parts = layers_in(layer)
-    seeds = {id(seed.state) for part in parts for seed in seed_generators_of(part)}
-    for part in parts:
-        variables = [*part.variables, *(v for metric in part.metrics for v in metric.variables)]
-        for variable in {id(v): v for v in variables}.values():
-            value = scope.get_current_value(variable)
-            if value is None or not tf.is_symbolic_tensor(value):
-                continue
-            if value.graph is not judge.graph:
-                if not is_within(value.graph, judge.graph):
-                    continue
-                if id(variable) not in seeds:
-                    why = "writes a variable in a function, a branch or a loop"
-                elif is_in_function(value.graph, judge.graph):
-                    why = f"draws {_IN_FUNCTION}"
-                else:
-                    continue
-                yield f"variable '{variable.path}'", Mixed(value.op, why), value
-                continue
-            if value is sums.get(id(variable)):
-                continue
-            if id(variable) in sums:
-                placement = growth_of(judge, value, sums[id(variable)], sums.values())
-                allowed = SUMS
-            else:
-                is_float = variable.dtype.startswith(("float", "bfloat"))
-                placement = judge.of(value).placement
-                allowed = _MEANS if is_float else (Replicate(),)
-            if placement not in allowed:
-                yield f"variable '{variable.path}'", placement, value
-
-
-def _raw_writes(judge) -> Iterator[tuple[tf.Operation, Placement]]:
-    """Yields writes to variables unknown to Keras, unless the value is replicated."""
-    for op in judge.graph.get_operations():
-        if writes_state(op):
-            for each in op.inputs[1:]:
-                if judge.of(each).placement != Replicate():
-                    yield op, judge.of(each).placement
-        for graph in called_by(op):
-            inner = next(filter(writes_state, with_inner(graph.get_operations())), None)
-            if inner is not None:
-                yield op, Mixed(inner, "writes a variable in a function, a branch or a loop")
+                    yield Fault(part, "its mask", Mixed(drawn, f"draws {IN_FUNCTION}"))
 
 
 def _sums(layer) -> list[keras.Variable]:
@@ -376,6 +321,12 @@ def _sums(layer) -> list[keras.Variable]:
     parts = layers_in(layer)
     variables = [v for part in parts for metric in part.metrics for v in metric.variables]
     return list({id(v): v for v in variables}.values())
+
+
+def _of_metric(variable, operation) -> Mixed:
+    """Returns the placement of a metric's state before the call."""
+    why = f"is the state '{variable.path}' of a metric, which is not summed over the replicas yet"
+    return Mixed(operation, why)
 
 
 def _fault(layer, what, placement, tensor) -> Fault:

@@ -42,17 +42,26 @@ class Computation(NamedTuple):
         handles = {id(outer) for outer, _ in graph.captures if outer.dtype == tf.resource}
         return cls(list(_numbers(graph)), handles)
 
-    def not_in(self, other: "Computation") -> tf.Operation | None:
-        """Returns an operation that another trace lacks; None if there is none.
+    def otherwise(self, whole: "Computation") -> tf.Operation | None:
+        """Returns an operation that only this trace or one of known size has; None if none.
 
         If they read different variables, that is any operation.
         """
+        operation = self._first_not_in(whole) or whole._first_not_in(self, constants=False)
+        if operation is None and self.variables != whole.variables:
+            return self.operations[-1][0]
+        return operation
+
+    def _first_not_in(self, other: "Computation", constants: bool = True) -> tf.Operation | None:
         missing = collections.Counter(what for _, what in other.operations)
         for operation, what in self.operations:
+            # Where a size is known, `ones_like` is a constant.
+            if not constants and operation.type == "Const":
+                continue
             if not missing[what]:
                 return operation
             missing[what] -= 1
-        return None if self.variables == other.variables else self.operations[-1][0]
+        return None
 
 
 def _numbers(graph) -> Iterator[tuple[tf.Operation, Any]]:

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.extend import is_own
-from tfparallel.judge.kept_attributes import kept_as_they_were
+from tfparallel.judge.kept_attributes import kept_as_they_were, kept_tensors
 from tfparallel.judge.metric_sums import SUMS, growth_of
 from tfparallel.judge.placements import Mixed, Placement, Replicate, Shard, Sum
 from tfparallel.judge.positions import AXIS, computed_in, is_divided
@@ -24,13 +24,14 @@ from tfparallel.judge.propagation import Judge, Judged, exchanges_of, judged_gra
 from tfparallel.judge.rules.draws import draws
 from tfparallel.judge.size import ROWS, size_named
 from tfparallel.judge.where import line_of
+from tfparallel.judge.writes import Writes
 from tfparallel.seams.compiled import (
     CompileMetrics,
     compiled_loss,
     compiled_metrics,
     loss_terms,
 )
-from tfparallel.seams.keras import set_mask
+from tfparallel.seams.keras import layers_in, set_mask, weights_held_by
 from tfparallel.step.loss_terms import REDUCTIONS
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.piece_sums import example_losses, states, terms_of
@@ -227,14 +228,25 @@ def _faults_of_loss(model, types) -> Iterator[str]:
     losses_given = [each.loss for each in loss_terms(compiled)]
     with graph.as_default(), traced_apart(), kept_as_they_were(losses_given):
         num_rows = tf.compat.v1.placeholder(tf.int32, [])  # Of the whole batch.
-        of_examples = example_losses(compiled, y, outputs, sample_weight)
-        terms_by_loss = [terms_of(losses, num_rows) for losses in of_examples]
+        weights = {id(v) for part in layers_in(model) for v in weights_held_by(part)}
+        states = [
+            (v, tf.compat.v1.placeholder(v.dtype, v.shape))
+            for v in (*model.variables, *model.metrics_variables)
+            if id(v) not in weights
+        ]
+        with Writes(states) as scope:
+            of_examples = example_losses(compiled, y, outputs, sample_weight)
+            terms_by_loss = [terms_of(losses, num_rows) for losses in of_examples]
     if any(map(draws, with_inner(graph.get_operations()))):
         yield "a loss draws random numbers, which one device would draw for the whole batch"
     if exchanges_of(graph):
         yield "a loss calls a collective, which needs the whole batch"
-    if _writes(graph):
+    if scope.written or _writes(graph):
         yield "a loss writes a variable, which one device would do once per step"
+    # In a piece, the model's call has changed only its own copy by then.
+    for variable, state in states:
+        why = f"is the state '{variable.path}', which the model may have changed in this step"
+        placements[state.name] = Judged(Mixed(state.op, why), None)
     judge = Judge(graph, placements)
     for loss, losses, of_loss in zip(loss_terms(compiled), of_examples, terms_by_loss, strict=True):
         for term in of_loss:
@@ -252,6 +264,9 @@ def _fault_of_metric(alone, types) -> str | None:
         states = {id(v): tf.compat.v1.placeholder(v.dtype, v.shape) for v in alone.variables}
         before = [states[id(v)] for v in alone.variables]  # Two outputs may share a metric.
         after = alone.stateless_update_state(before, y, outputs, sample_weight=sample_weight)
+        keeps_rows = any(kept_tensors(alone.metrics))
+    if keeps_rows or not after:
+        return "its state is not in its variables"
     if any(map(draws, with_inner(graph.get_operations()))):
         return "it draws random numbers"
     if exchanges_of(graph):

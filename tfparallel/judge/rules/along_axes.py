@@ -45,8 +45,6 @@ def reduced(call: Call):
     if placement.axis in axes:
         if lengths - set(axes):
             return call.mixed("sums rows that are padded to the longest row of the piece")
-        if placement.folded:
-            return call.mixed("reduces over an axis on which rows are not contiguous")
         if kind == "Sum":
             return Sum(placement.power), tuple(remaining)
         if kind == "Mean":

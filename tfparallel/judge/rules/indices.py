@@ -44,6 +44,8 @@ def gathered(call: Call):
             return params, call.dims(0)
         if params.axis == place or are_numbers(indices):
             return call.mixed("selects some of the examples")
+        if are_numbers(params):
+            return call.mixed("computes with row indices")
         if isinstance(indices, Shard):
             if params.axis == indices.axis < batch:
                 return Shard(params.axis, params.power, params.folded), sizes
