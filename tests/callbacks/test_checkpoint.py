@@ -392,6 +392,79 @@ def test_plain_arrays_of_fit(tmp_path):
     assert_same_run(fit(), fit(directory=tmp_path))
 
 
+def endless():
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).repeat()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("data", "steps"),
+    [(lambda: (endless(),), 3), (lambda: (X, Y), 2), (lambda: (X, Y), 4)],
+    ids=["endless", "arrays", "the last step of the second epoch has no data"],
+)
+def test_epochs_that_continue_in_the_data(tmp_path, data, steps):
+    """With `steps_per_epoch`, Keras keeps its iterator for the next epoch."""
+
+    def fit(interrupt=None, directory=None):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(3)
+        model = in_stages(build)
+        model.compile(optimizer="adam", loss="mse")
+        callbacks = [Checkpoint(directory, every_steps=1)] if directory else []
+        callbacks += [Interrupt(*interrupt)] if interrupt else []
+        arguments = data()
+        size = {"batch_size": 8} if len(arguments) > 1 else {}
+        options = {"epochs": 3, "shuffle": False, "callbacks": callbacks, "verbose": 0} | size
+        return model, model.fit(*arguments, steps_per_epoch=steps, **options), None
+
+    with pytest.raises(Interruption):
+        fit((2, 1), tmp_path)
+    assert_same_run(fit(), fit(directory=tmp_path))
+
+
+class Decay(keras.callbacks.Callback):
+    """Lowers the rate before each step."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        rate = self.model.optimizer.learning_rate
+        self.model.optimizer.learning_rate = 0.9 * float(rate.numpy())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "callback",
+    [lambda: keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.5 * rate), Decay],
+    ids=["before an epoch", "before a step"],
+)
+def test_what_other_callbacks_change_is_not_changed_again(tmp_path, callback):
+    """The rate in the checkpoint is already that of the interrupted epoch."""
+
+    def fit(interrupt=None, directory=None):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(3)
+        model = build()
+        model.compile(optimizer="adam", loss="mse")
+        callbacks = [callback()]
+        callbacks += [Checkpoint(directory, every_steps=1)] if directory else []
+        callbacks += [Interrupt(*interrupt)] if interrupt else []
+        options = {"epochs": 3, "shuffle": False, "callbacks": callbacks, "verbose": 0}
+        return model, model.fit(X, Y, batch_size=8, **options), None
+
+    with pytest.raises(Interruption):
+        fit((1, 3), tmp_path)
+    assert_same_run(fit(), fit(directory=tmp_path))
+
+
+def test_averages_may_not_be_in_the_place_of_the_weights(tmp_path):
+    model = in_stages(build)
+    model.compile(optimizer=keras.optimizers.SGD(0.1, use_ema=True), loss="mse")
+    callbacks = [keras.callbacks.SwapEMAWeights(swap_on_epoch=True), Checkpoint(tmp_path)]
+    with pytest.raises(ValueError, match="List it after Checkpoint"):
+        model.fit(X, Y, callbacks=callbacks, verbose=0)
+    callbacks = [Checkpoint(tmp_path), keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]
+    model.fit(X, Y, callbacks=callbacks, verbose=0)
+
+
 def test_arguments_out_of_range():
     for options in ({"every_steps": 0}, {"keep": 0}):
         with pytest.raises(ValueError, match="Received: every_steps="):

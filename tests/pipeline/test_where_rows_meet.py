@@ -123,3 +123,32 @@ def test_where_they_must_they_meet(schedule, what, options):
     assert joins_outputs(model)
     assert_equal(actual, expected, rtol=1e-6)
     assert_equal(({}, actual[1]), ({}, expected[1]), rtol=1e-10)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("what", ["loss", "metric"])
+def test_one_tensor_as_two_outputs_meets_as_both(schedule, what):
+    """Two losses of one prediction: the outputs have one key between them."""
+
+    def build_two():
+        model = build()
+        return keras.Model(model.inputs, {"a": model.output, "b": model.output})
+
+    def fitted(model):
+        x, y, _ = data()
+        if what == "loss":
+            compiled(model, {"loss": {"a": OwnSquares(), "b": "mae"}})
+        else:
+            compiled(model, {"loss": "mse", "metrics": {"a": [Largest()], "b": [Largest()]}})
+        options = {"batch_size": NUM_EXAMPLES, "shuffle": False, "verbose": 0}
+        return model.fit(x, {"a": y, "b": y / 2}, **options).history, state_of(model)
+
+    expected = fitted(seeded(build_two))
+    model = tfparallel.pipeline_parallel(
+        lambda: seeded(build_two), ["CPU:0", "CPU:1"], NUM_MICRO_BATCHES, schedule=schedule,
+        layers_per_stage=[2, 1],
+    )  # fmt: skip
+    actual = fitted(model)
+    assert model.why_joined is not None
+    assert_equal(actual, expected, rtol=1e-6)
+    assert_equal(({}, actual[1]), ({}, expected[1]), rtol=1e-10)

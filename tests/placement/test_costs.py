@@ -1,6 +1,7 @@
 """What layers cost: bytes against what a graph holds, plans against what fits."""
 
 import json
+import random
 
 import keras
 import numpy as np
@@ -49,6 +50,30 @@ def test_it_leaves_the_model_as_it_is():
     model_costs(model, [10], measures_forward=True)
     assert [type(layer) for layer in model.layers] == classes
     assert all((a == b).all() for a, b in zip(weights, model.get_weights(), strict=True))
+
+
+class Noise(layers.Layer):
+    """Draws from Keras's global seed generator."""
+
+    def call(self, x):
+        return x + keras.random.normal(keras.ops.shape(x))
+
+
+@pytest.mark.parametrize("has_drawn", [False, True])
+def test_measuring_changes_no_draws(has_drawn):
+    """How often a layer runs depends on the clock."""
+    inputs = keras.Input((8,))
+    model = keras.Model(inputs, layers.Dense(4)(Noise()(inputs)))
+
+    def draws(between):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(3)
+        if has_drawn:
+            keras.random.normal(())
+        between()
+        return random.random(), float(keras.random.normal(()))
+
+    assert draws(lambda: measured_seconds(model, 4)) == draws(lambda: None)
 
 
 @pytest.mark.slow

@@ -53,6 +53,44 @@ def test_what_the_function_assigns_is_kept(tmp_path):
         np.testing.assert_array_equal(other, one)
 
 
+def drawn_by_numpy():
+    return lambda shape, dtype=None: np.random.normal(size=shape)
+
+
+def drawn_from_one_seed():
+    return keras.initializers.GlorotUniform(seed=keras.random.SeedGenerator(3))
+
+
+@pytest.mark.parametrize("drawn", [drawn_by_numpy, drawn_from_one_seed])
+def test_initializers_that_share_a_generator_draw_in_the_order_of_the_function(drawn):
+    """Keras lists layers by their depth: branches that the function builds in turn alternate."""
+
+    def two_branches():
+        inputs, initializer = keras.Input((4,)), drawn()
+        branches = []
+        for units in ((5, 6), (6, 3)):
+            x = inputs
+            for number in units:
+                x = layers.Dense(number, kernel_initializer=initializer)(x)
+            branches.append(x)
+        return keras.Model(inputs, layers.Dense(3)(layers.concatenate(branches)))
+
+    def weights(make):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(3)
+        return make().get_weights()
+
+    expected = weights(two_branches)
+    mesh = tfparallel.Mesh(data=2, pipeline=2)
+    for make in (
+        lambda: tfparallel.model_parallel(two_branches, DEVICES),
+        lambda: tfparallel.tensor_parallel(two_branches, DEVICES),
+        lambda: tfparallel.hybrid_parallel(two_branches, mesh, balance="memory"),
+    ):
+        for one, other in zip(expected, weights(make), strict=True):
+            np.testing.assert_array_equal(other, one)
+
+
 def compiled():
     model = build()
     model.compile("adam", "mse")

@@ -2,22 +2,23 @@
 
 import collections
 import contextlib
+import functools
 import itertools
 import os
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 
+from tfparallel.callbacks.passed_steps import PassedSteps
 from tfparallel.checkpoint import state
 from tfparallel.checkpoint.folder import CheckpointFolder
 from tfparallel.checkpoint.stored import CheckpointError, ForeignCheckpointError, StoredCheckpoint
 from tfparallel.collectives.group import workers_of
 from tfparallel.data.batches import EpochBatches
 from tfparallel.layout.layout import Layout
-from tfparallel.seams.keras import begin_at
+from tfparallel.seams.keras import begin_at, pass_epochs
 from tfparallel.variables.sharded import ShardedVariable
 
 _ERRORS = {kind.__name__: kind for kind in (CheckpointError, ForeignCheckpointError)}
@@ -42,13 +43,14 @@ class Checkpoint(keras.callbacks.Callback):
     The data must come in the same order again. `EpochBatches` guarantees that, and does not even
     read the batches of the skipped steps. Any other dataset is read up to the position, so its
     order must not change between starts (no unseeded shuffle, and the same order in each epoch).
+    With `steps_per_epoch`, a model of a builder reads the batches of earlier epochs again, too.
 
     With several workers, all of them need the callback, but only the chief reads and writes: the
     folder need not be shared, and the number of workers may change between starts.
 
     Put it last in the list of callbacks, so that the checkpoint includes changes that other
-    callbacks make at the end of an epoch (such as a learning rate). The internal state of other
-    callbacks is not saved.
+    callbacks make at the end of an epoch (such as a learning rate); but before
+    `SwapEMAWeights(swap_on_epoch=True)`. The internal state of other callbacks is not saved.
 
     Args:
         directory: The folder, which is created if needed. `fit` resumes from its newest checkpoint.
@@ -110,7 +112,8 @@ class Checkpoint(keras.callbacks.Callback):
     def _forget(self):
         self.resumed = None
         self._metrics: list[np.ndarray] = []
-        self._passed: _PassedSteps | None = None
+        self._restore_again: Callable[[], Any] | None = None
+        self._passed: PassedSteps | None = None
         self.is_passing = False
         self._written_on: Layout | None = None
         self._epoch = 0
@@ -128,6 +131,20 @@ class Checkpoint(keras.callbacks.Callback):
         """Number of calls of the train function that were skipped."""
         return self._passed.num_calls if self._passed is not None else 0
 
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        callbacks, _ = getattr(model, "_callbacks_of_fit", None) or (None, None)
+        earlier = itertools.takewhile(
+            lambda each: each is not self, getattr(callbacks, "callbacks", ())
+        )
+        if any(isinstance(c, keras.callbacks.SwapEMAWeights) and c.swap_on_epoch for c in earlier):
+            raise ValueError(
+                "A checkpoint must be written before the weights are swapped with their averages, "
+                "since a resumed run would not swap them back. Received: "
+                "SwapEMAWeights(swap_on_epoch=True) before Checkpoint in the list of callbacks. "
+                "List it after Checkpoint."
+            )
+
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Finds the newest checkpoint, and restores it into the model on every worker."""
         self._forget()
@@ -140,14 +157,7 @@ class Checkpoint(keras.callbacks.Callback):
             return
         content, specs = newest
         self._check(content, specs)
-        training, *others = self._send(content, specs)
-        others = [list(group) for group in others]  # The large group is read lazily.
-        metrics, seeds, *unsent = others
-        state.restore_training(self.model, training, seeds)
-        if unsent:  # Checkpoints of earlier versions have no such group.
-            names = [name for name, *_ in specs[sum(content["num_arrays"][:3]) :]]
-            state.restore_unsent(self.model, names, *unsent)
-        self._metrics = metrics
+        self._metrics = self._restore(content, specs)
         self.resumed = {name: content[name] for name in ("step", "epoch", "step_in_epoch")}
         self.written_at = content["step"]
         self._epoch_start = content["step"] - content["step_in_epoch"]
@@ -158,6 +168,20 @@ class Checkpoint(keras.callbacks.Callback):
         self._history().history = content["history"]
         if self._is_chief:
             print(self._announcement(), flush=True)
+        self._restore_again = functools.partial(self._restore, content, specs)
+        if self._goes_on and content["epoch"] < self.params["epochs"]:
+            pass_epochs(self.model._batches_of_fit, content["epoch"])
+
+    def _restore(self, content, specs) -> list[np.ndarray]:
+        """Restores the state of the checkpoint, except for the metrics, which it returns."""
+        training, *others = self._send(content, specs)
+        others = [list(group) for group in others]  # The large group is read lazily.
+        metrics, seeds, *unsent = others
+        state.restore_training(self.model, training, seeds)
+        if unsent:  # Checkpoints of earlier versions have no such group.
+            names = [name for name, *_ in specs[sum(content["num_arrays"][:3]) :]]
+            state.restore_unsent(self.model, names, *unsent)
+        return metrics
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """In the interrupted epoch, prepares to skip the completed steps."""
@@ -166,7 +190,7 @@ class Checkpoint(keras.callbacks.Callback):
             return
         self._history().epoch = list(range(epoch))  # Keras cleared it when training began.
         done = self.resumed["step_in_epoch"]
-        self._passed = _PassedSteps(self.model, done, self._metrics)
+        self._passed = PassedSteps(self.model, done, self._metrics, self._restore_again)
         if self._batches is not None:
             self._batches.start_at(epoch, done)
 
@@ -296,12 +320,20 @@ class Checkpoint(keras.callbacks.Callback):
             return f"nothing to do: {epoch} of {self.params['epochs']} epochs are done"
         at_step = f", step {done + 1}" if done else ""
         text = f"resuming at epoch {epoch + 1}{at_step} ({self.resumed['step']} steps are done)"
-        if done and (self._batches is None or not self._batches.starts_anywhere):
+        if self._goes_on and epoch:
+            text += "; reading and skipping the batches of all completed steps"
+        elif done and (self._batches is None or not self._batches.starts_anywhere):
             text += f"; reading and skipping the first {done} batches of the epoch"
         text += f", from {self._stored.path}"
         if self._written_on not in (None, self._layout):
             text += f", written on {self._written_on.title}"
         return text
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether an epoch continues in the data where the last one stopped."""
+        batches = getattr(self.model, "_batches_of_fit", None)
+        return self._batches is None and bool(getattr(batches, "steps_per_epoch", None))
 
     def _history(self) -> keras.callbacks.History:
         return getattr(self.model, "history", None) or keras.callbacks.History()
@@ -346,55 +378,3 @@ class Checkpoint(keras.callbacks.Callback):
 def _read_rest(arrays: Iterator[np.ndarray]) -> None:
     """Consumes the remaining arrays: reading is collective, so other workers would wait."""
     collections.deque(arrays, maxlen=0)
-
-
-class _PassedSteps:
-    """The completed steps at the start of one epoch, which are not trained again.
-
-    Keras can start at any epoch, but only at its first step. So the epoch runs from its start, and
-    the train function, which `fit` looks up at each step, is replaced by one that consumes the
-    batches without training. Steps keep their numbers, the epoch keeps its length, and a dataset
-    that cannot start in the middle advances on its own.
-
-    Args:
-        model: The training model.
-        num_steps: Number of steps to skip.
-        metrics: The state of the epoch's metrics at the interruption, from `state.capture`.
-    """
-
-    def __init__(self, model: keras.Model, num_steps: int, metrics: Sequence[np.ndarray]):
-        self._model = model
-        self._num_steps = num_steps
-        self._metrics = metrics
-        self._logs: dict[str, Any] | None = None
-        self.num_calls = 0
-
-    def before_step(self, step: int) -> bool:
-        """Called before each step; returns whether to skip the step."""
-        if step >= self._num_steps:
-            self._num_steps = 0  # The next epoch starts again at step 0.
-            return False
-        # For this call only, so that an interrupted `fit` leaves the model unchanged.
-        trains = self._model.train_function
-        self._model.train_function = lambda iterator: self._pass(iterator, trains)
-        return True
-
-    def _pass(self, iterator, train_function):
-        self._model.train_function = train_function
-        batch = None
-        for _ in range(self._model.steps_per_execution):
-            batch = next(iterator)
-        if self._logs is None:
-            # Not earlier: Keras resets the metrics at the start of an epoch, and may build them
-            # only when a step needs them.
-            if not state.restore_metrics(self._model, self._metrics, batch):
-                warnings.warn(
-                    "The metrics of the checkpoint could not be restored; those logged for this "
-                    "epoch cover only the steps from here on. The weights are not affected.",
-                    stacklevel=2,
-                )
-            if hasattr(self._model, "metrics_were_restored"):
-                self._model.metrics_were_restored()
-            self._logs = self._model.get_metrics_result()
-        self.num_calls += 1
-        return self._logs

@@ -139,6 +139,7 @@ def tensor_parallel(
         # A layer from elsewhere has its variables already.
         built.initialize_rest()
         return _copy_of(built.model, names, request)
+    built.initialize_drawn(lambda _: names[0])
     model = _split(
         built.model,
         names,

@@ -104,7 +104,7 @@ class Step:
     def _from_joined(self, results: Sequence[PassOutputs], trace: MeshTrace) -> PassResult:
         """Computes the loss of the joined outputs; under "gpipe", the backward passes follow."""
         joined, extra = self._joined(results, self._batch.output_keys), self._extra(results)
-        whole = self._whole_loss([*joined.values()], extra)
+        whole = self._whole_loss(joined, extra)
         loss_result = {"loss": whole.loss, "predictions": whole.predictions}
         if self._options.begins_joined:
             upstream = self._upstream(results, joined, whole)
@@ -134,11 +134,12 @@ class Step:
             added = [terms for result in results for terms in result.added]
             return ExtraLosses(self._options.model, self._batch, added, self._others)
 
-    def _joined(self, results: Sequence[PassOutputs], keys: Sequence[int]) -> dict[int, Joined]:
-        """Returns outputs of the whole batch, by key."""
+    def _joined(self, results: Sequence[PassOutputs], keys: Sequence[int]) -> list[Joined]:
+        """Returns outputs of the whole batch; a model may return one tensor as several outputs."""
         values = _values(results)
         with self._on_loss_device():
-            return {key: self._batch.joined(key, values) for key in keys}
+            joined = {key: self._batch.joined(key, values) for key in dict.fromkeys(keys)}
+        return [joined[key] for key in keys]
 
     def _whole_loss(self, joined: list[Joined], extra: ExtraLosses) -> WholeLoss:
         with self._on_loss_device():
@@ -150,9 +151,9 @@ class Step:
                 differentiate=self._options.begins_joined,
             )
 
-    def _upstream(self, results, joined: dict[int, Joined], whole: WholeLoss) -> list:
+    def _upstream(self, results, joined: Sequence[Joined], whole: WholeLoss) -> list:
         """Returns the gradients of the loss, by replica, micro-batch and output key."""
-        sources = {key: each for output in joined.values() for key, each in output.sources.items()}
+        sources = {key: each for output in joined for key, each in output.sources.items()}
         keys = results[0].step.output_keys
         with self._on_loss_device():
             gradients = [whole.gradient(sources[key]) if key in sources else None for key in keys]
@@ -218,7 +219,7 @@ class Step:
             types = batch.packed(of_the_batch(outputs, batch.num_rows))
         keys = [batch.output_keys[place] for place in self._options.metrics.places(types)]
         with self._on_loss_device():
-            rows = [each.output() for each in self._joined(results, keys).values()]
+            rows = [each.output() for each in self._joined(results, keys)]
         return self._pass_result(
             gradients,
             loss=loss,

@@ -6,6 +6,7 @@ So a program runs it several times in sequence, and only the time of further run
     seconds = (T(1 + n) − T(1)) / n
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -23,7 +24,12 @@ from tfparallel.extend import original_class
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.problems import PlacementError
 from tfparallel.seams.functional import calls_of, calls_to, has_graph
-from tfparallel.seams.keras import takes_training
+from tfparallel.seams.keras import (
+    GLOBAL_SEED_GENERATOR,
+    get_global,
+    set_global,
+    takes_training,
+)
 
 _LEAST_RUNS, _LEAST_SECONDS, _MOST_RUNS = 5, 0.1, 100
 _MORE_RUNS, _MOST_SECONDS = 8, 0.02  # After the first; none for a layer that takes so long.
@@ -56,7 +62,8 @@ def measured_seconds(
     for call in layer_calls(model):
         if call.kind not in seconds_by_kind:
             progress(call.layer.name)
-            seconds_by_kind[call.kind] = marginal_seconds(call.program(batch_size, backward))
+            with _leaving_draws():
+                seconds_by_kind[call.kind] = marginal_seconds(call.program(batch_size, backward))
         seconds[call.layer.name] += seconds_by_kind[call.kind]
     return seconds
 
@@ -183,6 +190,20 @@ def program_of(
         return lambda: run(chains).numpy()
 
     return program
+
+
+@contextlib.contextmanager
+def _leaving_draws() -> Iterator[None]:
+    """Restores the random numbers of Python and Keras: layers without a seed draw in each run."""
+    seeds = get_global(GLOBAL_SEED_GENERATOR)
+    state = None if seeds is None else keras.ops.convert_to_numpy(seeds.state)
+    with without_draws():
+        try:
+            yield
+        finally:
+            set_global(GLOBAL_SEED_GENERATOR, seeds)
+            if seeds is not None:
+                seeds.state.assign(state)
 
 
 def _one_number(tensor) -> tf.Tensor:

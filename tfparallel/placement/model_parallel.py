@@ -136,6 +136,8 @@ def place(
         # A layer created elsewhere already has variables, on its own device.
         built.initialize_rest()
         return _copy_of(built.model, lambda _: layout, *how)
+    devices = {id(v): placement[each.name] for each in reversed(layers) for v in each.variables}
+    built.initialize_drawn(lambda variable: devices.get(id(variable)))
     store(built, layout)
     for layer in layers:
         built.initialize(layer.variables, placement[layer.name])

@@ -55,6 +55,7 @@ __all__ = [
     "metrics_held_by",
     "model_supports_jit",
     "output_projection",
+    "pass_epochs",
     "reduced_axes",
     "seed_generators_of",
     "set_global",
@@ -318,6 +319,15 @@ def begin_at(model: keras.Model, epoch: int | None) -> None:
 def first_epoch(model: keras.Model) -> int | None:
     """Returns the epoch of `begin_at`."""
     return model._initial_epoch
+
+
+def pass_epochs(batches: Any, number: int) -> None:
+    """Reads from the batches of a `fit` with `steps_per_epoch` those of the first epochs."""
+    for _ in range(number):
+        with batches.catch_stop_iteration():
+            for *_, iterator in batches:
+                for _ in range(batches.steps_per_execution):
+                    next(iterator)
 
 
 def untrack(holder: Any, value: Any) -> None:

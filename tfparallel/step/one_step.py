@@ -69,6 +69,7 @@ class OneStep(CompiledByDevice):
 
     layout: Layout
     _metrics_built_ahead: Any = None  # Metrics that plain Keras would not have built yet.
+    _batches_of_fit: Any = None  # The batches of a running `fit`, as Keras counts them.
 
     def _symbolic_build(self, iterator=None, data_batch=None):
         metrics = compiled_metrics(self)
@@ -149,7 +150,7 @@ class OneStep(CompiledByDevice):
         params = {"verbose": call.arguments.get("verbose", "auto"), "epochs": epochs}
         callbacks = LogsWhereTheyAre(call.arguments.get("callbacks"), params["verbose"])
         call.arguments["callbacks"] = callbacks
-        call.enter(attached(self, _callbacks_of_fit=(callbacks, params)))
+        call.enter(attached(self, _callbacks_of_fit=(callbacks, params), _batches_of_fit=None))
 
     def _tell_callbacks(self, iterator) -> None:
         """Passes the parameters of a starting `fit`, with the batches, to its callbacks."""
@@ -159,7 +160,8 @@ class OneStep(CompiledByDevice):
         if callbacks_of_fit is not None and iterator is not None:
             callbacks, params = callbacks_of_fit
             callbacks.begin(self, steps=iterator.num_batches, **params)
-            attach(self, _callbacks_of_fit=None)  # The next build belongs to a validation.
+            # The next build belongs to a validation.
+            attach(self, _callbacks_of_fit=None, _batches_of_fit=iterator)
 
     def _beside_the_loss(self) -> AbstractContextManager:
         """The context of the loss, the metrics and their states, which belong to no layer."""

@@ -129,6 +129,16 @@ class StoragelessModel:
                 if assigned is not None:
                     variable.assign(assigned)
 
+    def initialize_drawn(self, device_of: Callable[[keras.Variable], str | None]) -> None:
+        """Initializes variables whose initializers may share a generator, in order of creation.
+
+        Args:
+            device_of: Returns the device of a variable.
+        """
+        for variable in self.waiting():
+            if not _is_repeatable(initializer_of(variable).__wrapped__):
+                self.initialize([variable], device_of(variable))
+
     def value_of(self, variable: keras.Variable) -> tf.Tensor:
         """Returns the value of a variable that is stored elsewhere, and stops waiting for it."""
         del self._waiting[id(variable)]
@@ -140,6 +150,12 @@ class StoragelessModel:
     def initialize_rest(self) -> None:
         """Initializes the remaining variables, such as those of metrics and optimizers."""
         self.initialize(self.waiting())
+
+
+def _is_repeatable(initializer) -> bool:
+    """Whether an initializer returns the same values at any time: Keras's own, with a number."""
+    is_of_keras = type(initializer).__module__.startswith("keras.")
+    return is_of_keras and isinstance(getattr(initializer, "seed", 0), int)
 
 
 def move_variables(variables: Iterable[keras.Variable], device: str) -> None:
