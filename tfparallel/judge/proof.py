@@ -28,8 +28,14 @@ from tfparallel.judge.random_layers import drawing_layers, draws_in
 from tfparallel.judge.rules.draws import draws
 from tfparallel.judge.size import ROWS, depends_on_rows
 from tfparallel.judge.static_rows import Computation
+from tfparallel.judge.variable_updates import (
+    IN_FUNCTION,
+    MEANS,
+    Writes,
+    forbidden_writes,
+    raw_writes,
+)
 from tfparallel.judge.where import line_of, place_in
-from tfparallel.judge.writes import IN_FUNCTION, MEANS, Writes, forbidden_writes, raw_writes
 from tfparallel.seams.keras import layers_in, mask_of
 from tfparallel.tracing.graphs import (
     is_in_function,

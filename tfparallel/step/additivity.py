@@ -23,8 +23,8 @@ from tfparallel.judge.positions import AXIS, computed_in, is_divided
 from tfparallel.judge.propagation import Judge, Judged, exchanges_of, judged_graph
 from tfparallel.judge.rules.draws import draws
 from tfparallel.judge.size import ROWS, size_named
+from tfparallel.judge.variable_updates import Writes
 from tfparallel.judge.where import line_of
-from tfparallel.judge.writes import Writes
 from tfparallel.seams.compiled import (
     CompileMetrics,
     compiled_loss,

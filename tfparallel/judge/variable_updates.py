@@ -66,7 +66,7 @@ def forbidden_writes(
     """
     parts, strategy = layers_in(layer), getattr(layer, "_strategy", None)
     seeds = {id(seed.state) for part in parts for seed in seed_generators_of(part)}
-    held = {id(v) for part in parts for v in part.variables} | set(sums)
+    of_layers = {id(v) for part in parts for v in part.variables} | set(sums)
     for key, variable in scope.written.items():
         value, what = scope.get_current_value(variable), f"variable '{variable.path}'"
         if not tf.is_symbolic_tensor(value):
@@ -74,7 +74,7 @@ def forbidden_writes(
         is_float = variable.dtype.startswith(("float", "bfloat"))
         if value.graph is not judge.graph:
             # An integer that no layer holds is the state of a seed generator.
-            if not is_within(value.graph, judge.graph) or not (key in held or is_float):
+            if not is_within(value.graph, judge.graph) or not (key in of_layers or is_float):
                 continue
             if key not in seeds:
                 yield what, Mixed(value.op, _IN_BODY), value
