@@ -37,9 +37,7 @@ from tfparallel.judge.variable_updates import (
 )
 from tfparallel.judge.where import line_of, place_in
 from tfparallel.seams.keras import layers_in, mask_of
-from tfparallel.tracing.graphs import (
-    is_in_function,
-)
+from tfparallel.tracing.graphs import is_in_function
 from tfparallel.tracing.trial_trace import traced_apart
 
 _LONGEST = "makes an axis as long as the longest row of the piece"
