@@ -384,6 +384,11 @@ def row_numbers(x):
     return tf.expand_dims(tf.range(num_rows(x)), 1)
 
 
+def repeated_numbers(x):
+    """For two places of each row, its number."""
+    return tf.tile(tf.reshape(tf.range(num_rows(x)), (-1, 1, 1)), (1, 2, 1))
+
+
 case("GatherV2", lambda t, i: tf.gather(t, i), [same(4, 3), rows(B, 2, **INTS)], Shard(0))
 case("GatherV2", lambda t, i: tf.gather(t, i, axis=1), [same(4, 3), rows(B, 2, **INTS)], Shard(1))
 case("GatherV2", lambda t, i: tf.gather(t, i, axis=1), [rows(B, 3, 2), same(4, **INTS)], Shard(0))
@@ -392,6 +397,7 @@ case("GatherV2", lambda t, i: tf.gather(t, i, axis=0), [rows(3, B, axis=1), same
 case("GatherV2", lambda t, i: tf.gather(t, i, axis=1, batch_dims=1),
      [rows(B, 3, 2), rows(B, 4, **INTS)], Shard(0))  # fmt: skip
 case("GatherV2", lambda x: tf.gather(x, tf.range(num_rows(x))), rows(B, 3), Shard(0))
+case("GatherV2", lambda x: tf.gather(x, tf.repeat(tf.range(num_rows(x)), 2)), rows(B, 3), Shard(0))
 case("GatherV2", lambda x: tf.gather(row_numbers(x), [0], axis=1), rows(B, 3))
 case("GatherV2", lambda x, i: tf.gather(row_numbers(x), i, batch_dims=1),
      [rows(B, 3), rows(B, 1, high=1, **INTS)])  # fmt: skip
@@ -412,6 +418,15 @@ case("GatherNd", raw("GatherNd"), [same(4, 3), rows(B, 2, **INTS)], Shard(0))
 case("GatherNd", raw("GatherNd"), [same(4, 3), rows(2, B, 1, axis=1, **INTS)], Shard(1))
 case("GatherNd", lambda x, i: tf.gather_nd(x, tf.stack([tf.range(num_rows(x)), i], 1)),
      [rows(B, 4), rows(B, **INTS)], Shard(0))  # fmt: skip
+case("GatherNd", lambda x: tf.gather_nd(x, tf.range(num_rows(x))[:, None]), rows(B, 3), Shard(0))
+case("GatherNd", lambda x, i: tf.gather_nd(x, tf.concat([repeated_numbers(x), i[:, :, None]], 2)),
+     [rows(B, 4), rows(B, 2, **INTS)], Shard(0))  # fmt: skip
+case("GatherNd", lambda x: tf.gather_nd(x, tf.tile(row_numbers(x), (1, 2))), rows(B, 9))
+case("GatherNd", lambda x, i: tf.gather_nd(x, tf.concat([tf.tile(row_numbers(x), (1, 2)), i], 1)),
+     [rows(B, 9, 4), rows(B, 1, **INTS)])  # fmt: skip
+case("GatherNd", lambda x, i: tf.gather_nd(
+    x, tf.stack([tf.stack([tf.range(num_rows(x)), i], 1), tf.stack([i, i], 1)], 2)),
+     [rows(B, 9), rows(B, **INTS)])  # fmt: skip
 case("GatherNd", raw("GatherNd"), [rows(B, 3), rows(B, 2, **INTS)])
 case("GatherNd", raw("GatherNd"), [rows(B, 3), same(B, 2, **INTS)])
 case("GatherNd", lambda x: tf.gather_nd(x, tf.range(num_rows(x))[None]), rows(B, B))
@@ -438,6 +453,9 @@ case("UnsortedSegmentSum", _SEGMENTS, [rows(3, B, axis=1), same(3, **INTS)], Sha
 case("UnsortedSegmentSum", _SEGMENTS, [rows(3, 2, B, axis=2), same(3, 2, **INTS)], Shard(1))
 case("ScatterNd", lambda i, x: tf.scatter_nd(i[:, None], x, (4, 3)),
      [rows(B, **INTS), rows(B, 3)], Sum())  # fmt: skip
+case("ScatterNd", lambda i, x: tf.scatter_nd(
+    tf.concat([row_numbers(x), i[:, None]], 1), x, (num_rows(x), 4)),
+     [rows(B, **INTS), rows(B)], Shard(0))  # fmt: skip
 case("ScatterNd", lambda i, x: tf.scatter_nd(i[:, None], x, (num_rows(x), 3)),
      [rows(B, **INTS), rows(B, 3)])  # fmt: skip
 _NONE = {"size": 4, "weights": []}

@@ -44,14 +44,14 @@ class Shard(Placement):
         axis: From 0.
         power: The power of B that multiplies every element.
         folded: Operations that folded other axes in before the rows, to be undone in reverse order.
-        numbers: Whether the elements, or the first of each last axis, are row numbers; rows may be
-            looked up by them, but nothing else computed.
+        numbers: Which elements are the numbers of their rows: "all", the "first" of each last axis,
+            or none. Rows may be looked up by them, but nothing else computed.
     """
 
     axis: int
     power: int = 0
     folded: tuple = ()
-    numbers: bool = False
+    numbers: str = ""
 
     def __str__(self):
         inside = ", ".join([str(self.axis), *self.folded])

@@ -88,8 +88,14 @@ def without_numbers(placement):
 
 
 def are_numbers(placement) -> bool:
-    """Returns whether the elements are row numbers."""
-    return isinstance(placement, Shard) and placement.numbers
+    """Returns whether elements are row numbers."""
+    return isinstance(placement, Shard) and bool(placement.numbers)
+
+
+def are_numbered(call, i) -> bool:
+    """Returns whether the first element of each last axis of an input, alone, is a row number."""
+    numbers = getattr(call.placement(i), "numbers", "")
+    return numbers == "first" or (numbers == "all" and bool(call.dims(i)) and call.dims(i)[-1] == 1)
 
 
 def is_uniform(call, i) -> bool:

@@ -7,6 +7,7 @@ import tensorflow as tf
 from tfparallel.judge.placements import Replicate, Shard, Sum
 from tfparallel.judge.rules.call import (
     Call,
+    are_numbered,
     are_numbers,
     first_mixed,
     power_of,
@@ -41,7 +42,7 @@ def gathered(call: Call):
     if isinstance(params, Shard):
         has_rows = params == Shard(0) and call.dims(0)[0] == ROWS
         if has_rows and place == 0 and are_numbers(indices) and rank_of_indices == 1:
-            return params, call.dims(0)
+            return params, sizes
         if params.axis == place or are_numbers(indices):
             return call.mixed("selects some of the examples")
         if are_numbers(params):
@@ -71,7 +72,7 @@ def numbered(call: Call):
     if not any(map(depends_on_rows, (start, limit, delta))):
         return Replicate(), (None if delta != 1 else limit - start,)
     if (start, limit, delta) == (0, ROWS, 1):
-        return Shard(0, numbers=True), (ROWS,)
+        return Shard(0, numbers="all"), (ROWS,)
     return call.mixed("makes a range that depends on the number of rows")
 
 
@@ -90,9 +91,11 @@ def gathered_nd(call: Call):
     """Judges `GatherNd` of a replicated table, or by row numbers."""
     params, indices = call.placement(0), call.placement(1)
     rank = call.rank(1)
-    if are_numbers(indices) and without_numbers(indices) == params == Shard(0) and rank > 1:
-        if call.dims(0) is not None and call.dims(0)[0] == ROWS:
-            return Shard(0), None
+    if are_numbered(call, 1) and without_numbers(indices) == params == Shard(0) and rank > 1:
+        of_params, others = call.dims(0), call.dims(1)
+        if of_params is not None and of_params[0] == ROWS:
+            depth = others[-1]
+            return Shard(0), (*others[:-1], *of_params[depth:]) if isinstance(depth, int) else None
     if are_numbers(indices):
         return call.mixed("computes with row indices")
     if params == Replicate() and isinstance(indices, Shard) and indices.axis < rank - 1:
@@ -145,11 +148,15 @@ def segments(call: Call):
 
 
 def scattered(call: Call):
-    """Judges `ScatterNd` of rows, into a shape that does not depend on the rows."""
-    sizes, (indices, rows) = call.inputs[2].value, [each.placement for each in call.inputs[:2]]
-    if sizes is not None and not any(map(depends_on_rows, sizes.ravel().tolist())):
+    """Judges `ScatterNd` of rows: into a shape without them, or by row numbers."""
+    indices, rows = call.placement(0), call.placement(1)
+    sizes = None if call.inputs[2].value is None else tuple(call.inputs[2].value.ravel().tolist())
+    if sizes is not None and not any(map(depends_on_rows, sizes)):
         if indices == Shard(0) and isinstance(rows, Shard) and rows.axis == 0:
             return Sum(rows.power)
+    if sizes is not None and sizes[0] == ROWS and not any(map(depends_on_rows, sizes[1:])):
+        if are_numbered(call, 0) and without_numbers(indices) == rows == Shard(0):
+            return rows, sizes
     return call.mixed("scatters rows to places that depend on the data")
 
 

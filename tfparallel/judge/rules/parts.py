@@ -8,6 +8,7 @@ from tfparallel.judge.rules.by_element import aligned, sum_of
 from tfparallel.judge.rules.call import (
     Call,
     Rule,
+    are_numbered,
     are_numbers,
     folded_by,
     is_uniform,
@@ -30,12 +31,14 @@ def packed(call: Call):
     if len({without_numbers(p) for p in in_output}) > 1:
         return call.mixed("stacks examples with values that belong to no example")
     placement = in_output[0]
-    if any(map(are_numbers, in_output[1:])) or (are_numbers(placement) and axis != ranks[0]):
+    is_first = placement.numbers == "all" and axis == ranks[0]
+    if any(map(are_numbers, in_output[1:])) or (are_numbers(placement) and not is_first):
         return call.mixed("computes with row indices")
     sizes = list(call.dims())
     sizes.insert(axis, len(placements))
     shifted = placement.axis + (axis <= placement.axis)
-    return Shard(shifted, placement.power, placement.folded, placement.numbers), tuple(sizes)
+    numbers = "first" if is_first else ""
+    return Shard(shifted, placement.power, placement.folded, numbers), tuple(sizes)
 
 
 def unpacked(call: Call):
@@ -59,10 +62,10 @@ def concatenated(call: Call):
         return call.mixed("concatenates tensors whose rows are on different axes")
     (placement,) = shards
     if any(map(are_numbers, placements)):
-        is_first = are_numbers(placements[0]) and not any(map(are_numbers, placements[1:]))
+        is_first = are_numbered(call, 0) and not any(map(are_numbers, placements[1:]))
         if not is_first or place != rank - 1 or place == placement.axis:
             return call.mixed("computes with row indices")
-        placement = placements[0]
+        placement = dataclasses.replace(placements[0], numbers="first")
     filled = [i for i in parts if not isinstance(call.placement(i), Shard)]
     if placement.axis == place:
         if any(call.dims(i)[place] != 0 for i in filled):
@@ -143,7 +146,7 @@ def strided(call: Call):
             sizes.append(size)
             out += 1
         axis += 1
-    return dataclasses.replace(placement, axis=place, numbers=False), tuple(sizes)
+    return dataclasses.replace(placement, axis=place), tuple(sizes)
 
 
 def strided_gradient(call: Call):

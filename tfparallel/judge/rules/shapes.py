@@ -92,8 +92,6 @@ def expanded(call: Call):
     place = axis[0] % (rank + 1)
     sizes = list(call.dims())
     sizes.insert(place, 1)
-    if placement.numbers and (rank, place) != (1, 1):
-        return call.mixed("computes with row indices")
     shifted = placement.axis + (place <= placement.axis)
     shard = dataclasses.replace(placement, axis=shifted)
     return shard, tuple(sizes)

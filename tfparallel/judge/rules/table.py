@@ -4,6 +4,7 @@ A rule takes a `Call` and returns a placement, or one for each output, alone or 
 the output's axes. An operation without a rule is tried (`trial_of_operation.py`).
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -85,6 +86,7 @@ def apply(
     call = Call(op, inputs, judged)
     placements = [each.placement for each in inputs]
     rule = RULES.get(op.type)
+    moves = op.type in _MOVE_NUMBERS and getattr(placements[0], "numbers", "") == "all"
     known_sizes = [inputs[i].value for i in sizes if i is not None and i < len(inputs)]
     has_sizes = any(
         depends_on_rows(n) for value in known_sizes if value is not None for n in value.ravel()
@@ -115,7 +117,7 @@ def apply(
         result = call.mixed("works on rows that are not contiguous")
     elif op.type not in _KNOW_LENGTHS and any(map(_has_longest, inputs)):
         result = call.mixed("reads rows that are padded to the longest row of the piece")
-    elif op.type not in _KNOW_NUMBERS and any(map(are_numbers, placements)):
+    elif any(map(are_numbers, placements)) and not (moves or op.type in _KNOW_NUMBERS):
         result = call.mixed("computes with row indices")
     elif all(p == Replicate() for p in placements) and not has_sizes:
         result = Replicate()
@@ -132,8 +134,17 @@ def apply(
     else:
         result = trial_of_operation.tried(op, inputs)
     result = result if isinstance(result, list) else [result] * number
+    if moves:
+        result = list(map(_still_numbers, result))
     pairs = [each if isinstance(each, tuple) else (each, _dims(call, each)) for each in result]
     return [placement for placement, _ in pairs], [dims for _, dims in pairs]
+
+
+def _still_numbers(result) -> Any:
+    """Returns the result of an operation that moved row numbers, which are with their rows."""
+    if isinstance(result, tuple):
+        return _still_numbers(result[0]), result[1]
+    return dataclasses.replace(result, numbers="all") if isinstance(result, Shard) else result
 
 
 def _has_longest(judged) -> bool:
@@ -240,10 +251,14 @@ _ALONE = {
     "Split": 1,
     "StridedSliceGrad": 4,
 }  # fmt: skip
-# Operations that accept row numbers.
+# Operations that accept row numbers, and others that move all elements with their rows.
 _KNOW_NUMBERS = frozenset(
-    ("Range", "Identity", "Cast", "Pack", "ExpandDims", "ConcatV2", "GatherV2", "GatherNd", "Shape")
+    ("Range", "Identity", "Cast", "Pack", "ConcatV2", "GatherV2", "GatherNd", "ScatterNd", "Shape")
 )
+_MOVE_NUMBERS = frozenset(
+    ("BroadcastTo", "ExpandDims", "Reshape", "Slice", "Squeeze", "StridedSlice", "Tile",
+     "Transpose")
+)  # fmt: skip
 # Operations that are right for folded rows, and work on each of them.
 _KNOW_FOLDS = frozenset(
     (*BY_ELEMENT, *IMAGES, *REDUCTIONS, "ZerosLike", "OnesLike", "BatchToSpaceND", "SpaceToBatchND",
