@@ -319,6 +319,12 @@ case("ConcatV2", lambda x: tf.split(tf.concat([tf.range(num_rows(x)), x], 0), 2,
      rows(B, **INTS))  # fmt: skip
 case("Split", lambda x: tf.split(x, 2, axis=1), rows(B, 4), Shard(0))
 case("Split", lambda x: tf.split(tf.tanh(tf.concat([x, -x], 0)), 2, 0), rows(B, 4), Shard(0))
+case("Unpack", lambda x: tf.reshape(x, tf.unstack(tf.shape(x))), rows(B, 3), Shard(0))
+case("Split", lambda x: tf.reshape(x, tf.concat(tf.split(tf.shape(x), 2), 0)), rows(B, 3), Shard(0))
+case("SplitV", lambda x: tf.reshape(x, tf.concat(tf.split(tf.shape(x), [1, 1]), 0)), rows(B, 3),
+     Shard(0))  # fmt: skip
+case("SplitV", lambda x: tf.reshape(x, tf.concat(tf.split(tf.shape(x), [1, 1])[::-1], 0)),
+     rows(B, 3))  # fmt: skip
 case("Split", lambda x: tf.split(x, 2, axis=0), mean(4), Sum(-1))
 case("Split", lambda x: tf.split(x, 2, axis=0), rows(B + 1, 4))
 case("Split", lambda x: tf.split(tf.concat([x, -x, x, x], 0), 2, 0), rows(B, 4))

@@ -130,6 +130,7 @@ OF_EACH_ROW = {
     "diagonals": lambda x: tf.linalg.diag_part(tf.linalg.diag(x) * 2),
     "fourier": lambda x: tf.math.real(tf.signal.ifft(tf.signal.fft(tf.complex(x, x * 2)))),
     "real fourier": lambda x: tf.math.abs(tf.signal.rfft(x)),
+    "frames": lambda x: tf.reduce_max(tf.signal.frame(x, 2, 1), axis=2),
     "where": lambda x: tf.where(x > 0, x, 0.1 * x),
     "where of the row": lambda x: tf.where(tf.reduce_sum(x, 1, keepdims=True) > 0, x, -x),
     "ones of a row": lambda x: tf.concat([x, tf.ones((num_rows(x), 1), x.dtype)], axis=1),

@@ -1,5 +1,6 @@
 """The elements of small tensors that are known in a traced graph: sizes, axes, divisors."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,8 @@ def values_of(op: tf.Operation, inputs) -> list[np.ndarray] | None:
     """
     if op.type == "BroadcastGradientArgs":
         return _summed_axes(*(each.value for each in inputs))
+    if op.type in ("Unpack", "Split", "SplitV"):
+        return _parts_of(op, [each.value for each in inputs])
     value = value_of(op, inputs)
     return None if value is None else [value]
 
@@ -66,6 +69,23 @@ def _summed_axes(one, other) -> list[np.ndarray] | None:
             if size == 1:
                 summed.append(axis)
     return [np.asarray(each, object) for each in axes]
+
+
+def _parts_of(op, values) -> list[np.ndarray] | None:
+    """Returns the parts of a small tensor, such as the sizes of a shape."""
+    if any(each is None or each.size > _MOST for each in values):
+        return None
+    if op.type == "Unpack":
+        parts = np.moveaxis(values[0], op.get_attr("axis"), 0)
+    elif op.type == "Split":
+        parts = np.split(values[1], len(op.outputs), int(values[0].item()))
+    else:
+        whole, sizes, axis = values[0], values[1].tolist(), int(values[2].item())
+        ends = list(itertools.accumulate(sizes[:-1]))
+        if not all(isinstance(size, int) and size >= 0 for size in sizes):
+            return None
+        parts = np.split(whole, ends, axis)
+    return [np.asarray(each, object) for each in parts]
 
 
 def _clamped(op, inputs):
