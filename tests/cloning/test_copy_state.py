@@ -299,6 +299,40 @@ def test_functions_that_a_config_names(clone):
     assert_alike(clone(model), model)
 
 
+@every_builder
+def test_lambdas_that_read_names_of_their_module(clone):
+    """Story: a config keeps a lambda's code, but `keras` was no name in the copy."""
+    model = around(
+        layers.Lambda(lambda x: keras.ops.tanh(x)),
+        layers.Dense(8, activation=lambda x: keras.ops.square(x)),
+    )
+    assert_alike(clone(model), model)
+
+
+@every_builder
+@pytest.mark.parametrize("is_lambda", [True, False])
+def test_a_function_that_reads_another_layer_is_refused(clone, is_lambda):
+    """The copy would read the original layer, which is not trained."""
+    scale = layers.Dense(8, name="scale")
+
+    def scaled(x):
+        return x * scale.kernel[0]
+
+    function = (lambda x: x * scale.kernel[0]) if is_lambda else scaled
+    inputs = keras.Input((8,))
+    model = keras.Model(inputs, layers.Lambda(function)(scale(inputs)))
+    with pytest.raises(ValueError, match="reads 'scale', which belongs to the original model"):
+        clone(model)
+
+
+@pytest.mark.parametrize("form", ["model", "pipeline", "tensor"])
+def test_a_function_may_read_a_layer_that_is_no_part_of_the_model(form):
+    teacher = layers.Dense(8)
+    teacher.build((None, 8))
+    model = around(layers.Lambda(lambda x: x + teacher(x)))
+    assert_alike(BUILDERS[form](model), model)
+
+
 def test_a_lambda_of_a_nested_model_may_be_trusted_as_one_of_the_model():
     inner = keras.Sequential(
         [keras.Input((4,)), layers.Lambda(lambda t: t * 0.5), layers.Dense(3)], name="inner"

@@ -97,6 +97,31 @@ def compiled():
     return model
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [lambda: np.random.normal(size=(6, 8)), lambda: np.asarray(keras.random.normal((6, 8)))],
+    ids=["numpy", "keras"],
+)
+def test_a_function_that_is_called_again_draws_the_same_numbers(draw):
+    """It compiles, so it needs storage after all; its first call has drawn numbers."""
+
+    def random_features():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(8), layers.Dense(2)])
+        model.layers[0].set_weights([draw(), np.zeros(8)])
+        model.compile("sgd", "mse")
+        return model
+
+    def weights(make):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(3)
+        return [*make().get_weights(), np.asarray(keras.random.normal((2,)))]
+
+    expected = weights(random_features)
+    actual = weights(lambda: tfparallel.model_parallel(random_features, DEVICES))
+    for one, other in zip(expected, actual, strict=True):
+        np.testing.assert_array_equal(other, one)
+
+
 @pytest.mark.slow
 def test_a_function_that_compiles_needs_storage():
     keras.utils.set_random_seed(3)

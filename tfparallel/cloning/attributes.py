@@ -69,7 +69,7 @@ def carry_attributes(source: Any, target: Any) -> None:
                 raise CannotCarry(
                     f"its method `{name}` was replaced by {value!r}, which uses the original layer"
                 )
-            if _holds_layer(value):
+            if holds_layer(value):
                 raise CannotCarry(f"`{name}` is {value!r}, which belongs to the original layer")
             setattr(target, name, copy_lib.deepcopy(value) if _is_record(value) else value)
 
@@ -155,26 +155,30 @@ def _is_value(value, around=()) -> bool:
     )
 
 
-def _holds_layer(value) -> bool:
+def holds_layer(value) -> bool:
     """Whether a value is bound to a layer or variable, so that a copy would use the source's."""
     if isinstance(value, types.MethodType):
         return has_state(value.__self__)
     if isinstance(value, functools.partial):
         return any(map(_is_layer_or_holds_one, (value.func, *value.args, *value.keywords.values())))
     if isinstance(value, types.FunctionType):
-        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        referenced = (*_closed_over(value), *_globals_of(value), *defaults)
-        return any(map(_is_layer_or_holds_one, referenced))
+        return any(map(_is_layer_or_holds_one, read_by(value)))
     if isinstance(value, dict):
-        return any(map(_holds_layer, value.values()))
+        return any(map(holds_layer, value.values()))
     if isinstance(value, list | tuple | set | frozenset):
-        return any(map(_holds_layer, value))
+        return any(map(holds_layer, value))
     return (isinstance(value, _BY_CONFIG) or _is_record(value)) and has_state(value)
+
+
+def read_by(function: types.FunctionType) -> list[Any]:
+    """Returns the objects that a function reads: of its closure, its module, and defaults."""
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return [*_closed_over(function), *_globals_of(function), *defaults]
 
 
 def _is_layer_or_holds_one(value) -> bool:
     is_bound = isinstance(value, types.MethodType)
-    return isinstance(value, keras.Layer | keras.Variable) or (is_bound and _holds_layer(value))
+    return isinstance(value, keras.Layer | keras.Variable) or (is_bound and holds_layer(value))
 
 
 def has_state(value) -> bool:
@@ -222,8 +226,13 @@ def _same_containers(value, other) -> bool:
 
 
 def _same_functions(value, other) -> bool:
-    """Whether two functions have the same code and values; a config creates new functions."""
+    """Whether two functions have the same code and values; a config creates new functions.
+
+    One that a config creates lacks the names of its module, such as `ops`.
+    """
     if value.__code__ != other.__code__:
+        return False
+    if value.__globals__ is not other.__globals__ and not holds_layer(value):
         return False
     pairs = [
         *zip(_closed_over(value), _closed_over(other), strict=True),
@@ -260,7 +269,7 @@ def carry_arguments(source: Any, target: Any) -> None:
         for name in list(inspect.signature(cls.__init__).parameters)[1:]:
             value, copy = (vars(each).get(name, _ABSENT) for each in (source, target))
             if value is not _ABSENT and _is_value(value) and not same(value, copy):
-                if not _holds_layer(value):
+                if not holds_layer(value):
                     setattr(target, name, value)
 
 

@@ -12,11 +12,12 @@ import contextlib
 import itertools
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 
-from tfparallel.cloning.attributes import CannotCarry, carry_attributes, same
+from tfparallel.cloning.attributes import CannotCarry, carry_attributes, read_by, same
 from tfparallel.cloning.verify_clone import OF_A_VARIABLE, NotAlike, differences
 from tfparallel.extend import original_class
 from tfparallel.seams.keras import (
@@ -62,7 +63,7 @@ def copy_state(
     """
     _share_beside_the_graph(model, copy)
     pairs = _pairs(model, copy)
-    problems: list[str] = []
+    problems = _reading_others([source for source, _ in pairs])
     with scope():
         for source, target in pairs:
             try:
@@ -82,6 +83,20 @@ def copy_state(
                     setattr(target, name, getattr(source, name))
     _refuse(model, differences(model, copy, pairs, variables))
     return pairs
+
+
+def _reading_others(layers: Sequence[keras.Layer]) -> list[str]:
+    """Reports functions that read other layers of the model: a copy would read those, too."""
+    names = {id(held): held.name for each in layers for held in (each, *variables_held_by(each))}
+    return [
+        f"layer '{_path(layer)}': `{attribute}` reads '{names[id(read)]}', which belongs to the "
+        "original model"
+        for layer in layers
+        for attribute, value in vars(layer).items()
+        if isinstance(value, types.FunctionType)
+        for read in read_by(value)
+        if id(read) in names and read is not layer  # Keras's own methods of a layer read that.
+    ]
 
 
 def _share_beside_the_graph(model, copy) -> None:

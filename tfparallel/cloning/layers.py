@@ -13,11 +13,13 @@ custom class, which stores them under the names of its constructor's arguments.
 import contextlib
 import inspect
 import re
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 
+from tfparallel.cloning.attributes import holds_layer
 from tfparallel.cloning.copy_state import without_draws
 from tfparallel.cloning.verify_clone import NotAlike
 from tfparallel.extend import classes_of, original_class
@@ -177,7 +179,10 @@ def _built_alike(layer) -> keras.Layer:
 
 def like(layer: keras.Layer) -> keras.Layer:
     """Creates a layer of the same original class and the same config."""
-    cls, config = original_class(layer), layer.get_config()
+    cls, lambdas = original_class(layer), _lambdas_of(layer)
+    config = layer.get_config()
+    if cls is not keras.layers.Lambda:  # It would not take a function in its config.
+        config |= {name: lambdas[name] for name in lambdas if name in config}
     with SafeModeScope(False):  # A lambda that is already in the model is trusted.
         try:
             copy = cls.from_config(config)
@@ -188,7 +193,20 @@ def like(layer: keras.Layer) -> keras.Layer:
                 raise
             copy = cls(**arguments)
     copy.name = layer.name  # Keras chooses a name if the config has none.
+    for name, value in lambdas.items():
+        if name in vars(copy):
+            setattr(copy, name, value)
     return copy
+
+
+def _lambdas_of(layer) -> dict[str, types.FunctionType]:
+    """The lambdas that a layer holds; its config has their code, without their module's names."""
+    return {
+        name: value
+        for name, value in vars(layer).items()
+        if isinstance(value, types.FunctionType) and value.__name__ == "<lambda>"
+        if not holds_layer(value)
+    }
 
 
 def _unbuilt(config):

@@ -19,10 +19,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfparallel.seams.keras import (
     DEFERRED_VARIABLES,
+    GLOBAL_SEED_GENERATOR,
     NAME_NUMBERS,
     SHAPES_GRAPH,
     get_global,
@@ -72,9 +74,9 @@ class StoragelessModel:
         function: Builds a Keras model, and does not compile it.
 
     Raises:
-        NeedsStorage: If the function creates a variable that cannot wait. The state of Python's
-            random numbers, and of Keras's name counters, is restored, so it can be called again the
-            plain way.
+        NeedsStorage: If the function creates a variable that cannot wait. The random numbers of
+            Python, NumPy and Keras, and Keras's name counters, are restored, so it can be called
+            again the plain way.
 
     Attributes:
         model: The result of the function.
@@ -85,7 +87,8 @@ class StoragelessModel:
         waiting = _Waiting()
         set_global(DEFERRED_VARIABLES, waiting)
         self._scope = keras.StatelessScope(initialize_variables=False)
-        random_state = random.getstate()
+        random_state, numpy_state = random.getstate(), np.random.get_state()
+        seeds = get_global(GLOBAL_SEED_GENERATOR)
         name_numbers = dict(get_global(NAME_NUMBERS) or {})
         try:
             with self._scope:
@@ -96,6 +99,8 @@ class StoragelessModel:
             if isinstance(error, ValueError) and _CANNOT_WAIT not in str(error):
                 raise
             random.setstate(random_state)
+            np.random.set_state(numpy_state)
+            set_global(GLOBAL_SEED_GENERATOR, seeds)  # A new one would wait for storage.
             set_global(NAME_NUMBERS, collections.defaultdict(int, name_numbers))
             read = _READ.search(str(error))  # Keras wraps the message.
             raise NeedsStorage(read[0] if read else str(error)) from error
