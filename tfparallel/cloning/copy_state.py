@@ -87,7 +87,7 @@ def copy_state(
 
 def _reading_others(layers: Sequence[keras.Layer]) -> list[str]:
     """Reports functions that read other layers of the model: a copy would read those, too."""
-    names = {id(held): held.name for each in layers for held in (each, *variables_held_by(each))}
+    names = {id(one): one.name for each in layers for one in (each, *variables_held_by(each))}
     return [
         f"layer '{_path(layer)}': `{attribute}` reads '{names[id(read)]}', which belongs to the "
         "original model"
