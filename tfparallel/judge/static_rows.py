@@ -73,7 +73,7 @@ def _numbers(graph) -> Iterator[tuple[tf.Operation, Any]]:
             yield op, op.type
         elif op.type == "Const":
             values = np.unique(tf.make_ndarray(op.get_attr("value")))
-            if len(values) <= _MOST_VALUES:
+            if 0 < len(values) <= _MOST_VALUES:
                 yield op, tuple(values)
 
 
