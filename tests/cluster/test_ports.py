@@ -16,6 +16,12 @@ server = socket.create_server((sys.argv[1], 0))
 print(server.getsockname()[1], flush=True)
 sys.stdin.read()
 """
+LAUNCHER = """
+import sys
+from tfparallel.cluster import ports
+ports._RANGE = [int(port) for port in sys.argv[1:]]
+print(*ports.free_ports(1))
+"""
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the owner is read from /proc")
 
 
@@ -46,6 +52,7 @@ def test_ports_differ_and_can_be_bound():
 
 
 def test_a_port_in_use_is_passed_over(monkeypatch):
+    monkeypatch.setattr(ports, "_reserve", lambda port: None)
     taken, free = sorted(free_ports(2))
     monkeypatch.setattr(ports, "_RANGE", [taken, free])
     monkeypatch.setattr(ports, "_NUM_TRIES", 1)
@@ -57,8 +64,16 @@ def test_a_port_in_use_is_passed_over(monkeypatch):
             assert port not in (0, taken, free)
 
 
-def test_two_launchers_rarely_meet():
-    assert free_ports(5) != free_ports(5)
+@on_linux
+def test_two_launchers_never_find_the_same_port(monkeypatch):
+    """Story: a worker imports TensorFlow before it listens; another job had its port by then."""
+    numbers = [*free_ports(2)]
+    monkeypatch.setattr(ports, "_RANGE", numbers)
+    command = [sys.executable, "-c", LAUNCHER, *map(str, numbers)]
+    other = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert {*numbers}.isdisjoint([other, *free_ports(2)])
+    monkeypatch.setattr(ports, "_RESERVED_SECONDS", 0.0)
+    assert {*free_ports(2)} == {*numbers}
 
 
 @on_linux

@@ -13,6 +13,7 @@ ports.owner(38123)    # 'process 4711 (python -m http.server 38123)'
 ```
 """
 
+import collections
 import contextlib
 import errno
 import os
@@ -20,6 +21,7 @@ import pathlib
 import random
 import shlex
 import socket
+import sys
 import time
 
 from tfparallel.cluster.address import split_address
@@ -28,6 +30,9 @@ from tfparallel.cluster.address import split_address
 # worker binds it.
 _RANGE = range(20000, 32768)
 _NUM_TRIES = 200
+# Until a worker has imported TensorFlow and listens, nobody else shall choose its port.
+_RESERVED_SECONDS = 120.0
+_reservations: collections.deque[tuple[float, socket.socket]] = collections.deque()
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _LISTENING = "0A"
 _MAX_COMMAND = 100
@@ -39,7 +44,9 @@ _SILENCE_SECONDS = 15.0
 
 
 def free_ports(num_ports: int) -> list[int]:
-    """Finds ports that are free on all addresses of this host. They are not reserved.
+    """Finds ports that are free on all addresses of this host.
+
+    On Linux, no process of this host that calls this finds the same ports for two minutes.
 
     Raises:
         RuntimeError: If there are too few.
@@ -58,6 +65,7 @@ def free_ports(num_ports: int) -> list[int]:
             probe = open_sockets.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
             with contextlib.suppress(OSError):
                 probe.bind(("", port))
+                _reserve(probe.getsockname()[1])
                 ports.append(probe.getsockname()[1])
     if len(ports) < num_ports:
         raise RuntimeError(
@@ -65,6 +73,21 @@ def free_ports(num_ports: int) -> list[int]:
             "Stop other servers, or start fewer workers."
         )
     return ports
+
+
+def _reserve(port):
+    """Takes the port's name, which Linux frees when this process ends, or a later call does.
+
+    Raises:
+        OSError: If the name is taken.
+    """
+    now = time.monotonic()
+    while _reservations and _reservations[0][0] < now - _RESERVED_SECONDS:
+        _reservations.popleft()[1].close()
+    if sys.platform == "linux":
+        reservation = socket.socket(socket.AF_UNIX)
+        _reservations.append((now, reservation))
+        reservation.bind(f"\0tfparallel-port-{port}")
 
 
 def is_free(port: int) -> bool:
