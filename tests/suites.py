@@ -28,7 +28,7 @@ SUITES = {
     "hosts": (20, "jobs of several hosts: network namespaces, a Slurm cluster, a Ray cluster"),
     "features": (8, "features of each kind of parallelism, trained in one process"),
     "programs": (8, "commands, tasks, examples of the pages, notebooks, benchmarks"),
-    "judge": (20, "670 small programs, of which the judge must say whether they mix examples"),
+    "judge": (20, "693 small programs, of which the judge must say whether they mix examples"),
 }
 # The longest prefix of a test's path, behind `tests/`, decides; what has none is of "features".
 FOLDERS = {

@@ -193,6 +193,12 @@ def test_what_one_device_does_not_train_is_discarded():
         OneDevice.train(dataclasses.replace(SMALLEST, optimizer="'no such optimizer'"))
 
 
+def test_an_optimizer_that_a_file_holds_may_have_a_variable_without_a_name():
+    changes = {"optimizer": "optimizers.Nadam(0.01)", "blocks": (Block("layers.Dense(4)"),)}
+    program = dataclasses.replace(SMALLEST, then=("resume",), **changes)
+    assert judge("model_parallel", OneDevice.train(program)).verdict == EXACT
+
+
 @pytest.mark.slow
 def test_a_finding_shrinks_to_the_layer_that_shows_it(monkeypatch):
     """Without training: whatever has a RunningSum is wrong."""

@@ -293,6 +293,7 @@ SEED = 7
 
 # By these names `observe` tells `run` in which types the layers of the trained model compute.
 _COMPUTES_IN = "computes in "
+NUMBERED = re.compile(r"^variable_\d+$")  # As Keras names a variable that was given no name.
 
 
 @contextlib.contextmanager
@@ -407,7 +408,8 @@ def observe(model: keras.Model, history: dict | None = None, **outputs) -> Obser
         if not int(keras.ops.convert_to_numpy(optimizer.iterations)):
             continue
         for index, (variable, value) in enumerate(slots_of(optimizer)):
-            put("slot", f"{optimizer.name}/{index}/{variable.name}", value)
+            name = NUMBERED.sub("variable", variable.name)
+            put("slot", f"{optimizer.name}/{index}/{name}", value)
     for name, values in (history or {}).items():
         put("history", name, values)
     for name, values in outputs.items():
@@ -432,7 +434,8 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 def slots_of(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.Variable, Any]]:
     """Each variable of an optimizer with the value that a file of it would hold.
 
-    An optimizer's path depends on whether `fit` or `build` made it; order and name do not.
+    An optimizer's path depends on whether `fit` or `build` made it; order and name do not. (Keras
+    numbers a variable without a name by those that were made before it: `NUMBERED`.)
     """
     store: dict[str, np.ndarray] = {}
     optimizer.save_own_variables(store)
