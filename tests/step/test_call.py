@@ -1,4 +1,4 @@
-"""`fit`, `evaluate` and `predict` of any signature, called in any way."""
+"""`compile`, `fit`, `evaluate` and `predict` of any signature, called in any way."""
 
 import keras
 import numpy as np
@@ -24,6 +24,13 @@ class Quieted(keras.Sequential):
 
     def predict(self, pictures, scale=1.0):
         return super().predict(pictures, verbose=0) * scale
+
+
+class Rated(keras.Sequential):
+    """Is compiled by a learning rate alone."""
+
+    def compile(self, rate):
+        super().compile(keras.optimizers.SGD(rate), "mse")
 
 
 def build(cls=keras.Sequential):
@@ -62,6 +69,25 @@ def test_a_method_that_takes_no_callbacks_is_given_none():
     call.add_callbacks(keras.callbacks.Callback())
     (data,), named = call.run(lambda *args, **kwargs: (args, kwargs))
     assert data[0] is X and named == {"quiet": False}
+
+
+@pytest.mark.parametrize("form", [*FORMS, "parts"])
+def test_compile_may_have_another_signature(form):
+    """Story: `tensor_parallel` passed an optimizer and a loss on, and ended in a TypeError."""
+
+    def build_rated():
+        keras.utils.set_random_seed(1)
+        dense = [keras.layers.Dense(units, dtype="float64") for units in (4, 1)]
+        return Rated([keras.Input((3,), dtype="float64"), *dense])
+
+    forms = FORMS | {"parts": lambda build: tfparallel.tensor_parallel(build, TWO)}
+    one, model = build_rated(), forms[form](build_rated)
+    x = np.random.default_rng(1).normal(size=(8, 3))
+    for each in (one, model):
+        each.compile(rate=0.25)
+        each.fit(x, x[:, :1], epochs=2, verbose=0)
+    for expected, weight in zip(one.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(weight, expected, rtol=1e-12)  # Sums in another order.
 
 
 @pytest.mark.slow

@@ -18,8 +18,8 @@ References:
 
 import collections
 import contextlib
-import inspect
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -29,12 +29,13 @@ import tensorflow as tf
 from tfparallel.asynchronous.in_flight import InFlight, default_staleness, steps_ahead
 from tfparallel.asynchronous.servers import Servers, move_to_servers
 from tfparallel.asynchronous.worker_step import STALENESS, WorkerStep, loss_trackers
-from tfparallel.extend import attach, extend, original_class
+from tfparallel.extend import attach, extend, is_own, original_class
 from tfparallel.layout.layout import Layout
 from tfparallel.seams.compiled import compiled_metrics, loss_tracker
 from tfparallel.seams.keras import batches_of, compute_output_spec, layers_in, set_mask
 from tfparallel.step.additivity import metrics_of_rows_together
 from tfparallel.step.build import types_of_batches
+from tfparallel.step.extended_model import ExtendedModel
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.piece_sums import states
 from tfparallel.tracing.trial_trace import traced_apart
@@ -44,7 +45,7 @@ from tfparallel.user_log import notice
 _KERASS = ("train_step", "compute_metrics", "fit", "train_on_batch", "make_train_function")
 
 
-class AsynchronousModel:
+class AsynchronousModel(ExtendedModel):
     """Extends the user's model class; its variables are on the servers."""
 
     _servers: Servers
@@ -92,31 +93,28 @@ class AsynchronousModel:
             "gradients": _bytes_of(self.trainable_variables),
         }
 
-    def compile(self, *args, **kwargs):
-        """Configures training like `keras.Model.compile`; the servers hold the optimizer."""
-        arguments = inspect.signature(keras.Model.compile).bind(self, *args, **kwargs).arguments
-        for name in ("jit_compile", "run_eagerly"):
-            if arguments.get(name) is True:
-                raise ValueError(
-                    f"Under sync='async' workers run each step as a graph. {name}=False is "
-                    f"required. Received: {name}=True."
-                )
-        super().compile(*args, **kwargs)
-        self._take_optimizer()
+    def _look_at(self, call):
+        if call.kind == "compile":
+            for name in ("jit_compile", "run_eagerly"):
+                if call.arguments.get(name) is True:
+                    raise ValueError(
+                        f"Under sync='async' workers run each step as a graph. {name}=False is "
+                        f"required. Received: {name}=True."
+                    )
+        elif call.kind == "fit":
+            call.enter(self._dispatching())
+        else:
+            self._in_flight.end_all()
 
-    def _take_optimizer(self) -> None:
+    def _prepare_compiled(self):
         if self.optimizer is not None:
             move_to_servers(self.optimizer, self._servers.strategy)
         self.train_function = None
 
-    def fit(self, *args, **kwargs):
-        """Trains the model like `keras.Model.fit`; each batch is a step on one worker."""
-        overridden = [
-            name
-            for name in _KERASS
-            if name in vars(self)
-            or getattr(original_class(self), name) is not getattr(keras.Model, name)
-        ]
+    @contextlib.contextmanager
+    def _dispatching(self) -> Iterator[None]:
+        """Surrounds a `fit`, in which each batch is a step on one worker."""
+        overridden = [name for name in _KERASS if is_own(self, name)]
         if overridden:
             raise ValueError(
                 "Under sync='async' the workers run Keras's own step. A model that does not "
@@ -127,7 +125,7 @@ class AsynchronousModel:
         attach(self, _batch_spec=None)
         try:
             with self._servers.naming_lost_server(lambda: len(self._in_flight) > 0):
-                history = super().fit(*args, **kwargs)
+                yield
         finally:
             with contextlib.suppress(Exception):
                 self._servers.coordinator.join()
@@ -139,7 +137,6 @@ class AsynchronousModel:
                 f"async: {stats['updates']} updates, mean staleness {stats['mean']:.2f}, at most "
                 f"{stats['largest']} (bound {stats['bound']})."
             )
-        return history
 
     # Methods that read or write weights wait for all steps in flight.
 
@@ -158,14 +155,6 @@ class AsynchronousModel:
     def set_weights(self, weights):
         self._in_flight.end_all()
         return super().set_weights(weights)
-
-    def evaluate(self, *args, **kwargs):
-        self._in_flight.end_all()
-        return super().evaluate(*args, **kwargs)
-
-    def predict(self, *args, **kwargs):
-        self._in_flight.end_all()
-        return super().predict(*args, **kwargs)
 
     @contextlib.contextmanager
     def settled_workers(self):
@@ -314,7 +303,7 @@ def extend_model(model: keras.Model, servers: Servers, staleness: int | None) ->
     )
     attach(model, _in_flight=InFlight(ahead, model._take, model._fetch))
     if model.compiled:
-        model._take_optimizer()
+        model._prepare_compiled()
     return model
 
 
@@ -322,7 +311,7 @@ def _refuse_hidden_names(model: keras.Model) -> None:
     """Raises if the user's class has a name that the extended class uses."""
     hidden = [
         name
-        for name in vars(AsynchronousModel)
+        for name in dir(AsynchronousModel)
         if not name.startswith("__")
         and not hasattr(keras.Model, name)
         and (name in vars(model) or hasattr(original_class(model), name))

@@ -39,33 +39,25 @@ class HybridModel(SpreadCall, NestedModel, PipelinedModel):
         """How each split layer is split, by name; the others are on their stage's first device."""
         return self._layout.split_of
 
-    def _look_at(self, call):
-        if call.kind == "fit" and self._shards_optimizer:
-            are_sharded = self._shards_parameters and self._workers is not None
-            refuse_callbacks(call.callbacks, are_sharded=are_sharded)
-        super()._look_at(call)
-
     def _around_a_batch(self, kind):
         return self._session.around_a_batch(kind)
 
     def _begin(self, call):
+        if call.kind == "fit" and self._shards_optimizer:
+            are_sharded = self._shards_parameters and self._workers is not None
+            refuse_callbacks(call.callbacks, are_sharded=are_sharded)
         self._session.begin(call)
         super()._begin(call)
 
-    def train_step(self, data):
-        self._session.compare(data, "fit")
+    def _take_step(self, kind, of_keras, data):
+        self._session.compare(data, kind)
+        if kind != "fit":
+            with self._spreading():
+                return super()._take_step(kind, of_keras, data)
         # An optimizer that wraps others needs whole gradients.
         adds_up = self._accumulates or not wrapped_by(self.optimizer)
         with within(takes_shares=self._shards_parameters and adds_up):
-            return super().train_step(data)
-
-    def test_step(self, data):
-        self._session.compare(data, "evaluate")
-        return super().test_step(data)
-
-    def predict_step(self, data):
-        self._session.compare(data, "predict")
-        return super().predict_step(data)
+            return super()._take_step(kind, of_keras, data)
 
     def save(self, filepath, overwrite=True, zipped=None, **kwargs):
         """Saves plain Keras, as `keras.Model.save`; one worker or all may call it.

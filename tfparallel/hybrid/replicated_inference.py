@@ -89,16 +89,9 @@ class SpreadCall:
             keras.Layer.add_loss(self, losses)  # A functional model refuses its own.
         return outputs
 
-    def test_step(self, data):
-        with self._spreading():
-            return super().test_step(data)
-
-    def predict_step(self, data):
-        with self._spreading():
-            return super().predict_step(data)
-
     @contextlib.contextmanager
     def _spreading(self) -> Iterator[None]:
+        """Surrounds a step of `evaluate` or `predict`."""
         attach(self, _spreads_next=self._can_spread and self._layout.mesh.data > 1)
         try:
             yield

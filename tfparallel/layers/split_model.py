@@ -7,6 +7,7 @@ from tfparallel.layers.parts import as_it_is, handing_on, whole, with_parts
 from tfparallel.layers.softmax_loss import in_parts
 from tfparallel.placement.placed_model import PlacedModel
 from tfparallel.problems import PlacementError
+from tfparallel.seams.compiled import compile_arguments
 from tfparallel.update.place_optimizer import prepare
 from tfparallel.update.places import Places
 from tfparallel.variables.split import parts_of
@@ -49,9 +50,9 @@ class SplitModel(NestedModel, PlacedModel):
     def _last_device(self) -> str:
         return self.devices[0]
 
-    def compile(self, optimizer="rmsprop", loss=None, *args, **kwargs):
-        """Compiles the model, as `keras.Model.compile`; computes a softmax loss in parts."""
-        super().compile(optimizer, keras.tree.map_structure(in_parts, loss), *args, **kwargs)
+    def _prepare_compiled(self):
+        super()._prepare_compiled()
+        keras.tree.map_structure(in_parts, (compile_arguments(self) or {}).get("loss"))
 
     def save_spec(self, *args, **kwargs):
         """Raises an error that TFLite's converter shows.

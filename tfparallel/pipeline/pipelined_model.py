@@ -47,20 +47,16 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
         """The instructions of each device, in order."""
         return self._layout.make_schedule()
 
-    def compile(self, *args, **kwargs):
-        """Compiles the model, as `keras.Model.compile`."""
-        super().compile(*args, **kwargs)
+    def _prepare_compiled(self):
+        super()._prepare_compiled()
+        self._policy.forget()
         self.trace_each(False)
         if self.schedule.name != "gpipe":
             check_decomposes(self, self.schedule.name)
 
-    def _look_at(self, call):
-        if call.kind == "fit":
-            self._check_batch_size(call.arguments.get("x"), call.arguments.get("batch_size"))
-        super()._look_at(call)
-
     def _begin(self, call):
         if call.kind == "fit":
+            self._check_batch_size(call.arguments.get("x"), call.arguments.get("batch_size"))
             call.enter(_as_placement_error())
         super()._begin(call)
 
@@ -114,9 +110,9 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
         return retried
 
     @tf.autograph.experimental.do_not_convert
-    def train_step(self, data):
-        """Runs one step: all micro-batches forward and backward, then one update."""
-        return self._policy.step(data, super().train_step)
+    def _take_step(self, kind, of_keras, data):
+        step = functools.partial(super()._take_step, kind, of_keras)
+        return self._policy.step(data, step) if kind == "fit" else step(data)
 
     def _make_policy(self, sync) -> EveryStep:
         return AccumulateBatches(self, sync) if sync.accumulates else EveryStep(self, sync)

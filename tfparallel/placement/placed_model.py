@@ -54,9 +54,8 @@ class PlacedModel(OneStep):
             self._layout, share_in_parts=share, proof=proof_in_words(self)
         )
 
-    def compile(self, *args, **kwargs):
-        """Compiles the model, as `keras.Model.compile`."""
-        super().compile(*args, **kwargs)
+    def _prepare_compiled(self):
+        super()._prepare_compiled()
         if self.optimizer is not None:
             check_known(self)
             self._place_updates()
@@ -158,24 +157,15 @@ class PlacedModel(OneStep):
         return self._layout.device(pipeline=self._layout.mesh.pipeline - 1)
 
     @compiled_by_device
-    def train_step(self, data):
-        """Runs one training step, as Keras's own; each operation is on its layer's device."""
+    def _take_step(self, kind, of_keras, data):
+        if kind != "fit":
+            return of_keras(data)
         mark("input", keras.tree.flatten(data))
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         x = read_inputs(self, x)
         result = self._passes(x, y, sample_weight)
         mark("passes", result.gradients)
         return self._trained_on(result, x, y, sample_weight)
-
-    @compiled_by_device
-    def test_step(self, data):
-        """Runs one evaluation step, as Keras's own."""
-        return super().test_step(data)
-
-    @compiled_by_device
-    def predict_step(self, data):
-        """Runs one prediction step, as Keras's own."""
-        return super().predict_step(data)
 
     def _passes(self, x, y, sample_weight) -> PassResult:
         """Runs the forward and backward pass of all rows."""

@@ -32,7 +32,6 @@ from tfparallel.seams.saving import read_as_saved
 from tfparallel.step.build import build_ahead, symbolic_build, types_of_batches
 from tfparallel.step.call import Call
 from tfparallel.step.jit_compile import compiled_by_device
-from tfparallel.step.one_step import OneStep
 from tfparallel.step.read_inputs import read_inputs
 from tfparallel.update.built_optimizers import check_known, wrapped_by
 from tfparallel.update.place_optimizer import prepare
@@ -83,25 +82,22 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
             return dataclasses.replace(self.strategy.layout, proof=proof_in_words(self))
         return Layout(Mesh(), device_lib.choose_devices(num_devices=1))
 
-    def compile(self, *args, **kwargs):
-        """Configures training, as `keras.Model.compile` does; no scope is needed."""
-        strategy = self.strategy
-        if strategy is None:
-            return super().compile(*args, **kwargs)
-        refusals.check_scope(strategy, "`compile` of a `data_parallel` model")
-        with strategy.scope():
-            super().compile(*args, **kwargs)
-        refusals.check_compile(self, strategy)
-        refusals.check_variables(self, strategy, self._made_by_function)
-        check_known(self)
-        extend_parts(self)
-        return None
+    def _prepare_compiled(self):
+        super()._prepare_compiled()
+        self._policy.forget()
+        if self.strategy is not None:
+            refusals.check_compile(self, self.strategy)
+            refusals.check_variables(self, self.strategy, self._made_by_function)
+            check_known(self)
+            extend_parts(self)
 
     def _look_at(self, call):
         self._session.take_whole_batches(call)
+        if call.kind in ("compile", "fit") and self.strategy is not None:
+            refusals.check_scope(self.strategy, f"`{call.kind}` of a `data_parallel` model")
+            if call.kind == "compile":
+                call.enter(self.strategy.scope())
         if call.kind == "fit":
-            if self.strategy is not None:
-                refusals.check_scope(self.strategy, "`fit` of a `data_parallel` model")
             names = ("x", "batch_size", "steps_per_epoch")
             if not call.is_own or "x" in call.arguments:
                 refusals.check_data(*(call.arguments.get(name) for name in names), "fit")
@@ -137,7 +133,7 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
             return super().predict(*args, **kwargs)
         call = Call(self, "predict", args, kwargs)
         call.received = predictions.PredictionsOfWorkers(self._workers)
-        predictions_of_worker = self._run(call, super(OneStep, self).predict)
+        predictions_of_worker = self._run(call)
         if gather_to is None:
             return predictions_of_worker
         with self._session.together():
@@ -252,18 +248,19 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
             self.strategy.choose_all_reduce(self.trainable_variables)
 
     @compiled_by_device
-    def train_step(self, data):
-        """Runs one step of training on the global batch."""
+    def _take_step(self, kind, of_keras, data):
         if self.strategy is None:
             leaves = list(filter(_is_symbolic, keras.tree.flatten(data)))
             # The clock cannot be read where XLA compiles.
-            marks = [] if self.jit_compile or not leaves else mark("input", leaves)
-            with tf.control_dependencies(marks):
-                return super().train_step(data)
-        extend_parts(self)
+            is_marked = kind == "fit" and leaves and not self.jit_compile
+            with tf.control_dependencies(mark("input", leaves) if is_marked else []):
+                return of_keras(data)
         worker_rows = None
-        if not self._policy.is_silent:
+        if kind != "fit" or not self._policy.is_silent:
             data, worker_rows = sample_partition.rows_and_counts(data, self.strategy)
+        if kind != "fit":
+            return self._step_on_all_rows(kind, of_keras, data, worker_rows)
+        extend_parts(self)
         object.__setattr__(self, "_in_train_step", True)
         if self.optimizer is not None:
             self.optimizer.forget_pending()
@@ -275,54 +272,41 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
             arrived = [tf.raw_ops.OptionalFromValue(components=tensors)] if tensors else []
             arrived += mark("input", tensors) if tensors else []
             with tf.control_dependencies(arrived):
-                return self._policy.step(data, lambda data: self._train_on(data, worker_rows))
+                return self._policy.step(
+                    data, lambda data: self._step_on_all_rows(kind, of_keras, data, worker_rows)
+                )
         finally:
             object.__setattr__(self, "_in_train_step", False)
 
-    def _train_on(self, data, worker_rows):
-        """Trains on the rows of all workers."""
+    def _step_on_all_rows(self, kind, of_keras, data, worker_rows):
+        """Runs a step on the rows of all workers."""
         if worker_rows is None:
-            self._session.compare(data, "fit")
+            self._session.compare(data, kind)
         data = self._read(data)
-        way = self._way(data, "fit")
-        self._policy.check_way(way)
+        if kind == "predict":
+            if self.built and self._predicts_as_keras:
+                return self._predict_on_own_rows(data, worker_rows, gathers=self._gathers)
+            return of_keras(sample_partition.joined(data, worker_rows, self._workers))
+        way = self._way(data, kind)
+        if kind == "fit":
+            self._policy.check_way(way)
         data, worker_rows = self._session.whole_if_needed(way, data, worker_rows)
+        if kind == "evaluate":
+            if way.rows_stay:
+                return self._test_on_own_rows(data, way.metrics, worker_rows)
+            return of_keras(data)
         # A user's own step, or a wrapping optimizer, needs whole gradients.
         adds_up = self._accumulates or not wrapped_by(self.optimizer)
         takes_shares = self._shards_parameters and not is_own(self, "train_step") and adds_up
         with within(takes_shares=takes_shares):
             if way.rows_stay:
                 return self._train_on_own_rows(data, way.metrics, worker_rows)
-            return super().train_step(data)
+            return of_keras(data)
 
     def _make_policy(self, sync) -> EveryStep:
         if sync.accumulates:
             return AdaScale(self, sync) if sync.scales_rate else Accumulate(self, sync)
         return LocalSgd(self, sync) if sync.is_local else EveryStep(self, sync)
-
-    @compiled_by_device
-    def test_step(self, data):
-        """Runs one step of evaluation on the global batch."""
-        if self.strategy is None:
-            return super().test_step(data)
-        data, worker_rows = self._session.rows_and_counts(data, "evaluate")
-        data = self._read(data)
-        way = self._way(data, "evaluate")
-        data, worker_rows = self._session.whole_if_needed(way, data, worker_rows)
-        if way.rows_stay:
-            return self._test_on_own_rows(data, way.metrics, worker_rows)
-        return super().test_step(data)
-
-    @compiled_by_device
-    def predict_step(self, data):
-        """Runs one step of prediction on the global batch."""
-        if self.strategy is None:
-            return super().predict_step(data)
-        data, worker_rows = self._session.rows_and_counts(data, "predict")
-        data = self._read(data)
-        if self.built and self._predicts_as_keras:
-            return self._predict_on_own_rows(data, worker_rows, gathers=self._gathers)
-        return super().predict_step(sample_partition.joined(data, worker_rows, self._workers))
 
     def _read(self, data):
         """Drops the inputs that the model does not read."""

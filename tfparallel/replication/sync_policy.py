@@ -236,11 +236,6 @@ class HasPolicy:
     def _accumulates(self) -> bool:
         return self._policy.accumulates
 
-    def compile(self, *args, **kwargs):
-        """Compiles the model, as `keras.Model.compile` does; drops gradients of the old loss."""
-        super().compile(*args, **kwargs)
-        self._policy.forget()
-
     def _look_at(self, call):
         self._policy.look_at(call)
         super()._look_at(call)

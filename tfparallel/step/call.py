@@ -1,10 +1,11 @@
-"""A call of `fit`, `evaluate` or `predict`: its arguments, bound once, and its contexts.
+"""A call of `fit`, `evaluate`, `predict` or `compile`: its arguments, bound once, and its contexts.
 
     model.fit(…) ──► Call ──► _look_at    checks, replaces or adds arguments
                           ──► _begin      enters contexts: guards, policies, clearer errors
                           ──► run         calls the method of Keras, or of the user
 
-Each class of an extended model adds to `_look_at` and `_begin`, and then calls `super()`.
+Each class of an extended model adds to `_look_at` and `_begin`, and then calls `super()`
+(`extended_model.py`). `compile` has no `_begin`.
 """
 
 import contextlib
@@ -26,12 +27,12 @@ class Call:
 
     Args:
         model: The extended model.
-        kind: "fit", "evaluate" or "predict".
+        kind: "fit", "evaluate", "predict" or "compile".
         args: The positional arguments of the method.
         kwargs: The keyword arguments of the method.
 
     Attributes:
-        kind: "fit", "evaluate" or "predict".
+        kind: "fit", "evaluate", "predict" or "compile".
         arguments: The arguments by name, to be changed in place. If the user overrides the method
             with another signature, only those that Keras's method has, too.
         is_own: Whether the user overrides the method.

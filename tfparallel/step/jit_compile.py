@@ -19,25 +19,22 @@ from tfparallel.step.graph_preparation import prepared_for_cpus
 from tfparallel.xla.compiled_step import in_programs
 
 
-def compiled_by_device(step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Compiles a step method of a `CompiledByDevice` with XLA, if the model asks for it.
+def compiled_by_device(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles the `_take_step` of a `CompiledByDevice` with XLA, if the model asks for it.
 
     Disables garbage collection during the trace, since nearly all of its objects live on.
     """
 
     @functools.wraps(step)
-    def called(self, data):
+    def called(self, kind, of_keras, data):
+        bound = functools.partial(step, self, kind, of_keras)
         if tf.executing_eagerly():
-            return step(self, data)
+            return bound(data)
         with without_collections():
             if not self._compiles:
-                return step(self, data)
-            return in_programs(
-                functools.partial(step, self),
-                self._devices_of_programs,
-                data,
-                exchanges_inside=self._sums_in_programs,
-            )
+                return bound(data)
+            devices, inside = self._devices_of_programs, self._sums_in_programs
+            return in_programs(bound, devices, data, exchanges_inside=inside)
 
     return called
 

@@ -62,7 +62,7 @@ class WhereRowsMeet:
     _batch_sizes: Mapping[str, int | None] = {}  # The rows of a full batch, by method.
 
     def _look_at(self, call):
-        if call.kind != "predict":
+        if call.kind in ("fit", "evaluate"):
             # A step with a short last batch does not see the size of a full one.
             call.enter(self._knowing_batches(call.kind, call.full_batch_size()))
         super()._look_at(call)

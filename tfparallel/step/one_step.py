@@ -9,7 +9,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from tfparallel.extend import attach, attached
 from tfparallel.layout.layout import Layout
 from tfparallel.seams.compiled import compiled_metrics, loss_tracker
 from tfparallel.step.call import Call
+from tfparallel.step.extended_model import ExtendedModel
 from tfparallel.step.jit_compile import CompiledByDevice
 from tfparallel.step.logs import LogsWhereTheyAre
 from tfparallel.step.metrics import StepMetrics
@@ -60,7 +61,7 @@ class PassResult(NamedTuple):
     num_added: int | None = None
 
 
-class OneStep(CompiledByDevice):
+class OneStep(ExtendedModel, CompiledByDevice):
     """Extends a compiled Keras model of any layout.
 
     Attributes:
@@ -100,48 +101,9 @@ class OneStep(CompiledByDevice):
         for copy, value in before:
             copy.assign(value)
 
-    def fit(self, *args, **kwargs):
-        """Trains the model, as `keras.Model.fit` does; batch sizes are global."""
-        return self._run(Call(self, "fit", args, kwargs), super().fit)
-
-    def evaluate(self, *args, **kwargs):
-        """Evaluates the model, as `keras.Model.evaluate` does."""
-        return self._run(Call(self, "evaluate", args, kwargs), super().evaluate)
-
-    def predict(self, *args, **kwargs):
-        """Predicts, as `keras.Model.predict` does."""
-        return self._run(Call(self, "predict", args, kwargs), super().predict)
-
-    def train_on_batch(self, *args, **kwargs):
-        """Trains on a global batch, as `keras.Model.train_on_batch` does."""
-        with self._around_a_batch("fit"):
-            return super().train_on_batch(*args, **kwargs)
-
-    def test_on_batch(self, *args, **kwargs):
-        """Evaluates on a global batch, as `keras.Model.test_on_batch` does."""
-        with self._around_a_batch("evaluate"):
-            return super().test_on_batch(*args, **kwargs)
-
-    def predict_on_batch(self, *args, **kwargs):
-        """Predicts on a global batch, as `keras.Model.predict_on_batch` does."""
-        with self._around_a_batch("predict"):
-            return super().predict_on_batch(*args, **kwargs)
-
-    def _around_a_batch(self, kind: str) -> AbstractContextManager:
-        """The context of a single step on a batch: "fit", "evaluate" or "predict"."""
-        return contextlib.nullcontext()
-
-    def _run(self, call: Call, method: Callable) -> Any:
-        with call:
-            self._look_at(call)
-            self._begin(call)
-            return call.run(method)
-
-    def _look_at(self, call: Call) -> None:
-        """Checks or replaces the arguments of a call."""
-
     def _begin(self, call: Call) -> None:
         """Enters the contexts of a call. In `fit`, no step waits for logs that are not read."""
+        super()._begin(call)
         # A user's own `fit` may do anything with its list.
         if call.kind != "fit" or call.is_own or call.has_callback_list:
             return
