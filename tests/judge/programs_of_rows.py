@@ -1,5 +1,7 @@
 """Functions of rows: of each row alone, and of several, which only the whole batch can compute."""
 
+import itertools
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -253,6 +255,9 @@ HIDDEN = {
     "gradient less its mean": gradient_less_its_mean,
     "jacobian of each": jacobian_of_each,
     "python": row_wise_python,
+    "python that has no state": lambda x: (
+        x * tf.ensure_shape(tf.numpy_function(lambda: 2.0, [], tf.float64, stateful=False), ())
+    ),
     "identity matrix": lambda x: tf.eye(num_rows(x), dtype=x.dtype) @ x * 2,
     "sort and back": lambda x: tf.gather(
         tf.tanh(tf.gather(x, tf.argsort(x[:, 0]))), tf.argsort(tf.argsort(x[:, 0]))
@@ -294,6 +299,17 @@ def mean_of_its_class(x):
 def mean_of_python(x):
     y = tf.numpy_function(lambda a: a.mean(0), [tf.stop_gradient(x)], x.dtype)
     return x + tf.ensure_shape(y, (4,))
+
+
+def count_of_calls(function, *inputs):
+    """Python counts its calls: one per step on one device."""
+    numbers = itertools.count(1)
+
+    def called(x):
+        count = function(lambda *_: np.float64(next(numbers)), list(inputs), tf.float64)
+        return x * tf.ensure_shape(tf.cast(count, x.dtype), ())
+
+    return called
 
 
 def contrast(x):
@@ -414,6 +430,9 @@ MIXING = {
     "loop that sums": loop_that_sums,
     "map_fn over the batch": lambda x: tf.map_fn(lambda row: row - tf.reduce_mean(x, 0), x),
     "python": mean_of_python,
+    "count of calls": count_of_calls(tf.numpy_function),
+    "count of calls of an eager function": count_of_calls(tf.py_function),
+    "count of calls with an argument": count_of_calls(tf.numpy_function, 2.0),
     "gradient of the mean": gradient_of_the_mean,
     "gradient through the mean": gradient_through_the_mean,
     "gradient of a gradient through a sum": lambda x: (

@@ -3,10 +3,11 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfparallel
 from tfparallel.data.rows_of_replica import Shard
-from tfparallel.replication.state import CallState, ReplicaScope
+from tfparallel.replication import state
 from tfparallel.strategies import variables
 
 # Four rows: one on the first replica, three on the second.
@@ -33,14 +34,18 @@ def make_layer():
         return layer
 
 
-def written(layer, write, own_shards=SHARDS, sum_over_workers=list):
+def one_worker(terms):
+    return [term[None] for term in terms]
+
+
+def written(layer, write, own_shards=SHARDS, of_workers=one_worker, rows=(4,)):
     """Has each replica write, as `write(k)` does, and combines what they wrote."""
-    state, scopes = CallState(layer), []
+    call_state, scopes = state.CallState(layer), []
     for k in range(2):
-        with ReplicaScope(k) as scope:
+        with state.ReplicaScope(k) as scope:
             write(k)
         scopes.append(scope)
-    state.combine(scopes, own_shards, sum_over_workers)
+    call_state.combine(scopes, own_shards, of_workers, lambda: rows)
 
 
 def copies(variable):
@@ -48,7 +53,7 @@ def copies(variable):
 
 
 def test_a_replica_writes_its_own_copy(layer):
-    with ReplicaScope(1):
+    with state.ReplicaScope(1):
         layer.average.assign([5.0, 6.0])
     assert copies(layer.average) == [[1.0, 1.0], [5.0, 6.0]]
 
@@ -78,18 +83,53 @@ def test_a_replica_without_rows_adds_nothing(layer):
 
 def test_seeds_are_left_as_they_are(layer):
     """They are equal on all replicas."""
-    state = layer.seed_generator.state
-    written(layer, lambda _: state.assign([1, 2]))
-    assert copies(state) == [[1, 2]] * 2
+    seed = layer.seed_generator.state
+    written(layer, lambda _: seed.assign([1, 2]))
+    assert copies(seed) == [[1, 2]] * 2
 
 
-def test_workers_sum_their_terms(layer):
+def test_workers_join_their_terms(layer):
     """Of two workers with the same two replicas each, half of the batch each."""
     whole = [Shard(0, 4, 0, 1, 8), Shard(1, 4, 1, 3, 8)]
-    written(
-        layer,
-        lambda k: layer.average.assign([4.0 * k, 8.0]),
-        whole,
-        lambda terms: [2 * term for term in terms],
-    )
+
+    def of_both(terms):
+        return [np.stack([term, term]) for term in terms]
+
+    written(layer, lambda k: layer.average.assign([4.0 * k, 8.0]), whole, of_both, (4, 4))
     assert copies(layer.average) == [[3.0, 8.0]] * 2
+    total = layer.seen.variables[0]
+    written(layer, lambda k: total.assign(variables.copies(total)[k] + 10.0**k), whole, of_both)
+    assert copies(total)[0] == 22.0
+
+
+def test_workers_weigh_in_with_their_rows(layer):
+    """The other one has twelve rows, and has written 7 and 8."""
+
+    def with_another(terms):
+        return [np.stack([term, [7.0, 8.0]]) for term in terms]
+
+    written(
+        layer, lambda k: layer.average.assign([4.0 * k, 8.0]), SHARDS, with_another, rows=(4, 12)
+    )
+    assert copies(layer.average) == [[6.0, 8.0]] * 2  # (4 · 3 + 12 · 7) / 16
+
+
+@pytest.mark.parametrize("value", [0.1, 0.9, 1e300, np.inf])
+@pytest.mark.parametrize("first_rows", [1, 0])
+def test_equal_states_stay_as_they_are(value, first_rows):
+    """Story: three thirds of a count of 0.9 were 0.8999999999999999."""
+    values = [value if first_rows else np.nan, value, value]
+    average = state.averaged(tf.unstack(tf.constant(values, "float64")), [first_rows, 1, 1])
+    assert average.numpy() == value
+
+
+def test_without_any_rows_the_first_state_counts():
+    assert state.averaged(tf.unstack(tf.constant([2.5, np.nan])), [0, 0]).numpy() == 2.5
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_the_average_is_of_the_type_of_the_state(dtype):
+    values = tf.unstack(tf.constant([1.0, 3.0, 6.0], dtype))
+    result = state.averaged(values, [100_000, 100_000, 400_000])
+    assert result.dtype == dtype
+    assert float(result) == pytest.approx(14 / 3, rel=1e-2 if dtype == "bfloat16" else 1e-3)

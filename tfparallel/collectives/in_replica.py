@@ -27,6 +27,9 @@ class Replicas:
         self.rank = context.replica_id_in_sync_group
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str) -> Sequence[tf.Tensor]:
+        shard = shards.current()
+        if op == "sum" and shard is not None:
+            tensors = shard.terms_if_it_has_rows(tensors)
         # Not `context.all_reduce`, which is a `tf.custom_gradient`.
         combine = {
             "sum": tf.add_n,

@@ -93,6 +93,16 @@ def together(by_reading: Sequence[Reading], dense_shape) -> tf.IndexedSlices:
     return tf.IndexedSlices(values, tf.concat(indices, 0), dense_shape)
 
 
+def with_values(
+    slices: tf.IndexedSlices, change: Callable[[tf.Tensor], tf.Tensor]
+) -> tf.IndexedSlices:
+    """Applies a function to the values of each lookup, so that the lookups stay separable."""
+    if not tf.is_symbolic_tensor(slices.indices):
+        return tf.IndexedSlices(change(slices.values), slices.indices, slices.dense_shape)
+    lookups = [each._replace(values=change(each.values)) for each in readings(slices)]
+    return together(lookups, slices.dense_shape)
+
+
 def merged(reading: Reading) -> Reading:
     """Adds the slices of equal index of a `DISTINCT` lookup; returns other kinds unchanged."""
     if reading.kind != DISTINCT:

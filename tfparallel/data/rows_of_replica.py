@@ -106,9 +106,29 @@ class Shard(NamedTuple):
 
     def if_it_has_rows(self, term: tf.Tensor) -> tf.Tensor:
         """Returns the term, or 0 if the replica computes only a dummy row."""
+        (term,) = self.terms_if_it_has_rows([term])
+        return term
+
+    def terms_if_it_has_rows(self, terms: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the terms, or zeros if the replica computes only a dummy row.
+
+        A product with a number of rows would not do, since 0 · NaN is NaN.
+        """
         if not self.may_be_idle:
-            return term
-        return tf.where(tf.convert_to_tensor(self.num_rows) > 0, term, tf.zeros_like(term))
+            return list(terms)
+        has_rows = tf.convert_to_tensor(self.num_rows) > 0
+        of_dtype: dict[tf.DType, tf.Tensor] = {}
+        selected = []
+        for term in map(tf.convert_to_tensor, terms):
+            with tf.device(term.device):
+                if not (term.dtype.is_floating or term.dtype.is_complex):
+                    selected.append(tf.where(has_rows, term, tf.zeros_like(term)))
+                    continue
+                # One pass over a large gradient; `where` would also fill and read the zeros.
+                if term.dtype not in of_dtype:
+                    of_dtype[term.dtype] = tf.cast(has_rows, term.dtype)
+                selected.append(tf.math.multiply_no_nan(term, of_dtype[term.dtype]))
+        return selected
 
     def weight(self, dtype) -> tf.Tensor:
         """Returns the replica's fraction of the global batch, n_k / B; 0 for an empty batch."""

@@ -109,7 +109,7 @@ def _global_moments(layer, shard, inputs, mask):
             dx = dx if dv is not None else tf.broadcast_to(dx, tf.shape(x))
             if mask is not None:
                 dx = tf.where(_is_valid(x, mask), dx, 0)
-            return [tf.where(shard.num_rows > 0, dx, 0) if shard.may_be_idle else dx]
+            return [dx]
 
         return [mean_of_all, v], backward
 

@@ -21,7 +21,9 @@ import tensorflow as tf
 
 from tfparallel.collectives.custom_gradient import is_differentiable
 from tfparallel.collectives.reducer import Reducer
+from tfparallel.data import rows_of_replica as shards
 from tfparallel.problems import PlacementError
+from tfparallel.replication.dummy_rows import without_dummy_row
 from tfparallel.seams.distribute import PerReplica, regroup
 from tfparallel.seams.keras import storage_of
 from tfparallel.seams.tensorflow import (
@@ -211,6 +213,7 @@ class Gathers:
 
         A frozen weight has no gradient, but its readers in the backward pass still get a gather.
         """
+        (upstream,) = without_dummy_row(shards.current(), [upstream])
         is_sparse = isinstance(upstream, tf.IndexedSlices)
         is_left_out = not variable.trainable or (is_sparse and not self._sums_rows)
         if is_sparse:

@@ -153,9 +153,10 @@ class ReplicatedCall:
         call_state.combine(
             scopes,
             shards_here,
-            self._summed
+            self._of_workers
             if self._strategy.place is None
             else functools.partial(refuse_state, self._layer),
+            functools.partial(self._rows_of_workers, inputs.num_rows),
         )
         first = replicas[0]
         num_joined = len(first.joined)
@@ -255,18 +256,23 @@ class ReplicatedCall:
         workers = self._strategy.workers
         if workers is None or not tensors or not self._gathers:
             return tensors
-        counts = self._worker_rows or partition.rows_of_workers(self._strategy, num_rows)
-        return workers.all_gather(tensors, counts, ROWS)
+        return workers.all_gather(tensors, self._rows_of_workers(num_rows), ROWS)
+
+    def _rows_of_workers(self, num_rows):
+        """The number of rows of each worker."""
+        return self._worker_rows or partition.rows_of_workers(self._strategy, num_rows)
 
     def _summed(self, tensors):
         """Sums over the workers."""
-        workers = self._strategy.workers
-        if workers is None or not tensors:
+        if self._strategy.workers is None:
             return list(tensors)
-        rows = [tf.expand_dims(tensor, 0) for tensor in tensors]
         # Gathered, not all-reduced, to detect a lost worker at once.
-        gathered = workers.all_gather(rows, [1] * workers.num_workers)
-        return [tf.reduce_sum(each, 0) for each in gathered]
+        return [tf.reduce_sum(each, 0) for each in self._of_workers(tensors)]
+
+    def _of_workers(self, tensors):
+        """Stacks each tensor of all workers."""
+        workers, rows = self._strategy.workers, [tf.expand_dims(each, 0) for each in tensors]
+        return workers.all_gather(rows, [1] * workers.num_workers) if workers and rows else rows
 
     def _backward(self, replicas, inputs, shards_here, trace, sources, needed):
         """Returns the function from the gradients of the results to those of the sources."""

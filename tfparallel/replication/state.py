@@ -6,11 +6,12 @@ A replica writes variables to its own copies (`ReplicaScope`). Afterwards
   at no cost;
 * the sum of a metric grows by the increments of all replicas;
 * any other floating-point state (such as a running mean of the batch) becomes the average over the
-  replicas, weighted by their shares n_k / B of the batch; integers are those of replica 0.
+  replicas, weighted by their shares n_k / B of the batch; integers are those of replica 0. A value
+  that all replicas wrote, such as a count of calls, stays as it is: (a + a + a) / 3 may round.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
@@ -121,31 +122,35 @@ class CallState:
         self,
         scopes: list[ReplicaScope],
         own_shards: list[shards.Shard],
-        sum_over_workers: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+        of_workers: Callable[[list[tf.Tensor]], Sequence[tf.Tensor]],
+        rows_of_workers: Callable[[], Sequence],
     ) -> None:
         """Combines what the replicas wrote into the state for the batch, in all copies.
 
         Args:
             scopes: The scopes of this worker's replicas, in order.
             own_shards: Their shards.
-            sum_over_workers: Sums tensors over the workers.
+            of_workers: Stacks each of some tensors of all workers, in order.
+            rows_of_workers: Returns the number of rows of each worker.
         """
         written = self.written(scopes)
+        rows = rows_of_workers() if written else ()
         own_terms = []
         for key, variable in written:
             before = self._sums.get(key)
             new = [tf.identity(copy) for copy in variables.copies(variable)]
             own_terms.append(
-                _share_of_average(new, own_shards)
+                averaged(new, [shard.num_rows for shard in own_shards])
                 if before is None
                 else _added(before, new, own_shards)
             )
-        totals = sum_over_workers(own_terms)
-        for (key, variable), total in zip(written, totals, strict=True):
+        by_worker = of_workers(own_terms)
+        for (key, variable), stacked in zip(written, by_worker, strict=True):
             if (before := self._sums.get(key)) is None:
-                variable.assign(tf.cast(total, variable.dtype))
+                average = averaged(tf.unstack(stacked, num=len(rows)), rows)
+                variable.assign(tf.cast(average, variable.dtype))
                 continue
-            variable.assign(before[0] + total)
+            variable.assign(before[0] + tf.reduce_sum(stacked, 0))
             # In a program the first copy holds the total; the others would count it again.
             for other, previous in zip(variables.copies(variable)[1:], before[1:], strict=True):
                 other.assign(previous)
@@ -161,17 +166,29 @@ def _added(old, new, own_shards):
     )
 
 
-def _share_of_average(new, own_shards):
-    """This worker's terms of Σ_k n_k/B x_k; for integers, only the value of replica 0."""
-    if not new[0].dtype.is_floating:
-        value = tf.cast(new[0], tf.uint8) if new[0].dtype.is_bool else new[0]
-        return value if own_shards[0].replica == 0 else tf.zeros_like(value)
-    return tf.add_n(
-        [
-            shard.if_it_has_rows(shard.weight(part.dtype) * part)
-            for shard, part in zip(own_shards, new, strict=True)
-        ]
-    )
+def averaged(values: Sequence[tf.Tensor], rows: Sequence) -> tf.Tensor:
+    """Returns Σ_k n_k x_k / Σ_k n_k, which is exactly x if all x_k with n_k > 0 are x.
+
+    The mean of the first k values follows from that of the first k − 1:
+
+        m_k = (1 − s_k) m_{k−1} + s_k x_k,    s_k = n_k / (n_1 + … + n_k)
+
+    Args:
+        values: x_k; if they are integers or booleans, only the first counts.
+        rows: n_k, the number of rows that each was computed from.
+    """
+    mean, total = values[0], rows[0]
+    if not mean.dtype.is_floating:
+        return tf.cast(mean, tf.uint8) if mean.dtype.is_bool else mean
+    for value, number in zip(values[1:], rows[1:], strict=True):
+        total += number
+        share = tf.math.divide_no_nan(tf.cast(number, tf.float64), tf.cast(total, tf.float64))
+        share = tf.cast(share, mean.dtype)
+        # Without rows, a value may be NaN.
+        mean_of_both = tf.math.multiply_no_nan(mean, 1 - share)
+        mean_of_both += tf.math.multiply_no_nan(value, share)
+        mean = tf.where(tf.equal(value, mean), mean, mean_of_both)
+    return mean
 
 
 def _thread_state() -> dict:

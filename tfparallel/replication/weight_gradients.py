@@ -6,6 +6,7 @@
 | a share | the sum, computed at the gather (`gathers.py`) | the gradient of each share |
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +15,10 @@ import tensorflow as tf
 
 from tfparallel.collectives import indexed_slices
 from tfparallel.collectives.reducer import Reducer
+from tfparallel.data.rows_of_replica import Shard
 from tfparallel.extend import attach
 from tfparallel.replication import state
+from tfparallel.replication.dummy_rows import Gradient, without_dummy_row
 from tfparallel.replication.gathers import Gathers, between_replicas
 from tfparallel.replication.row_sums import Sums
 from tfparallel.seams.keras import storage_of
@@ -94,7 +97,23 @@ class WeightGradients:
         """A local replica's copy or share of each weight."""
         return [variables.copies(variable)[replica] for variable in self._trained]
 
-    def check(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices | None]) -> None:
+    def of_its_rows(self, shard: Shard, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """A replica's gradients: zeros if it computes only a dummy row.
+
+        Those of shares are sums over all replicas, and stay as they are.
+
+        Args:
+            shard: Its rows.
+            gradients: What its tape returns for each weight.
+        """
+        is_whole = [not isinstance(variable, ShardedVariable) for variable in self._trained]
+        selected = iter(without_dummy_row(shard, list(itertools.compress(gradients, is_whole))))
+        return [
+            next(selected) if whole else each
+            for whole, each in zip(is_whole, gradients, strict=True)
+        ]
+
+    def check(self, gradients: Sequence[Gradient]) -> None:
         """Raises for gradients of shares that would not be summed."""
         for variable, gradient in zip(self._trained, gradients, strict=True):
             if isinstance(variable, ShardedVariable):

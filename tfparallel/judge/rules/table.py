@@ -119,6 +119,8 @@ def apply(
         result = call.mixed("reads rows that are padded to the longest row of the piece")
     elif any(map(are_numbers, placements)) and not (moves or op.type in _KNOW_NUMBERS):
         result = call.mixed("computes with row indices")
+    elif op.type in _CALL_PYTHON and all(p == Replicate() for p in placements):
+        result = call.mixed(_CALLED_BY_EACH)
     elif all(p == Replicate() for p in placements) and not has_sizes:
         result = Replicate()
     elif any(isinstance(p, Entries) for p in placements):
@@ -239,6 +241,13 @@ RULES: dict[str, Rule] = {
         lambda call: [Entries("computed")] * len(call.op.outputs),
     ),
 }  # fmt: skip
+# Operations that call Python, which may count or draw.
+_CALL_PYTHON = frozenset(("EagerPyFunc", "PyFunc"))
+_CALLED_BY_EACH = (
+    "calls Python without any rows: once for each piece of the batch, not once per step, and a "
+    "count or a draw would differ (if the result is always the same, write "
+    "`tf.numpy_function(…, stateful=False)`, or compute it before the call)"
+)
 # Operations of which only one input may have rows, and which.
 _ALONE = {
     **dict.fromkeys(

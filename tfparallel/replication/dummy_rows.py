@@ -1,0 +1,35 @@
+"""The gradients of a replica without rows: zeros, whatever its dummy row gives.
+
+The loss weighs a dummy row by 0, but its backward pass may compute 0 · ∞ or 0 / 0. So a gradient is
+selected, not multiplied, where it leaves the replica: as a term of a weight's gradient, and in a
+collective of the backward pass.
+"""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfparallel.collectives import indexed_slices
+from tfparallel.data.rows_of_replica import Shard
+
+Gradient = tf.Tensor | tf.IndexedSlices | None
+
+
+def without_dummy_row(shard: Shard | None, gradients: Sequence[Gradient]) -> list[Gradient]:
+    """Returns a replica's gradients, or zeros if it computes only a dummy row.
+
+    Args:
+        shard: Its rows; None outside of a replicated call.
+        gradients: Dense, sparse, or None.
+    """
+    if shard is None or not shard.may_be_idle:
+        return list(gradients)
+    selected = list(gradients)
+    dense = [place for place, each in enumerate(gradients) if isinstance(each, tf.Tensor)]
+    terms = shard.terms_if_it_has_rows([gradients[place] for place in dense])
+    for place, term in zip(dense, terms, strict=True):
+        selected[place] = term
+    for place, each in enumerate(gradients):
+        if isinstance(each, tf.IndexedSlices):
+            selected[place] = indexed_slices.with_values(each, shard.if_it_has_rows)
+    return selected
