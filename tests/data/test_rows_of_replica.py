@@ -93,6 +93,19 @@ def test_the_dummy_row_counts_for_nothing(make):
 
 
 @pytest.mark.parametrize("make", [of_static_size, of_dynamic_size])
+def test_an_example_may_have_several_rows(make):
+    """Each of four examples has three rows."""
+    rows, idle = tf.range(12), make(3, 4, 4, 0, 4)
+    for per_example in (3, tf.constant(3)):
+        assert make(1, 2, 2, 2, 4).rows(rows, per_example).numpy().tolist() == [*range(6, 12)]
+        assert make(1, 2, 2, 2, 4).without_dummy_row(rows[:6], per_example).shape == 6
+        assert idle.without_dummy_row(rows[:3], per_example).shape == 0
+    assert make(0, 1, 0, 4, 4).rows(rows, None) is rows
+    assert make(1, 2, 2, 2, 4).without_dummy_row(rows[:6]).shape == 6  # Of any number.
+    assert idle.without_dummy_row(rows[:3]).shape == 0
+
+
+@pytest.mark.parametrize("make", [of_static_size, of_dynamic_size])
 def test_weights_are_shares_of_the_global_batch(make):
     shards = [make(0, 3, 0, 1, 4), make(1, 3, 1, 3, 4), make(2, 3, 4, 0, 4)]
     weights = [shard.weight("float64") for shard in shards]

@@ -11,6 +11,7 @@ from tfparallel.judge.size import (
     depends_on_rows,
     is_row_number,
     is_whole,
+    per_row,
     power_of_rows,
     row_number,
     size_named,
@@ -32,6 +33,13 @@ def test_names_that_cancel_leave_a_number():
     assert ROWS / (2 * ROWS) == Fraction(1, 2)
     assert ROWS * 0 == 0
     assert 1 / (1 / ROWS) == ROWS
+
+
+def test_several_rows_per_row():
+    assert per_row(ROWS) == 1 and per_row(3 * ROWS) == 3 and per_row(T * ROWS) == T
+    # Another number for each piece, or none.
+    others = (8, ROWS / 2, ROWS // 2, ROWS * ROWS, ROWS / T, ROWS * (ROWS // 2), ROWS + 1)
+    assert [per_row(size) for size in others] == [None] * len(others)
 
 
 def test_a_whole_quotient_is_exact_and_another_has_a_name_of_its_own():

@@ -1,5 +1,6 @@
 """What each worker of `test_data.py` runs: its own examples, or those of all, or the wrong ones."""
 
+import contextlib
 import pathlib
 
 import keras
@@ -151,6 +152,49 @@ def refused_without_training(strategy):
     return said
 
 
+class SeveralRows(keras.Model):
+    """Has three rows for each example, and a step of its own that reads their order."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.layers.Dense(6, activation="tanh")
+        self.out = keras.layers.Dense(2)
+
+    def call(self, x):
+        return self.out(keras.ops.reshape(self.inner(x), (-1, 2)))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            outputs = self(x, training=True)
+            errors = tf.reduce_sum((outputs - tf.repeat(y, 3, axis=0)) ** 2, -1)
+            loss = tf.reduce_mean(errors * tf.cast(tf.range(tf.shape(errors)[0]), errors.dtype))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def several_rows(strategy):
+    """Trains and predicts batches of 6 and of 3 rows, of which one of 4 replicas has none."""
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(9, 4)), random.normal(size=(9, 1))
+    results = []
+    for scope in (contextlib.nullcontext(), strategy.scope()):
+        keras.utils.set_random_seed(7)
+        with scope:
+            model = SeveralRows()
+            model.build((None, 4))
+            model.compile(keras.optimizers.SGD(0.05))
+        model.fit(x, y, batch_size=6, shuffle=False, verbose=0)
+        results.append([*model.get_weights(), model.predict(x, batch_size=6, verbose=0)])
+    expected, actual = results
+    at_chief = model.predict(x, batch_size=6, verbose=0, gather_to="chief")
+    errors = [float(np.abs(a - b).max()) for a, b in zip(actual, expected, strict=True)]
+    if at_chief is not None:
+        errors.append(float(np.abs(at_chief - expected[-1]).max()))
+    return {"rows": len(actual[-1]), "error": max(errors)}
+
+
 def saved(strategy, folder):
     """Every worker saves to the same paths, without a guard."""
     with strategy.scope():
@@ -168,6 +212,7 @@ def main(folder):
     keras.config.set_floatx("float64")
     strategy = tfparallel.MultiWorkerMirroredStrategy()
     seen = {"by_sample": by_sample(strategy), "joined": by_sample(strategy, of_the_batch)}
+    seen["several rows"] = several_rows(strategy)
     seen["saved"] = saved(strategy, folder)
     seen |= {change: refused(strategy, change) for change in CHANGES}
     seen["without training"] = refused_without_training(strategy)

@@ -42,6 +42,12 @@ def test_predictions_go_where_they_are_wanted(job):
             assert errors[destination] is None if worker else errors[destination] < 1e-9
 
 
+def test_several_rows_of_each_example_are_joined_in_order(job):
+    for seen in job:
+        assert seen["several rows"]["rows"] == 27
+        assert seen["several rows"]["error"] < 1e-12  # Float64; sums in another order.
+
+
 def test_each_file_that_workers_save_is_there_and_whole(job, saved_in):
     paths = ["own_0.keras", "own_1.keras", "shared.keras", "shared.weights.h5"]
     assert job[1]["saved"] == paths

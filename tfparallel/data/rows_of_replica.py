@@ -96,13 +96,31 @@ class Shard(NamedTuple):
             start -= self.inputs[0]
         return cut(tensor, start, number)
 
-    def rows(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Returns this replica's rows of a global tensor, shape `(B, …)`."""
-        return tensor[self.start : self.start + self.num_rows]
+    def rows(self, tensor: tf.Tensor, per_example: int | tf.Tensor | None = 1) -> tf.Tensor:
+        """Returns this replica's rows of a global tensor.
 
-    def without_dummy_row(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Drops the dummy row of an idle replica from a tensor of this replica."""
-        return tensor[: self.num_rows] if self.may_be_idle else tensor
+        Args:
+            tensor: Shape `(B · per_example, …)`.
+            per_example: How many rows an example has; None returns the whole tensor.
+        """
+        if per_example is None:
+            return tensor
+        return tensor[self.start * per_example : (self.start + self.num_rows) * per_example]
+
+    def without_dummy_row(
+        self, tensor: tf.Tensor, per_example: int | tf.Tensor | None = None
+    ) -> tf.Tensor:
+        """Drops what an idle replica computed from its dummy row.
+
+        Args:
+            tensor: A tensor of this replica.
+            per_example: How many rows an example has; None if unknown.
+        """
+        if not self.may_be_idle and not tf.is_tensor(per_example):
+            return tensor
+        if per_example is None:
+            return tensor[: count_rows(tensor) * tf.minimum(self.num_rows, 1)]
+        return tensor[: self.num_rows * per_example]
 
     def if_it_has_rows(self, term: tf.Tensor) -> tf.Tensor:
         """Returns the term, or 0 if the replica computes only a dummy row."""

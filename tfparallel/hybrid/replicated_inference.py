@@ -27,6 +27,7 @@ from tfparallel.problems import PlacementError
 from tfparallel.replication.inputs import BatchInputs
 from tfparallel.replication.replicated_call import checked_output
 from tfparallel.seams.keras import clear_losses, mask_of, set_mask
+from tfparallel.step.loss_placement import rows_of_examples
 from tfparallel.strategies.replica_trace import MeshTrace
 from tfparallel.user_log import notice
 from tfparallel.variables.replica import replicas_of
@@ -52,6 +53,7 @@ class _ReplicaOutputs(NamedTuple):
     logits: list
     sources: list[list[tf.Tensor]]
     masks: list[tf.Tensor | None]
+    per_example: list[Any]
     losses: list[tf.Tensor]
 
 
@@ -129,8 +131,9 @@ class SpreadCall:
             logits = list(map(logits_of, outputs))
             sources = list(map(sources_of, outputs, logits))
             masks = list(map(mask_of, outputs))
+            numbers = rows_of_examples(self, outputs, shard)
             losses = [loss * shard.weight(loss.dtype) for loss in scope.losses]
-            return _ReplicaOutputs(structure, logits, sources, masks, losses)
+            return _ReplicaOutputs(structure, logits, sources, masks, numbers, losses)
 
         replica_shards, parts = shards.for_replicas(own_shards), inputs.split(own_shards)
         results = replicas.run(on_replica, replica_shards, parts)
@@ -145,22 +148,24 @@ class SpreadCall:
             )
         with tf.device(self._last_device):
 
-            def joined(parts):
-                rows = zip(own_shards, parts, strict=True)
-                local_rows = tf.concat([shard.without_dummy_row(part) for shard, part in rows], 0)
-                return others.joined(local_rows, all_shards)
+            def joined(parts, numbers):
+                each = zip(own_shards, parts, numbers, strict=True)
+                rows = [shard.without_dummy_row(part, number) for shard, part, number in each]
+                return others.joined(tf.concat(rows, 0), all_shards, numbers[0])
 
-            logits, sources, masks, losses = (
+            logits, sources, masks, numbers, losses = (
                 [list(each) for each in zip(*(getattr(r, name) for r in results), strict=True)]
-                for name in ("logits", "sources", "masks", "losses")
+                for name in ("logits", "sources", "masks", "per_example", "losses")
             )
             flat = [
-                output_of([joined(parts) for parts in zip(*of_all, strict=True)], of_output[0])
-                for of_all, of_output in zip(sources, logits, strict=True)
+                output_of(
+                    [joined(parts, number) for parts in zip(*of_all, strict=True)], of_output[0]
+                )
+                for of_all, of_output, number in zip(sources, logits, numbers, strict=True)
             ]
-            for output, of_all in zip(flat, masks, strict=True):
+            for output, of_all, number in zip(flat, masks, numbers, strict=True):
                 if of_all[0] is not None:
-                    set_mask(output, joined(of_all))
+                    set_mask(output, joined(of_all, number))
             added = [tf.add_n(terms) for terms in losses]
             added = others.summed(added)
         return keras.tree.pack_sequence_as(results[0].structure, flat), added

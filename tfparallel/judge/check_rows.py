@@ -152,10 +152,19 @@ def why_not_called_again(layer: keras.Layer) -> str | None:
     )
 
 
-def has_rows(layer: keras.Layer) -> bool:
-    """Returns whether each output of a layer is proved to have a row for each example."""
+def rows_per_example(layer: keras.Layer) -> list | None:
+    """Returns how many rows each output of a layer is proved to have for each example.
+
+    An int; a `Size`, which is the same in all pieces; or None if it is unknown. None without proof.
+    """
     proof: Proof | None = getattr(layer, "_proof", None)
-    return proof is not None and proof.fault is None and proof.has_rows
+    return None if proof is None or proof.fault is not None else proof.rows_per_example
+
+
+def has_rows(layer: keras.Layer) -> bool:
+    """Returns whether each output of a layer is proved to have one row for each example."""
+    numbers = rows_per_example(layer)
+    return numbers is not None and all(number == 1 for number in numbers)
 
 
 def proof_in_words(layer: keras.Layer) -> str | None:

@@ -26,7 +26,7 @@ from tfparallel.judge.propagation import (
 )
 from tfparallel.judge.random_layers import drawing_layers, draws_in
 from tfparallel.judge.rules.draws import draws
-from tfparallel.judge.size import ROWS, depends_on_rows
+from tfparallel.judge.size import depends_on_rows, per_row
 from tfparallel.judge.static_rows import Computation
 from tfparallel.judge.variable_updates import (
     IN_FUNCTION,
@@ -103,12 +103,9 @@ class Proof(NamedTuple):
         ])  # fmt: skip
 
     @property
-    def has_rows(self) -> bool:
-        """Whether every output has one row for each example."""
-        return all(
-            each.placement == Shard(0) and each.dims is not None and each.dims[0] == ROWS
-            for each in self.outputs
-        )
+    def rows_per_example(self) -> list[Any]:
+        """The number of rows of each output for an example, an int or a `Size`; None if unknown."""
+        return [per_row(each.dims[0]) if each.dims else None for each in self.outputs]
 
 
 class OfLayer(NamedTuple):

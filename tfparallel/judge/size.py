@@ -118,6 +118,14 @@ def power_of_rows(size: Any) -> int | None:
     return None if any(map(_has_rows, powers)) else power
 
 
+def per_row(size: Any) -> int | Size | None:
+    """Returns k of a size k·B, with k whole and independent of B; None if it is no such product."""
+    if power_of_rows(size) != 1:
+        return None
+    number = size / ROWS
+    return number if is_whole(number) else None
+
+
 def row_number(name: Hashable) -> Size:
     """Returns the row number of an iteration of a loop over the rows."""
     return size_named((_ROW, name))

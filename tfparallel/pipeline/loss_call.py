@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfparallel.data.rows_of_replica import Shard, of_any_number, where_it_is
+from tfparallel.data.rows_of_replica import Shard, count_rows, of_any_number, where_it_is
 from tfparallel.judge.positions import AXIS
 from tfparallel.pipeline.divided_outputs import (
     Piece,
@@ -127,7 +127,8 @@ class LossCall:
             self._judged = self._judgement(whole, [each.length for each in pieces])
             if self._judged.by_position:
                 sizes.append(sum(each.length for each in pieces))
-        self._loss = self._prepared(by_device or [whole.outputs], sizes)
+        numbers = self._batch.rows_of_examples(shard, values)
+        self._loss = self._prepared(by_device or [whole.outputs], sizes, [*numbers.values()])
 
     def _judgement(self, whole: Piece, lengths: Sequence) -> OverPositions:
         flat = keras.tree.flatten(whole.outputs)
@@ -149,16 +150,22 @@ class LossCall:
             )
         return judgement
 
-    def _prepared(self, predictions: Sequence[Any], sizes: Sequence) -> MicroBatchLoss:
+    def _prepared(
+        self, predictions: Sequence[Any], sizes: Sequence, numbers: Sequence
+    ) -> MicroBatchLoss:
         """Prepares the loss's divisors, from shapes and masks of the whole batch's outputs.
 
         Args:
             predictions: The outputs of a micro-batch, whole or by device.
             sizes: The sizes of the first axes of the losses, as far as they are proved.
+            numbers: How many rows of each output an example has; None for a single piece.
         """
         batch, flat = self._batch, [keras.tree.flatten(each) for each in predictions]
         with tf.control_dependencies(None), where_it_is(None):  # The host, which has the batch.
-            whole = [_zeros(batch.num_rows, parts) for parts in zip(*flat, strict=True)]
+            whole = [
+                _zeros(count_rows(parts[0]) if number is None else batch.num_rows * number, parts)
+                for *parts, number in zip(*flat, numbers, strict=True)
+            ]
             if any(mask_of(part) is not None for part in flat[0]):
                 # Masks come from the inputs; nothing else of this call is used, or computed. It is
                 # a training call: in inference, dropout returns its input itself, and removing the
@@ -187,7 +194,7 @@ def _zeros(num_rows, parts: Sequence[tf.Tensor]) -> tf.Tensor:
     """Returns a stand-in for an output of the whole batch, with the right shape and dtype.
 
     Args:
-        num_rows: The rows of the whole batch.
+        num_rows: The rows of the whole batch's output.
         parts: The output of a micro-batch, whole or by device.
     """
     first, static = parts[0], [*parts[0].shape[1:]]

@@ -7,12 +7,14 @@ import tensorflow as tf
 
 from tfparallel.data.partition import row_ranges
 from tfparallel.data.rows_of_replica import Shard, count_rows, where_it_is
+from tfparallel.judge.check_rows import has_rows
 from tfparallel.logits import Logits, logits_of, output_of
 from tfparallel.pipeline.masks import Masks
 from tfparallel.pipeline.remote_replicas import Others
 from tfparallel.pipeline.stages import Key, LogitsOf, PartOf, Values
 from tfparallel.seams.functional import as_outputs, flat_inputs, functional_of
 from tfparallel.seams.keras import mask_of, set_mask
+from tfparallel.step.loss_placement import rows_of_examples
 
 
 class Joined(NamedTuple):
@@ -22,11 +24,13 @@ class Joined(NamedTuple):
         sources: The tensors that were joined: the output, the logits behind it, or both, by key.
         logits: How to compute the output from its logits.
         mask: Its mask, or None.
+        per_example: How many rows an example has; None for a single piece.
     """
 
     sources: dict[Key, tf.Tensor]
     logits: Logits | None
     mask: tf.Tensor | None
+    per_example: int | tf.Tensor | None
 
     def output(self) -> tf.Tensor:
         """Returns the output; call it under a tape to differentiate it."""
@@ -59,6 +63,7 @@ class Batch:
     def __init__(
         self, model: keras.Model, x, y, sample_weight, num_micro_batches: int, others: Others
     ):
+        self._model = model
         self._others = others
         self.x, self.y, self.sample_weight = x, y, sample_weight
         self.behind: dict[Key, Logits] = {}
@@ -120,6 +125,17 @@ class Batch:
 
         return keras.tree.map_structure(rows, (self.y, self.sample_weight))
 
+    def rows_of_examples(self, shard: Shard, values: Values) -> dict[int, int | tf.Tensor | None]:
+        """Returns how many rows of each output belong to an example, by key.
+
+        Args:
+            shard: The rows of a micro-batch.
+            values: Its outputs, by key.
+        """
+        outputs = [values[key] for key in self.output_keys]
+        numbers = rows_of_examples(self._model, outputs, shard)
+        return dict(zip(self.output_keys, numbers, strict=True))
+
     def outputs_of(self, shard: Shard, values: Values, index: int | None = None) -> Any:
         """Returns a micro-batch's outputs in the model's own structure, without a dummy row.
 
@@ -128,18 +144,18 @@ class Batch:
             values: Its outputs, by key.
             index: To return the positions on one device: its index.
         """
-        flat = []
+        flat, number = [], 1 if has_rows(self._model) else None
         for symbol in self.output_keys:
             key = symbol if index is None else PartOf(symbol, index)
-            part = shard.without_dummy_row(values[key])
+            part = shard.without_dummy_row(values[key], number)
             mask = self.masks.at_end(symbol, values[key])
             if mask is None and mask_of(part) is not None:
                 part = tf.identity(part)  # Calls find the mask, but the loss must not.
             logits = values.get(LogitsOf(key))
             if logits is not None and logits_of(part) is None:  # Sliced, or sent here.
-                part = self.behind[key].output(shard.without_dummy_row(logits), part)
+                part = self.behind[key].output(shard.without_dummy_row(logits, number), part)
             if mask is not None:
-                set_mask(part, shard.without_dummy_row(mask))
+                set_mask(part, shard.without_dummy_row(mask, number))
             flat.append(part)
         return self.packed(flat)
 
@@ -162,24 +178,36 @@ class Batch:
             )
         behind = self.behind.get(key)
         masks = [self.masks.at_end(key, piece[key]) for piece in values]
+        pairs = zip(self.local_shards, values, strict=True)
+        numbers = [self.rows_of_examples(*pair)[key] for pair in pairs]
         sources: dict[Key, tf.Tensor] = {}
         if behind is None or behind.operation is None:
-            sources[key] = self._rows([piece[key] for piece in values])
+            sources[key] = self._rows([piece[key] for piece in values], numbers)
         if behind is not None:
-            sources[LogitsOf(key)] = self._rows([piece[LogitsOf(key)] for piece in values])
-        return Joined(sources, behind, None if masks[0] is None else self._rows(masks))
+            logits = [piece[LogitsOf(key)] for piece in values]
+            sources[LogitsOf(key)] = self._rows(logits, numbers)
+        mask = None if masks[0] is None else self._rows(masks, numbers)
+        return Joined(sources, behind, mask, numbers[0])
 
-    def _rows(self, parts: list[tf.Tensor]) -> tf.Tensor:
-        pairs = zip(self.local_shards, parts, strict=True)
-        local_rows = tf.concat([shard.without_dummy_row(part) for shard, part in pairs], 0)
-        return self._others.joined(local_rows, self.shards)
+    def _rows(self, parts: list[tf.Tensor], numbers: list[int | tf.Tensor | None]) -> tf.Tensor:
+        each = zip(self.local_shards, parts, numbers, strict=True)
+        rows = [shard.without_dummy_row(part, number) for shard, part, number in each]
+        return self._others.joined(tf.concat(rows, 0), self.shards, numbers[0])
 
-    def rows_of(self, shard: Shard, gradient: tf.Tensor) -> tf.Tensor:
-        """Returns a micro-batch's part of the gradient of an output; zeros for a dummy row."""
-        rows = shard.rows(gradient)
-        if not shard.may_be_idle:
+    def rows_of(
+        self, shard: Shard, gradient: tf.Tensor, per_example: int | tf.Tensor | None
+    ) -> tf.Tensor:
+        """Returns a micro-batch's part of the gradient of an output; zeros for a dummy row.
+
+        Args:
+            shard: The rows of the micro-batch.
+            gradient: The gradient of the joined output.
+            per_example: How many rows of it an example has; None for a single piece.
+        """
+        rows = shard.rows(gradient, per_example)
+        if not shard.may_be_idle or per_example is None:
             return rows
-        missing = shard.num_rows_used - shard.num_rows
+        missing = (shard.num_rows_used - shard.num_rows) * per_example
         return tf.pad(rows, [[0, missing]] + [[0, 0]] * (gradient.shape.rank - 1))
 
     def packed(self, flat: list[tf.Tensor]) -> Any:

@@ -153,12 +153,19 @@ class Step:
 
     def _upstream(self, results, joined: Sequence[Joined], whole: WholeLoss) -> list:
         """Returns the gradients of the loss, by replica, micro-batch and output key."""
-        sources = {key: each for output in joined for key, each in output.sources.items()}
-        keys = results[0].step.output_keys
+        sources = {
+            key: (source, output.per_example)
+            for output in joined
+            for key, source in output.sources.items()
+        }
+        pairs = [sources.get(key, (None, None)) for key in results[0].step.output_keys]
         with self._on_loss_device():
-            gradients = [whole.gradient(sources[key]) if key in sources else None for key in keys]
+            gradients = [(whole.gradient(source), number) for source, number in pairs]
             return self._by_replica(
-                [None if each is None else self._batch.rows_of(shard, each) for each in gradients]
+                [
+                    None if gradient is None else self._batch.rows_of(shard, gradient, number)
+                    for gradient, number in gradients
+                ]
                 for shard in self._batch.local_shards
             )
 

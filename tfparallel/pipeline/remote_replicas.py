@@ -58,16 +58,22 @@ class Others(NamedTuple):
         ones = [1] * self.workers.num_workers
         return self.workers.all_gather([tensor[None] for tensor in tensors], ones)
 
-    def joined(self, rows: tf.Tensor, shards: Sequence[Shard]) -> tf.Tensor:
+    def joined(
+        self, rows: tf.Tensor, shards: Sequence[Shard], per_example: int | tf.Tensor | None
+    ) -> tf.Tensor:
         """Joins the rows of all workers, in order.
 
         Args:
             rows: The rows of the local pieces, shape `(rows, …)`.
             shards: The pieces of the whole batch.
+            per_example: How many rows an example has; None for a single piece.
         """
-        if self.workers is None:
+        if self.workers is None or per_example is None:
             return rows
-        counts = [_sum([s.num_rows for s in of_one]) for of_one in self._by_worker(shards)]
+        counts = [
+            _sum([shard.num_rows for shard in of_one]) * per_example
+            for of_one in self._by_worker(shards)
+        ]
         (joined,) = self.workers.all_gather([rows], counts, ROWS)
         return joined
 

@@ -40,18 +40,19 @@ class Pass(NamedTuple):
 
     Attributes:
         computed: What each replica computed; None where there is no gradient.
-        is_rows: For each result, whether the replicas have rows of it, or terms of a sum.
+        per_example: For each result, how many rows of it an example has; None for a sum, of which
+            the replicas have terms, and if there is a single replica.
         sources: The tensors that the caller's tape knows: inputs, weights, and gradients that
             earlier passes took.
         taken: Each replica's part of these gradients.
-        is_rows_taken: For each of these gradients, whether it is rows.
+        per_example_taken: As `per_example`, for each of these gradients.
     """
 
     computed: Sequence[Tensors]
-    is_rows: Sequence[bool]
+    per_example: Sequence[int | tf.Tensor | None]
     sources: list[tf.Tensor]
     taken: Sequence[Tensors]
-    is_rows_taken: Sequence[bool]
+    per_example_taken: Sequence[int | tf.Tensor | None]
 
 
 class BackwardPasses:
@@ -65,7 +66,7 @@ class BackwardPasses:
         shards_here: The rows of each local replica.
         trace: The trace of the call.
         weights: The gradients of the weights.
-        joined: Joins a tensor's rows of all replicas.
+        joined: Joins a tensor's rows of all replicas, given how many of them an example has.
         summed: Sums tensors over the workers.
     """
 
@@ -77,7 +78,7 @@ class BackwardPasses:
         shards_here: Sequence[shards.Shard],
         trace: ReplicaTrace,
         weights: WeightGradients,
-        joined: Callable[[Sequence[tf.Tensor | None]], tf.Tensor | None],
+        joined: Callable[[Sequence[tf.Tensor | None], int | tf.Tensor], tf.Tensor | None],
         summed: Callable[[list[tf.Tensor]], list[tf.Tensor]],
     ):
         self._name, self._replicas, self._arguments = name, replicas, arguments
@@ -151,7 +152,7 @@ class BackwardPasses:
         self._check(step, upstream)
         present = [place for place, dy in enumerate(upstream) if dy is not None]
         seeds = [
-            [shard.rows(upstream[i]) if step.is_rows[i] else upstream[i] for i in present]
+            [shard.rows(upstream[place], step.per_example[place]) for place in present]
             for shard in self._shards
         ]
         num_inputs = self._num_inputs
@@ -174,7 +175,7 @@ class BackwardPasses:
                 for place in range(num_inputs):
                     if gradients[place] is not None:
                         rows = tf.convert_to_tensor(gradients[place])
-                        gradients[place] = shard.without_dummy_row(rows)
+                        gradients[place] = shard.without_dummy_row(rows, 1)
                 end = len(gradients) - len(step.taken[k])
                 of_weights = self._weights.of_its_rows(shard, gradients[num_inputs:end])
                 of_taken = without_dummy_row(shard, gradients[end:])
@@ -189,10 +190,10 @@ class BackwardPasses:
         by_taken = by_source[len(by_source) - len(step.taken[0]) :]
         by_weight = by_source[num_inputs : len(by_source) - len(by_taken)]
         needed = iter(needed)
-        of_inputs = [self._joined(rows) if next(needed) else None for rows in by_input]
+        of_inputs = [self._joined(rows, 1) if next(needed) else None for rows in by_input]
         of_weights, beside = self._weights.totals(by_weight, beside, self._arguments, at_once=again)
-        of_taken = self._totals_of_taken(by_taken, step.is_rows_taken, list(needed))
-        is_rows_taken = [step.is_rows[place] for place in present]
+        of_taken = self._totals_of_taken(by_taken, step.per_example_taken, list(needed))
+        taken_now = [step.per_example[place] for place in present]
         after = Pass(
             [
                 [
@@ -202,14 +203,14 @@ class BackwardPasses:
                 ]
                 for k, of_replica in enumerate(gradients)
             ],
-            [*[True] * num_inputs, *[False] * len(of_weights), *step.is_rows_taken],
+            [*[1] * num_inputs, *[None] * len(of_weights), *step.per_example_taken],
             [*step.sources, *(upstream[place] for place in present)],
             [[*earlier, *seeds] for earlier, (_, seeds) in zip(step.taken, results, strict=True)],
-            [*step.is_rows_taken, *is_rows_taken],
+            [*step.per_example_taken, *taken_now],
         )
         return [*of_inputs, *of_weights, *of_taken], beside, after
 
-    def _totals_of_taken(self, by_taken, is_rows, needed) -> Tensors:
+    def _totals_of_taken(self, by_taken, numbers, needed) -> Tensors:
         """The gradients of what earlier passes took."""
         totals: Tensors = [None] * len(by_taken)
         terms = {}
@@ -217,8 +218,8 @@ class BackwardPasses:
             if not needed[place] or parts[0] is None:
                 continue
             parts = [tf.convert_to_tensor(part) for part in parts]
-            if is_rows[place]:
-                totals[place] = self._joined(parts)
+            if numbers[place] is not None:
+                totals[place] = self._joined(parts, numbers[place])
             else:
                 terms[place] = tf.add_n(parts)
         for place, total in zip(terms, self._summed(list(terms.values())), strict=True):

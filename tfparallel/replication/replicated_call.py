@@ -36,7 +36,6 @@ from tfparallel.collectives.traffic import ROWS
 from tfparallel.compute_context import within
 from tfparallel.data import partition
 from tfparallel.data import rows_of_replica as shards
-from tfparallel.judge.check_rows import has_rows
 from tfparallel.logits import Logits, logits_of, output_of, sources_of
 from tfparallel.replication import state
 from tfparallel.replication.backward_pass import BackwardPasses, Pass
@@ -46,6 +45,7 @@ from tfparallel.replication.row_sums import Summed, Sums
 from tfparallel.replication.weight_gradients import WeightGradients
 from tfparallel.seams.keras import mask_of, set_mask
 from tfparallel.seams.tensorflow import needs_gradient, recording
+from tfparallel.step.loss_placement import rows_of_examples
 from tfparallel.strategies.replica_trace import ReplicaTrace
 from tfparallel.tracing.graphs import operations_here
 from tfparallel.update.pending_sums import PendingSums
@@ -59,6 +59,7 @@ class _Replica(NamedTuple):
     inputs: list[tf.Tensor]
     logits: list[Logits | None]  # One per output.
     sources: list[list[tf.Tensor]]  # The tensors to join for each output; its logits if known.
+    per_example: list[Any]  # How many rows of each output an example has; None for a single piece.
     losses: list[tf.Tensor]
     sums: list[tf.Tensor]
     masks: list[tf.Tensor | None]
@@ -69,6 +70,12 @@ class _Replica(NamedTuple):
     def joined(self) -> list[tf.Tensor]:
         """All tensors to join with the rows of the other replicas."""
         return list(itertools.chain(*self.sources))
+
+    @property
+    def per_example_joined(self) -> list[Any]:
+        """How many rows of each of them an example has."""
+        pairs = zip(self.per_example, self.sources, strict=True)
+        return [number for number, tensors in pairs for _ in tensors]
 
 
 class ReplicatedCall:
@@ -114,9 +121,9 @@ class ReplicatedCall:
             kwargs: Keyword arguments of the call.
 
         Returns:
-            The outputs, each of shape `(batch, …)`, of all workers' rows if `gathers`, or `Summed`
-            for `Sums`; and the losses that layers added, each averaged over the replicas, weighted
-            by their shares of the batch.
+            The outputs, each of shape `(batch, …)` or with several rows per example, of all
+            workers' rows if `gathers`, or `Summed` for `Sums`; and the losses that layers added,
+            each averaged over the replicas, weighted by their shares of the batch.
 
         Raises:
             ValueError: If the inputs disagree on the batch size, or an output has no batch axis.
@@ -136,7 +143,9 @@ class ReplicatedCall:
             joined = [tf.concat(rows, 0) for rows in _transposed(replicas, "joined")]
             terms = _transposed(replicas, "losses") + _transposed(replicas, "sums")
             sums = [tf.add_n(of_replicas) for of_replicas in terms]
-            joined = self._of_known_size(self._gathered(joined, inputs.num_rows), inputs.num_rows)
+            numbers = replicas[0].per_example_joined
+            joined = self._gathered(joined, numbers, inputs.num_rows)
+            joined = self._of_known_size(joined, numbers, inputs.num_rows)
             if self._may_wait(replicas[0]):
                 self._waiting = sums
             results = joined + (self._waiting or self._summed(sums))
@@ -163,9 +172,10 @@ class ReplicatedCall:
         losses = results[num_joined : num_joined + len(first.losses)]
         joined = keras.tree.pack_sequence_as(first.sources, results[:num_joined])
         outputs = list(map(output_of, joined, first.logits))
-        for output, masks in zip(outputs, _transposed(replicas, "masks"), strict=True):
+        masks_of_all = _transposed(replicas, "masks")
+        for output, masks, number in zip(outputs, masks_of_all, first.per_example, strict=True):
             if masks[0] is not None:
-                (mask,) = self._gathered([tf.concat(masks, 0)], inputs.num_rows)
+                (mask,) = self._gathered([tf.concat(masks, 0)], [number], inputs.num_rows)
                 set_mask(output, mask)
         if isinstance(first.structure, Sums):
             sums = results[len(results) - len(first.sums) :]
@@ -195,16 +205,33 @@ class ReplicatedCall:
                 outputs = [checked_output(self._layer, output) for output in flat]
                 masks = [mask_of(output) for output in outputs]
                 logits = [logits_of(output) for output in outputs]
+                # A step that sums has checked that there is one row per example.
+                numbers = [1] * len(outputs)
+                if not is_summed:
+                    numbers = rows_of_examples(self._layer, outputs, shard)
                 sources = [
-                    [shard.without_dummy_row(tensor) for tensor in sources_of(*pair)]
-                    for pair in zip(outputs, logits, strict=True)
+                    [shard.without_dummy_row(tensor, number) for tensor in sources_of(*pair)]
+                    for *pair, number in zip(outputs, logits, numbers, strict=True)
                 ]
-                masks = [None if mask is None else shard.without_dummy_row(mask) for mask in masks]
+                masks = [
+                    None if mask is None else shard.without_dummy_row(mask, number)
+                    for mask, number in zip(masks, numbers, strict=True)
+                ]
                 losses = [
                     shard.if_it_has_rows(loss * shard.weight(loss.dtype)) for loss in scope.losses
                 ]
             return _Replica(
-                shard, tape, float_rows, logits, sources, losses, sums, masks, scope, structure
+                shard,
+                tape,
+                float_rows,
+                logits,
+                sources,
+                numbers,
+                losses,
+                sums,
+                masks,
+                scope,
+                structure,
             )
 
         replica_shards, before = shards.for_replicas(shards_here), len(operations_here())
@@ -241,22 +268,43 @@ class ReplicatedCall:
             self._arrived = self._summed(self._waiting)
         return self._arrived
 
-    def _of_known_size(self, joined, num_rows):
+    def _of_known_size(self, joined, numbers, num_rows):
         """Restores the static batch size that the rows lost (`Shard.rows_used`).
 
-        Only for layers known to have one row per example; an output may have several.
+        Only for a known number of rows per example.
         """
         is_whole = self._gathers and self._worker_rows is None
-        if not is_whole or not isinstance(num_rows, int) or not has_rows(self._layer):
+        if not is_whole or not isinstance(num_rows, int):
             return joined
-        return [tf.ensure_shape(each, [num_rows, *each.shape[1:]]) for each in joined]
+        return [
+            tf.ensure_shape(each, [num_rows * number, *each.shape[1:]])
+            if isinstance(number, int)
+            else each
+            for each, number in zip(joined, numbers, strict=True)
+        ]
 
-    def _gathered(self, tensors, num_rows):
-        """Joins this worker's rows with those of the other workers."""
+    def _gathered(self, tensors, numbers, num_rows):
+        """Joins this worker's rows with those of the other workers.
+
+        Args:
+            tensors: Rows of the outputs, or of what has as many.
+            numbers: How many rows of each an example has.
+            num_rows: How many examples the arguments of the call have.
+        """
         workers = self._strategy.workers
-        if workers is None or not tensors or not self._gathers:
+        if workers is None or not self._gathers:
             return tensors
-        return workers.all_gather(tensors, self._rows_of_workers(num_rows), ROWS)
+        examples = self._rows_of_workers(num_rows)
+        results, remaining = list(tensors), range(len(tensors))
+        while remaining:  # One collective for all that have the same number.
+            number = numbers[remaining[0]]
+            alike = [place for place in remaining if numbers[place] is number]
+            remaining = [place for place in remaining if numbers[place] is not number]
+            counts = examples if number is None else [count * number for count in examples]
+            rows = workers.all_gather([tensors[place] for place in alike], counts, ROWS)
+            for place, each in zip(alike, rows, strict=True):
+                results[place] = each
+        return results
 
     def _rows_of_workers(self, num_rows):
         """The number of rows of each worker."""
@@ -278,13 +326,12 @@ class ReplicatedCall:
         """Returns the function from the gradients of the results to those of the sources."""
         passes = BackwardPasses(
             self._layer.name, replicas, inputs.structure, shards_here, trace, self._gradients,
-            lambda rows: self._joined(rows, inputs.num_rows), self._summed,
+            lambda rows, number: self._joined(rows, number, inputs.num_rows), self._summed,
         )  # fmt: skip
         first, none = replicas[0], [[] for _ in replicas]
         num_joined, num_sums = len(first.joined), len(first.losses) + len(first.sums)
         computed = [each.joined + each.losses + each.sums for each in replicas]
-        is_rows = [True] * num_joined + [False] * num_sums
-        forward = Pass(computed, is_rows, sources, none, [])
+        forward = Pass(computed, first.per_example_joined + [None] * num_sums, sources, none, [])
 
         def backward(*upstream):
             if isinstance(first.structure, Sums):
@@ -296,16 +343,18 @@ class ReplicatedCall:
 
         return backward
 
-    def _joined(self, rows, num_rows):
+    def _joined(self, rows, number, num_rows):
         """Joins the rows of all replicas, if there are any."""
         if any(part is None for part in rows):
             return None
         joined = tf.concat(rows, 0)
-        return joined if self._worker_rows is not None else self._gathered([joined], num_rows)[0]
+        if self._worker_rows is not None:
+            return joined
+        return self._gathered([joined], [number], num_rows)[0]
 
 
 def checked_output(layer: keras.Layer, output: tf.Tensor) -> tf.Tensor:
-    """Returns an output with one row per example; raises for any other."""
+    """Returns an output that has rows; raises for any other."""
     if output is None:
         raise ValueError(
             f"Layer '{layer.name}' returns None, which cannot be joined across replicas. Tensors "

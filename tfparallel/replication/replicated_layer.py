@@ -1,5 +1,8 @@
 """A layer or model whose call in a program is divided over the replicas."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import keras
 import tensorflow as tf
 
@@ -15,7 +18,7 @@ from tfparallel.update.pending_sums import PendingSums
 class ReplicatedLayer:
     """Extends a layer or model to divide its calls in a program over the replicas."""
 
-    _judged_eagerly = frozenset()  # The kinds of arguments of eager calls that were judged.
+    _judged_eagerly: Mapping[str, Any] = {}  # The proofs of eager calls, by kind of arguments.
 
     def __call__(self, *args, **kwargs):
         """Calls the layer; in a program, on all replicas."""
@@ -41,12 +44,14 @@ class ReplicatedLayer:
             return
         # Every trace is judged; an eager step would be judged in every call.
         kind = str(keras.tree.map_structure(_type_of, (args, kwargs)))
-        if not tf.executing_eagerly() or kind not in self._judged_eagerly:
+        proof = self._judged_eagerly.get(kind) if tf.executing_eagerly() else None
+        if proof is None:
             workers = self._strategy.workers
             tells = is_divided and (workers is None or workers.worker_index == 0)
             check_rows(self, drawing_by_row(call), args, kwargs, shares=is_divided, tells=tells)
+            proof = self._proof
         if tf.executing_eagerly():
-            attach(self, _judged_eagerly=self._judged_eagerly | {kind})
+            attach(self, _proof=proof, _judged_eagerly={**self._judged_eagerly, kind: proof})
 
     def _call_on_replicas(self, call, args, kwargs, **options):
         """Calls a function of this layer on each replica, and adds its losses to the layer."""
@@ -83,7 +88,7 @@ class ReplicatedLayer:
 def judge_anew(layer: keras.Layer) -> None:
     """Forgets which eager calls of a layer were judged, since it may have changed."""
     if isinstance(layer, ReplicatedLayer):
-        attach(layer, _judged_eagerly=frozenset())
+        attach(layer, _judged_eagerly={})
 
 
 def _type_of(leaf):

@@ -19,11 +19,11 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfparallel.data.rows_of_replica import count_rows, where_it_is
+from tfparallel.data.rows_of_replica import Shard, count_rows, where_it_is
 from tfparallel.device_memory import memory_bytes
 from tfparallel.device_names import canonical
 from tfparallel.extend import attach, attached
-from tfparallel.judge.check_rows import has_rows
+from tfparallel.judge.check_rows import has_rows, rows_per_example
 from tfparallel.seams.compiled import compiled_loss, compiled_metrics
 from tfparallel.seams.functional import as_outputs, functional_of
 from tfparallel.seams.keras import mask_of
@@ -33,6 +33,7 @@ from tfparallel.texts import first_to_last
 from tfparallel.user_log import notice
 
 _AS_MANY = "A model must return one row per example."
+_FIXED = "A call in pieces must return a fixed number of rows per example."
 ALIGNED = "Inputs, targets and sample weights must have one row per example."
 
 
@@ -68,8 +69,7 @@ class WhereRowsMeet:
         super()._look_at(call)
 
     def _begin(self, call):
-        if call.kind != "predict":
-            call.enter(_in_plain_words())
+        call.enter(_in_plain_words())
         super()._begin(call)
 
     def _knowing_batches(self, kind: str, size: int | None) -> AbstractContextManager[None]:
@@ -247,14 +247,14 @@ def said_in(error: tf.errors.OpError, beginning: str) -> str | None:
 
 @contextlib.contextmanager
 def _in_plain_words() -> Iterator[None]:
-    """Turns failed assertions of `aligned` and `as_many_rows` into a `ValueError`."""
+    """Turns failed assertions of this module into a `ValueError`."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        said = said_in(error, ALIGNED) or said_in(error, _AS_MANY)
-        if said is None:
-            raise
-        raise ValueError(re.split(r"\]| Condition x == y", said)[0]) from None
+        for beginning in (ALIGNED, _AS_MANY, _FIXED):
+            if (said := said_in(error, beginning)) is not None:
+                raise ValueError(re.split(r"\]| Condition x == y", said)[0]) from None
+        raise
 
 
 def type_of(leaf) -> tf.TensorSpec | None:
@@ -306,18 +306,64 @@ def as_many_rows(model: keras.Model, outputs: list[tf.Tensor], num_rows) -> list
     """Asserts that outputs have a row for each example; a loss would broadcast a single row.
 
     Args:
-        model: The model.
+        model: The model, after it was judged.
         outputs: The flat outputs of a piece.
         num_rows: The number of rows of the piece.
+
+    Raises:
+        ValueError: If an output is proved to have several.
     """
     if has_rows(model):
         return []
+    several = [number for number in rows_per_example(model) or () if number not in (None, 1)]
+    if several:
+        raise ValueError(
+            f"{_AS_MANY} Received of model '{model.name}' an output of {several[0]} rows per "
+            f"example. Give them an axis of their own, as in shape (batch, {several[0]}, …), or "
+            "override `compute_loss`, which gets the outputs of the whole batch."
+        )
     return _equal(
         [(count_rows(output), num_rows) for output in outputs],
         f"{_AS_MANY} Received of model '{model.name}', for a part of the batch, outputs whose "
         "number of rows differs from the number of examples, perhaps because of a constant with "
         "several rows. Train on one device, or give the constant one row.",
     )
+
+
+def rows_of_examples(
+    layer: keras.Layer, outputs: Sequence[tf.Tensor], shard: Shard
+) -> list[int | tf.Tensor | None]:
+    """Returns how many rows of each output belong to an example; all pieces have the same number.
+
+    A number that is not proved must be 1. It depends on an assertion, so its readers do, too.
+
+    Args:
+        layer: The layer or model, after it was judged.
+        outputs: The flat outputs of a piece, with the dummy row of an idle one.
+        shard: The piece.
+
+    Returns:
+        The numbers; None for the only piece, which has all rows.
+    """
+    proved = rows_per_example(layer) or [None] * len(outputs)
+    return [_per_example(layer, *each, shard) for each in zip(outputs, proved, strict=True)]
+
+
+def _per_example(layer, output, proved, shard) -> int | tf.Tensor | None:
+    if isinstance(proved, int):
+        return proved
+    if proved is None and shard.num_replicas == 1:
+        return None
+    num_rows, checks = count_rows(output), []
+    if proved is None:
+        checks = _equal(
+            [(num_rows, shard.num_rows_used)],
+            f"{_FIXED} Received of '{layer.name}', for a part of the batch, outputs whose number "
+            "of rows differs from the number of examples and is not proved to be a multiple of it. "
+            "Return one row per example, leave out `check_rows=False`, or use one device.",
+        )
+    with tf.control_dependencies(checks):
+        return num_rows // shard.num_rows_used
 
 
 def _row_counts(*structures) -> list:
