@@ -25,6 +25,7 @@ MOST = {
     "classes that extend an optimizer": 2,
     "classes that have a method of Keras's trainer": 2,
     "hooks of a call, `_look_at` and `_begin`": 13,
+    "hooks of `compile` and of a step, `_prepare_compiled` and `_take_step`": 11,
     "modules that sum gradients over workers": 1,
     "states of a thread": 1,
     "calls of `extend` and `attach`": 71,
@@ -91,6 +92,9 @@ def count():
         ),
         "hooks of a call, `_look_at` and `_begin`": sum(
             len(methods(cls) & {"_look_at", "_begin"}) for cls in classes
+        ),
+        "hooks of `compile` and of a step, `_prepare_compiled` and `_take_step`": sum(
+            len(methods(cls) & {"_prepare_compiled", "_take_step"}) for cls in classes
         ),
         "modules that sum gradients over workers": sum(
             any(called(node) == "all_reduce_gradients" for node in nodes(ast.Call, {"": body}))
