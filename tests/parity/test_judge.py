@@ -11,7 +11,7 @@ import sys
 import keras
 import pytest
 
-from tfparallel.placement.layer_devices import PlacementError
+from tfparallel.problems import PlacementError
 
 from . import refusals, table, test_parity, workers
 from .case import EXACT, FORMS, HYBRID, REFUSED, Builder, Plain, Split, compare, fit, run
@@ -158,7 +158,7 @@ def test_what_is_refused_anew_fails_where_the_page_is_written(tmp_path):
     plugin = tmp_path / "refuses_sgd.py"
     plugin.write_text(
         "import tfparallel\n"
-        "from tfparallel.placement.layer_devices import PlacementError\n"
+        "from tfparallel.problems import PlacementError\n"
         "def refuse(*args, **kwargs):\n"
         "    raise PlacementError('A new refusal.')\n"
         "tfparallel.tensor_parallel = refuse\n"

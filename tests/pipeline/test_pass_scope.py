@@ -9,7 +9,7 @@ from keras import layers
 from tfparallel.data.rows_of_replica import Shard, working_on
 from tfparallel.keras_compat import ACTIVITY_IS_SUMMED
 from tfparallel.pipeline.allowed_writes import PassScope, check_state, writable
-from tfparallel.placement.layer_devices import PlacementError
+from tfparallel.problems import PlacementError
 
 
 @pytest.fixture(name="variable")

@@ -21,9 +21,9 @@ from tfparallel.layers.tensor_parallel import tensor_parallel
 from tfparallel.layout.layout import SHARED_OUT
 from tfparallel.layout.mesh import Mesh
 from tfparallel.pipeline.pipeline_parallel import pipeline_parallel
-from tfparallel.placement.layer_devices import PlacementError
 from tfparallel.placement.model_parallel import model_parallel
 from tfparallel.placement.processes import connect_to_cluster
+from tfparallel.problems import PlacementError
 from tfparallel.replication.data_parallel import data_parallel
 from tfparallel.replication.drop_in_strategies import MirroredStrategy, MultiWorkerMirroredStrategy
 from tfparallel.startup import has_nvidia_gpu, quiet_stderr

@@ -17,7 +17,7 @@ from tfparallel.layers.parts import (
     parts_of_tensor,
     whole,
 )
-from tfparallel.placement.layer_devices import PlacementError
+from tfparallel.problems import PlacementError
 from tfparallel.variables.replica import device_at_work
 from tfparallel.variables.split import split_variable
 

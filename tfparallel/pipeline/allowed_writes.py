@@ -17,7 +17,7 @@ from tfparallel.extend import original_class
 from tfparallel.keras_compat import renormalizes
 from tfparallel.pipeline.batch_norm import batch_norms
 from tfparallel.pipeline.remote_replicas import Others
-from tfparallel.placement.layer_devices import PlacementError
+from tfparallel.problems import PlacementError
 from tfparallel.replication.refusals import check_activity, check_scales
 from tfparallel.seams.functional import Functional
 from tfparallel.seams.keras import (

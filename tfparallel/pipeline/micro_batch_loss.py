@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.extend import is_own, original_class
-from tfparallel.placement.layer_devices import PlacementError
+from tfparallel.problems import PlacementError
 from tfparallel.seams.compiled import CompileLoss
 from tfparallel.step.loss_terms import ExampleLosses, NotByPieces, call_with, values_of
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfparallel.compute_context import context, within
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.extend import extend
-from tfparallel.placement.layer_devices import PlacementError
+from tfparallel.problems import PlacementError
 from tfparallel.replication.random import drawing_by, global_seed_generator, in_pieces
 from tfparallel.replication.row_draws import DividedSeeds
 from tfparallel.seams.keras import layers_in, seed_generators_of

@@ -18,8 +18,8 @@ from tfparallel.pipeline.pipeline_step import Step
 from tfparallel.pipeline.remote_replicas import Others
 from tfparallel.pipeline.stages import cut_stages
 from tfparallel.pipeline.traced_once import MustTraceEach
-from tfparallel.placement.layer_devices import PlacementError
 from tfparallel.placement.placed_model import PlacedModel
+from tfparallel.problems import PlacementError
 from tfparallel.replication.random import drawing_by_row, global_seed_generator
 from tfparallel.replication.sync_policy import EveryStep, HasPolicy
 from tfparallel.seams.compiled import compiled_loss

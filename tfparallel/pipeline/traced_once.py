@@ -17,7 +17,7 @@ from tfparallel.collectives.custom_gradient import is_differentiable
 from tfparallel.data import provenance
 from tfparallel.data.rows_of_replica import Shard
 from tfparallel.pipeline.as_function import computes_the_same
-from tfparallel.placement.layer_devices import PlacementError
+from tfparallel.problems import PlacementError
 from tfparallel.seams.keras import mask_of, set_mask
 from tfparallel.seams.tensorflow import InaccessibleTensorError
 

@@ -14,8 +14,8 @@ from tfparallel.flight.marks import mark
 from tfparallel.judge.check_rows import proof_in_words
 from tfparallel.layout.layout import Layout
 from tfparallel.placement.gradients import gradients
-from tfparallel.placement.layer_devices import PlacementError
 from tfparallel.placement.processes import after_writes, has_others, naming_lost_process
+from tfparallel.problems import PlacementError
 from tfparallel.seams.compiled import loss_of_batch
 from tfparallel.seams.keras import layers_in, takes_training
 from tfparallel.step.build import build_ahead
