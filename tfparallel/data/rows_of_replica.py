@@ -169,6 +169,11 @@ def of_any_number(rows):
     return tf.compat.v1.placeholder_with_default(rows, [None, *rows.shape[1:]])
 
 
+def of_known_number(rows, num_rows):
+    """Restores the static number of joined rows, which pieces lost, if it is an int."""
+    return tf.ensure_shape(rows, [num_rows, *rows.shape[1:]]) if isinstance(num_rows, int) else rows
+
+
 def count_rows(tensor):
     """Returns the number of rows of an input, dense, ragged or sparse: an int, else a tensor."""
     if not tf.is_tensor(tensor):

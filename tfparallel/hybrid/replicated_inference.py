@@ -18,7 +18,7 @@ from tfparallel.data import rows_of_replica as shards
 from tfparallel.data.partition import row_ranges
 from tfparallel.data.rows_of_replica import Shard
 from tfparallel.extend import attach
-from tfparallel.judge.check_rows import why_not_in_pieces
+from tfparallel.judge.check_rows import keeps_number_of_rows, why_not_in_pieces
 from tfparallel.logits import logits_of, output_of, sources_of
 from tfparallel.pipeline.allowed_writes import other_writes
 from tfparallel.pipeline.gathers import MeshGathers
@@ -155,7 +155,9 @@ class SpreadCall:
             def joined(parts):
                 rows = zip(own_shards, parts, strict=True)
                 local_rows = tf.concat([shard.without_dummy_row(part) for shard, part in rows], 0)
-                return others.joined(local_rows, all_shards)
+                whole = others.joined(local_rows, all_shards)
+                keeps_number = keeps_number_of_rows(self)
+                return shards.of_known_number(whole, inputs.num_rows) if keeps_number else whole
 
             logits, sources, masks, losses = (
                 [list(each) for each in zip(*(getattr(r, name) for r in results), strict=True)]

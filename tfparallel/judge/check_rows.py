@@ -158,6 +158,11 @@ def has_rows(layer: keras.Layer) -> bool:
     return proof is not None and proof.fault is None and proof.has_rows
 
 
+def keeps_number_of_rows(layer: keras.Layer) -> bool:
+    """Returns whether each output has as many rows as there are examples, and Python knows it."""
+    return has_rows(layer) and layer._proof.keeps_number
+
+
 def proof_in_words(layer: keras.Layer) -> str | None:
     """Returns the proof of the last judged call of a layer; None if there is none."""
     proof: Proof | None = getattr(layer, "_proof", None)

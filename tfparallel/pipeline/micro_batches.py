@@ -6,7 +6,8 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data.partition import row_ranges
-from tfparallel.data.rows_of_replica import Shard, count_rows, where_it_is
+from tfparallel.data.rows_of_replica import Shard, count_rows, of_known_number, where_it_is
+from tfparallel.judge.check_rows import keeps_number_of_rows
 from tfparallel.logits import Logits, logits_of, output_of
 from tfparallel.pipeline.masks import Masks
 from tfparallel.pipeline.remote_replicas import Others
@@ -62,6 +63,7 @@ class Batch:
         self._others = others
         self.x, self.y, self.sample_weight = x, y, sample_weight
         self.behind: dict[Key, Logits] = {}
+        self._keeps_number = keeps_number_of_rows(model)
         self._functional = functional_of(model)
         leaf = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
         with where_it_is(leaf):
@@ -172,7 +174,8 @@ class Batch:
     def _rows(self, parts: list[tf.Tensor]) -> tf.Tensor:
         pairs = zip(self.local_shards, parts, strict=True)
         local_rows = tf.concat([shard.without_dummy_row(part) for shard, part in pairs], 0)
-        return self._others.joined(local_rows, self.shards)
+        joined = self._others.joined(local_rows, self.shards)
+        return of_known_number(joined, self.num_rows) if self._keeps_number else joined
 
     def rows_of(self, shard: Shard, gradient: tf.Tensor) -> tf.Tensor:
         """Returns a micro-batch's part of the gradient of an output; zeros for a dummy row."""

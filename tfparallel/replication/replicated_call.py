@@ -36,7 +36,7 @@ from tfparallel.collectives.traffic import ROWS
 from tfparallel.compute_context import within
 from tfparallel.data import partition
 from tfparallel.data import rows_of_replica as shards
-from tfparallel.judge.check_rows import has_rows
+from tfparallel.judge.check_rows import keeps_number_of_rows
 from tfparallel.logits import Logits, logits_of, output_of, sources_of
 from tfparallel.replication import state
 from tfparallel.replication.backward_pass import BackwardPasses, Pass
@@ -164,7 +164,8 @@ class ReplicatedCall:
         outputs = list(map(output_of, joined, first.logits))
         for output, masks in zip(outputs, _transposed(replicas, "masks"), strict=True):
             if masks[0] is not None:
-                (mask,) = self._gathered([tf.concat(masks, 0)], inputs.num_rows)
+                mask = self._gathered([tf.concat(masks, 0)], inputs.num_rows)
+                (mask,) = self._of_known_size(mask, inputs.num_rows)
                 set_mask(output, mask)
         if isinstance(first.structure, Sums):
             sums = results[len(results) - len(first.sums) :]
@@ -246,9 +247,9 @@ class ReplicatedCall:
         Only for layers known to have one row per example; an output may have several.
         """
         is_whole = self._gathers and self._worker_rows is None
-        if not is_whole or not isinstance(num_rows, int) or not has_rows(self._layer):
+        if not is_whole or not keeps_number_of_rows(self._layer):
             return joined
-        return [tf.ensure_shape(each, [num_rows, *each.shape[1:]]) for each in joined]
+        return [shards.of_known_number(each, num_rows) for each in joined]
 
     def _gathered(self, tensors, num_rows):
         """Joins this worker's rows with those of the other workers."""
