@@ -137,5 +137,11 @@ def _of_the_user(layer: keras.Layer) -> dict[str, Any]:
     return {cls.__name__: cls} if _is_the_users(cls) else {}
 
 
+def has_users_code(instance: Any) -> bool:
+    """Whether the class of a loss or metric, or a function that it calls, is the user's."""
+    functions = filter(callable, vars(instance).values())
+    return any(map(_is_the_users, (original_class(instance), *functions)))
+
+
 def _is_the_users(value: Any) -> bool:
-    return not value.__module__.startswith("keras.")
+    return not str(getattr(value, "__module__", None)).startswith("keras.")

@@ -19,6 +19,24 @@ def gradient(function, x):
     return tape.gradient(y, x)
 
 
+def exchanged(layer, x):
+    """The weights of the layer, in another order where the number of rows is known."""
+    return (layer.first, layer.second)[:: -1 if x.shape[0] else 1]
+
+
+def in_turn(x, first, second):
+    return ops.tanh(x * first) * second
+
+
+def in_loop(x, first, second):
+    turn = lambda i, x: (i + 1, in_turn(x, first, second))  # noqa: E731
+    return tf.while_loop(lambda i, _: i < 3, turn, (0, x))[1]
+
+
+def by_row(x, weight):
+    return tf.map_fn(lambda row: ops.tanh(row * weight), x)
+
+
 RIGHT = {
     "known, or asked for": lambda _, x: tf.reshape(x, [x.shape[0] or tf.shape(x)[0], FEATURES]),
     "shape of the backend": lambda _, x: ops.reshape(x, (ops.shape(x)[0], FEATURES)),
@@ -27,6 +45,16 @@ RIGHT = {
     "joined": lambda _, x: ops.concatenate([x, ops.ones((ops.shape(x)[0], 1))], 1)[:, :FEATURES],
     "row by row": lambda _, x: x * tf.gather_nd(x, tf.stack([tf.range(tf.shape(x)[0])], 1)),
     "gradient": lambda layer, x: gradient(lambda x: ops.tanh(x * layer.first + 1.0), x),
+    "loop": lambda layer, x: in_loop(x, layer.first, layer.second),
+    "function": lambda layer, x: tf.function(in_turn)(x, layer.first.value, layer.second.value),
+    "every row by itself": lambda layer, x: by_row(x, layer.first) + layer.second,
+    "factors in another order": lambda layer, x: ops.einsum(
+        "bi,ij,i->bj", x, layer.first[:, None] * ops.ones((1, FEATURES)), layer.second
+    ),
+    "padded": lambda layer, x: (
+        ops.concatenate([x, ops.zeros((ops.shape(x)[0], 1))], 1)[:, 1:] * layer.first
+    ),
+    "weights for all rows": lambda layer, x: ops.tile(layer.first[None], (ops.shape(x)[0], 1)) * x,
     "branch by the width": lambda _, x: x if x.shape[1] == FEATURES else ops.tanh(x),
 }
 WRONG = {
@@ -36,6 +64,19 @@ WRONG = {
     "operation where it is known": lambda _, x: ops.tanh(x) if x.shape[0] else x,
     "division where it is known": lambda _, x: x / x.shape[0] if x.shape[0] else x,
     "weight": lambda layer, x: x * (layer.first if x.shape[0] is None else layer.second),
+    "order of weights": lambda layer, x: in_turn(x, *exchanged(layer, x)),
+    "place of weights": lambda layer, x: x * exchanged(layer, x)[0] + exchanged(layer, x)[1],
+    "order in a loop": lambda layer, x: in_loop(x, *exchanged(layer, x)),
+    "order in a function": lambda layer, x: tf.function(in_turn)(
+        x, *(weight.value for weight in exchanged(layer, x))
+    ),
+    "weights behind what moves them": lambda layer, x: (
+        ops.tanh(
+            ops.concatenate([x * exchanged(layer, x)[0][None], ops.ones_like(x)], 1)[:, :FEATURES]
+        )
+        + exchanged(layer, x)[1]
+    ),
+    "operand": lambda _, x: ops.tanh(x) - ops.sin(x) if x.shape[0] else ops.sin(x) - ops.tanh(x),
 }
 
 

@@ -207,6 +207,19 @@ def of_any_number(rows):
     return tf.compat.v1.placeholder_with_default(rows, [None, *rows.shape[1:]])
 
 
+def of_known_number(rows, num_rows, per_example):
+    """Restores the static number of joined rows, which pieces lost, if it is known.
+
+    Args:
+        rows: The joined rows.
+        num_rows: How many examples they are of: an int, or a tensor if unknown.
+        per_example: How many rows an example has: an int, or something else if unknown.
+    """
+    if not isinstance(num_rows, int) or not isinstance(per_example, int):
+        return rows
+    return tf.ensure_shape(rows, [num_rows * per_example, *rows.shape[1:]])
+
+
 def count_rows(tensor):
     """Returns the number of rows of an input, dense, ragged or sparse: an int, else a tensor."""
     if not tf.is_tensor(tensor):

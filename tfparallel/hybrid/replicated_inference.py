@@ -18,7 +18,7 @@ from tfparallel.data import rows_of_replica as shards
 from tfparallel.data.partition import row_ranges
 from tfparallel.data.rows_of_replica import Shard
 from tfparallel.extend import attach
-from tfparallel.judge.check_rows import why_not_in_pieces
+from tfparallel.judge.check_rows import keeps_number_of_rows, why_not_in_pieces
 from tfparallel.logits import logits_of, output_of, sources_of
 from tfparallel.pipeline.allowed_writes import other_writes
 from tfparallel.pipeline.gathers import MeshGathers
@@ -151,7 +151,10 @@ class SpreadCall:
             def joined(parts, numbers):
                 each = zip(own_shards, parts, numbers, strict=True)
                 rows = [shard.without_dummy_row(part, number) for shard, part, number in each]
-                return others.joined(tf.concat(rows, 0), all_shards, numbers[0])
+                whole = others.joined(tf.concat(rows, 0), all_shards, numbers[0])
+                if not keeps_number_of_rows(self):
+                    return whole
+                return shards.of_known_number(whole, inputs.num_rows, numbers[0])
 
             logits, sources, masks, numbers, losses = (
                 [list(each) for each in zip(*(getattr(r, name) for r in results), strict=True)]

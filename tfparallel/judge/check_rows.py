@@ -167,6 +167,11 @@ def has_rows(layer: keras.Layer) -> bool:
     return numbers is not None and all(number == 1 for number in numbers)
 
 
+def keeps_number_of_rows(layer: keras.Layer) -> bool:
+    """Returns whether Python knows the number of rows of each output if it knows the inputs'."""
+    return rows_per_example(layer) is not None and layer._proof.keeps_number
+
+
 def proof_in_words(layer: keras.Layer) -> str | None:
     """Returns the proof of the last judged call of a layer; None if there is none."""
     proof: Proof | None = getattr(layer, "_proof", None)

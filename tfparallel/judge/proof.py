@@ -81,6 +81,8 @@ class Proof(NamedTuple):
         counted: The layer and attribute of each value that every call changes: it counts calls,
             and pieces make more calls.
         exchanges: Whether pieces exchange values.
+        keeps_number: Whether Python knows the number of rows of the outputs if it knows that of the
+            inputs. Not tried for layers of Keras's, which keep it.
     """
 
     fault: Fault | None
@@ -90,6 +92,7 @@ class Proof(NamedTuple):
     stored: list[tuple[keras.Layer, str]]
     counted: list[tuple[keras.Layer, str]]
     exchanges: bool
+    keeps_number: bool = True
 
     def __str__(self):
         if self.fault is not None:
@@ -158,7 +161,7 @@ def prove(
     whole = _traced(layer, call, (args, kwargs), places, known)
     operation = of_any.otherwise(Computation.of(whole.judge.graph))
     if operation is None:
-        return proof
+        return proof._replace(keeps_number=all(map(_has_number, keras.tree.flatten(whole.outputs))))
     at_fault, _ = place_in(layer, operation)
     return proof._replace(fault=Fault(at_fault, "the result", Mixed(operation, _OF_NUMBER)))
 
@@ -187,6 +190,12 @@ def explained(
         for path, (part, operations) in operations_by_path.items()
         if any(op.outputs for op in operations)
     ]
+
+
+def _has_number(output) -> bool:
+    """Returns whether Python knows the number of rows of an output, if it has rows."""
+    shape = tf.TensorShape(getattr(output, "shape", ()))
+    return shape.rank == 0 or (shape.rank is not None and shape[0] is not None)
 
 
 class _Trace(NamedTuple):

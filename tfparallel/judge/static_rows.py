@@ -3,24 +3,31 @@
 A data set of whole batches (`drop_remainder=True`) tells a layer how many rows a batch has, before
 it has any: `x.shape[0]` is 8. In a piece it is None, since pieces may differ. Asking for the size
 in either way, `x.shape[0] or tf.shape(x)[0]`, is right; `x.shape[0] or 1` is not.
+
+Two traces are compared by the operations that compute with numbers, each with its origin: which
+operations, variables and inputs its own inputs come from. So weights that change places are seen.
+Sizes, and constants in their place, have no origin, nor have operations that only move numbers.
 """
 
 import collections
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.tracing.graphs import with_inner
+from tfparallel.tracing.graphs import called_by
 
-# Operations that compute nothing with numbers, or stand for a constant where a size is known.
-_MOVES = {
-    *("BroadcastTo", "Cast", "ConcatV2", "Const", "EnsureShape", "ExpandDims", "Fill", "GatherNd"),
-    *("GatherV2", "Identity", "OnesLike", "Pack", "Placeholder", "Reshape", "Slice", "Squeeze"),
-    *("StridedSlice", "Tile", "Transpose", "ZerosLike"),
+# Operations that compute nothing with numbers: they pass on those of the first input, join several,
+# or stand for a constant where a size is known.
+_PASS_ON = {
+    *("BroadcastTo", "Cast", "EnsureShape", "ExpandDims", "GatherNd", "GatherV2", "Identity"),
+    *("Reshape", "Slice", "Squeeze", "StridedSlice", "Tile", "Transpose"),
 }
+_JOIN = {"ConcatV2", "Pack"}
+_CONSTANT = {"Const", "Fill", "OnesLike", "ZerosLike"}
 _MOST_VALUES = 16
 _OF_GRADIENTS = re.compile(r"(?:^|/)gradient(?:s|_tape)(?:_\d+)?/")
 
@@ -29,7 +36,8 @@ class Computation(NamedTuple):
     """What a trace computes with numbers.
 
     Attributes:
-        operations: The operations that compute with numbers or hold some, and which.
+        operations: The operations that compute with numbers or hold some; and which, with their
+            origins.
         variables: The variables that it reads, by the `id` of their handles.
     """
 
@@ -39,8 +47,10 @@ class Computation(NamedTuple):
     @classmethod
     def of(cls, graph: tf.Graph) -> "Computation":
         """Returns that of a graph, to which a judge has not added operations yet."""
-        handles = {id(outer) for outer, _ in graph.captures if outer.dtype == tf.resource}
-        return cls(list(_numbers(graph)), handles)
+        variables = {inner.op.name: id(o) for o, inner in graph.captures if o.dtype == tf.resource}
+        captured = dict.fromkeys(inner.op.name for _, inner in graph.captures)
+        inputs = {op.name: op.name for op in graph.get_operations() if op.type == "Placeholder"}
+        return cls(list(_numbers(graph, inputs | captured | variables)), set(variables.values()))
 
     def otherwise(self, whole: "Computation") -> tf.Operation | None:
         """Returns an operation that only this trace or one of known size has; None if none.
@@ -64,17 +74,73 @@ class Computation(NamedTuple):
         return None
 
 
-def _numbers(graph) -> Iterator[tuple[tf.Operation, Any]]:
-    for op in with_inner(graph.get_operations()):
-        # Gradients follow from the rest; of unknown sizes, they are summed where it may be needed.
-        if _OF_GRADIENTS.search(op.name) or not any(map(_is_number, op.outputs)):
+def _numbers(graph, inputs: Mapping[str, Any]) -> Iterator[tuple[tf.Operation, Any]]:
+    """Yields the operations with numbers of a graph, and of the functions that it calls.
+
+    Args:
+        graph: The graph.
+        inputs: The origins of its inputs, by the operation's name.
+    """
+    origins: dict[str, Any] = {}
+
+    def origin_of(tensor):
+        origin = origins.get(tensor.op.name)
+        return (origin, tensor.value_index) if origin and tensor.value_index else origin
+
+    for op in graph.get_operations():
+        if op.type == "Placeholder":
+            origins[op.name] = inputs.get(op.name)
             continue
-        if op.type not in _MOVES:
-            yield op, op.type
-        elif op.type == "Const":
-            values = np.unique(tf.make_ndarray(op.get_attr("value")))
-            if 0 < len(values) <= _MOST_VALUES:
-                yield op, tuple(values)
+        # Gradients follow from the rest; of unknown sizes, they are summed where it may be needed.
+        if _OF_GRADIENTS.search(op.name):
+            continue
+        read, functions = [origin_of(each) for each in op.inputs], list(called_by(op))
+        if functions:
+            read = list(filter(None, read))  # A known size is not an argument.
+        origins[op.name] = _origin(op, read)
+        if any(map(_is_number, op.outputs)):
+            yield from ((op, what) for what in _computed(op, read))
+        for function in functions:
+            # The first input of a branch chooses it.
+            arguments = op.inputs[max(len(op.inputs) - len(function.inputs), 0) :]
+            pairs = zip(function.inputs, arguments, strict=False)
+            yield from _numbers(function, {inner.op.name: origin_of(o) for inner, o in pairs})
+
+
+def _computed(op, read: Sequence) -> Iterator[Any]:
+    """Yields what an operation computes from inputs of these origins; nothing if it moves them."""
+    if op.type == "Const":
+        values = np.unique(tf.make_ndarray(op.get_attr("value")))
+        if 0 < len(values) <= _MOST_VALUES:
+            yield tuple(values)
+    elif op.type == "Einsum":
+        yield op.type
+        yield from ((op.type, each) for each in read if not isinstance(each, _Product))
+    elif op.type not in _PASS_ON | _JOIN | _CONSTANT:
+        yield (op.type, *read)
+
+
+def _origin(op, read: Sequence) -> Any:
+    """Returns the origin of an operation's outputs; None of sizes and constants."""
+    known = [each for each in read if each]
+    if op.type in _PASS_ON:
+        return read[0]
+    if op.type in _JOIN and len(set(known)) < 2:
+        return known[0] if known else None
+    if op.type == "Einsum":
+        return _Product(known)
+    is_size = op.outputs and all(each.dtype.is_integer or each.dtype.is_bool for each in op.outputs)
+    if op.type in _CONSTANT or (is_size and op.type != "ReadVariableOp"):
+        return None
+    return hash((op.type, *(known if op.type in _JOIN else read)))
+
+
+class _Product(tuple):
+    """The origins of a product's factors. A size decides in which order several are multiplied."""
+
+    def __new__(cls, factors: Sequence):
+        flat = [each if isinstance(each, _Product) else (each,) for each in factors]
+        return super().__new__(cls, sorted(itertools.chain(*flat), key=hash))
 
 
 def _is_number(tensor) -> bool:

@@ -20,7 +20,7 @@ from tfparallel.judge.positions import AXIS
 from tfparallel.pipeline.micro_batches import Batch
 from tfparallel.pipeline.stages import PartOf, Values
 from tfparallel.seams.keras import mask_of, set_mask
-from tfparallel.step.additivity import has_positions
+from tfparallel.step.placeholders import has_positions
 
 
 class Piece(NamedTuple):

@@ -6,8 +6,8 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data.partition import row_ranges
-from tfparallel.data.rows_of_replica import Shard, count_rows, where_it_is
-from tfparallel.judge.check_rows import has_rows
+from tfparallel.data.rows_of_replica import Shard, count_rows, of_known_number, where_it_is
+from tfparallel.judge.check_rows import has_rows, keeps_number_of_rows
 from tfparallel.logits import Logits, logits_of, output_of
 from tfparallel.pipeline.masks import Masks
 from tfparallel.pipeline.remote_replicas import Others
@@ -67,6 +67,7 @@ class Batch:
         self._others = others
         self.x, self.y, self.sample_weight = x, y, sample_weight
         self.behind: dict[Key, Logits] = {}
+        self._keeps_number = keeps_number_of_rows(model)
         self._functional = functional_of(model)
         leaf = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
         with where_it_is(leaf):
@@ -192,7 +193,8 @@ class Batch:
     def _rows(self, parts: list[tf.Tensor], numbers: list[int | tf.Tensor | None]) -> tf.Tensor:
         each = zip(self.local_shards, parts, numbers, strict=True)
         rows = [shard.without_dummy_row(part, number) for shard, part, number in each]
-        return self._others.joined(tf.concat(rows, 0), self.shards, numbers[0])
+        joined = self._others.joined(tf.concat(rows, 0), self.shards, numbers[0])
+        return of_known_number(joined, self.num_rows, numbers[0]) if self._keeps_number else joined
 
     def rows_of(
         self, shard: Shard, gradient: tf.Tensor, per_example: int | tf.Tensor | None

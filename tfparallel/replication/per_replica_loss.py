@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfparallel.data.partition import row_ranges
 from tfparallel.data.rows_of_replica import Shard, count_rows, current
 from tfparallel.extend import original_class
 from tfparallel.flight.marks import mark
@@ -47,6 +48,9 @@ class OwnRows(WhereRowsMeet, OneStep):
     @property
     def _meeting_device(self) -> str:
         return self._strategy.devices[0]
+
+    def _pieces_of(self, num_rows):
+        return row_ranges(num_rows, self.strategy.num_replicas, self.strategy.replica_weights)
 
     def _outputs_of(self, types):
         if original_class(self) in (keras.Sequential, Functional) and self.built:

@@ -36,6 +36,7 @@ from tfparallel.collectives.traffic import ROWS
 from tfparallel.compute_context import within
 from tfparallel.data import partition
 from tfparallel.data import rows_of_replica as shards
+from tfparallel.judge.check_rows import keeps_number_of_rows
 from tfparallel.logits import Logits, logits_of, output_of, sources_of
 from tfparallel.replication import state
 from tfparallel.replication.backward_pass import BackwardPasses, Pass
@@ -175,7 +176,8 @@ class ReplicatedCall:
         masks_of_all = _transposed(replicas, "masks")
         for output, masks, number in zip(outputs, masks_of_all, first.per_example, strict=True):
             if masks[0] is not None:
-                (mask,) = self._gathered([tf.concat(masks, 0)], [number], inputs.num_rows)
+                mask = self._gathered([tf.concat(masks, 0)], [number], inputs.num_rows)
+                (mask,) = self._of_known_size(mask, [number], inputs.num_rows)
                 set_mask(output, mask)
         if isinstance(first.structure, Sums):
             sums = results[len(results) - len(first.sums) :]
@@ -274,14 +276,10 @@ class ReplicatedCall:
         Only for a known number of rows per example.
         """
         is_whole = self._gathers and self._worker_rows is None
-        if not is_whole or not isinstance(num_rows, int):
+        if not is_whole or not keeps_number_of_rows(self._layer):
             return joined
-        return [
-            tf.ensure_shape(each, [num_rows * number, *each.shape[1:]])
-            if isinstance(number, int)
-            else each
-            for each, number in zip(joined, numbers, strict=True)
-        ]
+        pairs = zip(joined, numbers, strict=True)
+        return [shards.of_known_number(each, num_rows, number) for each, number in pairs]
 
     def _gathered(self, tensors, numbers, num_rows):
         """Joins this worker's rows with those of the other workers.

@@ -4,25 +4,30 @@ The loss and the metrics are traced with targets, outputs and weights of any num
 terms of each loss (`piece_sums.py`) and the increments of a metric's states must be sums over the
 rows. This works for the user's own losses and metrics as well as for Keras's.
 
+The user's Python code may ask for the number of rows, which pieces do not know. If one device knows
+it, such losses and metrics are traced with this number, too, and must compute the same. In an eager
+step, pieces know their own numbers.
+
 Parts of sequences are judged in the same way, with the positions in place of the rows. The divisor
 of a loss is that of whole sequences, and an increment may also be a mean over the positions.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from tfparallel.extend import is_own
+from tfparallel.extend import has_users_code, is_own
 from tfparallel.judge.kept_attributes import kept_as_they_were, kept_tensors
 from tfparallel.judge.metric_sums import SUMS, growth_of
 from tfparallel.judge.placements import Mixed, Placement, Replicate, Shard, Sum
-from tfparallel.judge.positions import AXIS, computed_in, is_divided
-from tfparallel.judge.propagation import Judge, Judged, exchanges_of, judged_graph
+from tfparallel.judge.positions import computed_in, is_divided
+from tfparallel.judge.propagation import Judge, Judged, exchanges_of
 from tfparallel.judge.rules.draws import draws
-from tfparallel.judge.size import ROWS, size_named
+from tfparallel.judge.size import ROWS
+from tfparallel.judge.static_rows import Computation
 from tfparallel.judge.variable_updates import Writes
 from tfparallel.judge.where import line_of
 from tfparallel.seams.compiled import (
@@ -31,10 +36,11 @@ from tfparallel.seams.compiled import (
     compiled_metrics,
     loss_terms,
 )
-from tfparallel.seams.keras import layers_in, set_mask, weights_held_by
-from tfparallel.step.loss_terms import REDUCTIONS
+from tfparallel.seams.keras import layers_in, weights_held_by
+from tfparallel.step.loss_terms import REDUCTIONS, ExampleLosses
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.piece_sums import example_losses, states, terms_of
+from tfparallel.step.placeholders import placeholders
 from tfparallel.tracing.graphs import with_inner, writes_state
 from tfparallel.tracing.trial_trace import traced_apart
 
@@ -42,7 +48,6 @@ _METHODS = ("train_step", "test_step", "compute_loss", "compute_metrics")
 # How the increments of parts of sequences add up to those of the whole: as a sum, as the same
 # number for all, or as a mean over the positions.
 _OVER_POSITIONS = (SUMS, (Replicate(),), (Replicate(), Sum(-1)))
-_EXAMPLES = size_named("examples")
 
 
 class OverPositions(NamedTuple):
@@ -94,7 +99,9 @@ def why_not_by_rows(model: keras.Model) -> str | None:
     return None
 
 
-def adds_up(model: keras.Model, y, outputs, sample_weight, masks=()) -> AddsUp:
+def adds_up(
+    model: keras.Model, y, outputs, sample_weight, masks=(), row_counts: Collection[int] = ()
+) -> AddsUp:
     """Judges whether a loss and metrics add up over pieces.
 
     Args:
@@ -103,17 +110,18 @@ def adds_up(model: keras.Model, y, outputs, sample_weight, masks=()) -> AddsUp:
         outputs: The types of the outputs, in their structure.
         sample_weight: The weights of a batch, or their types, or None.
         masks: A flat list of the types of the outputs' masks; None for an output without one.
+        row_counts: The numbers of rows that Python knows, of the batch or of pieces.
     """
     types = y, outputs, sample_weight, list(masks)
     try:
-        why_not = next(_faults_of_loss(model, types), None)
+        why_not = next(_faults_of_loss(model, types, row_counts), None)
     except Exception as error:  # If the program is wrong, Keras raises later.
         why_not = f"the loss cannot be computed for a part of the batch: {str(error)[:200]}"
-    return AddsUp(why_not, metrics_of_rows_together(model, *types))
+    return AddsUp(why_not, metrics_of_rows_together(model, *types, row_counts))
 
 
 def metrics_of_rows_together(
-    model: keras.Model, y, outputs, sample_weight, masks=()
+    model: keras.Model, y, outputs, sample_weight, masks=(), row_counts: Collection[int] = ()
 ) -> dict[int, str]:
     """The reasons of compiled metrics that do not add up, by id; arguments as for `adds_up`."""
     compiled = compiled_metrics(model)
@@ -122,7 +130,7 @@ def metrics_of_rows_together(
         others = {id(each) for each in compiled.metrics} - {id(metric)}
         alone = StepMetrics.divided(compiled, others).summed
         try:
-            why_not = _fault_of_metric(alone, (y, outputs, sample_weight, list(masks)))
+            why_not = _fault_of_metric(alone, (y, outputs, sample_weight, list(masks)), row_counts)
         except Exception as error:
             why_not = f"it cannot be computed for a part of the batch: {str(error)[:200]}"
         if why_not is not None:
@@ -183,14 +191,6 @@ def adds_up_over_positions(
     return OverPositions(why_not, by_position, None if None in growth else growth)
 
 
-def has_positions(leaf: Any, length: int | None) -> bool:
-    """Returns whether axis 1 of a tensor holds positions, as in outputs of this length."""
-    if leaf is None or isinstance(leaf, tf.__internal__.CompositeTensor):
-        return False
-    shape = tf.TensorShape(leaf.shape)
-    return shape.rank is not None and shape.rank > AXIS and shape[AXIS] == length
-
-
 def _of_any_length(function, objects, types, lengths: Sequence[int]) -> tuple[Judge, Any]:
     """Traces a function of targets, outputs and weights; returns a judge, and its results.
 
@@ -200,7 +200,7 @@ def _of_any_length(function, objects, types, lengths: Sequence[int]) -> tuple[Ju
 
     def traced(length):
         whole = lengths[0] if lengths else None
-        graph, judged, arguments = _placeholders(function.__name__, types, (whole, length))
+        graph, judged, arguments = placeholders(function.__name__, types, (whole, length))
         with graph.as_default(), traced_apart(), kept_as_they_were(objects):
             return graph, judged, function(*arguments)
 
@@ -222,11 +222,31 @@ def _growth(judge: Judge, new, old, states: Sequence) -> Placement | None:
     return None
 
 
-def _faults_of_loss(model, types) -> Iterator[str]:
+class _OfLoss(NamedTuple):
+    """The traced losses of a model.
+
+    Attributes:
+        graph: Their graph.
+        placements: The judgements of its inputs, by name.
+        states: The states that the model may change, with their placeholders.
+        written: The states that the losses write.
+        of_examples: The losses of the examples, by loss.
+        terms: The terms of each loss.
+    """
+
+    graph: tf.Graph
+    placements: dict[str, Judged]
+    states: list[tuple[keras.Variable, tf.Tensor]]
+    written: Any
+    of_examples: list[ExampleLosses]
+    terms: list[list[tf.Tensor]]
+
+
+def _traced_loss(model, types, static_rows=None) -> _OfLoss:
     compiled = compiled_loss(model)
-    graph, placements, (y, outputs, sample_weight) = _placeholders("loss", types)
-    losses_given = [each.loss for each in loss_terms(compiled)]
-    with graph.as_default(), traced_apart(), kept_as_they_were(losses_given):
+    graph, placements, arguments = placeholders("loss", types, static_rows=static_rows)
+    losses = [each.loss for each in loss_terms(compiled)]
+    with graph.as_default(), traced_apart(), kept_as_they_were(losses):
         num_rows = tf.compat.v1.placeholder(tf.int32, [])  # Of the whole batch.
         weights = {id(v) for part in layers_in(model) for v in weights_held_by(part)}
         states = [
@@ -235,20 +255,27 @@ def _faults_of_loss(model, types) -> Iterator[str]:
             if id(v) not in weights
         ]
         with Writes(states) as scope:
-            of_examples = example_losses(compiled, y, outputs, sample_weight)
-            terms_by_loss = [terms_of(losses, num_rows) for losses in of_examples]
+            of_examples = example_losses(compiled, *arguments)
+            terms = [terms_of(each, num_rows) for each in of_examples]
+    return _OfLoss(graph, placements, states, scope.written, of_examples, terms)
+
+
+def _faults_of_loss(model, types, row_counts) -> Iterator[str]:
+    compiled = compiled_loss(model)
+    graph, placements, states, written, of_examples, terms = _traced_loss(model, types)
+    computation = Computation.of(graph)
     if any(map(draws, with_inner(graph.get_operations()))):
         yield "a loss draws random numbers, which one device would draw for the whole batch"
     if exchanges_of(graph):
         yield "a loss calls a collective, which needs the whole batch"
-    if scope.written or _writes(graph):
+    if written or _writes(graph):
         yield "a loss writes a variable, which one device would do once per step"
     # In a piece, the model's call has changed only its own copy by then.
     for variable, state in states:
         why = f"is the state '{variable.path}', which the model may have changed in this step"
         placements[state.name] = Judged(Mixed(state.op, why), None)
     judge = Judge(graph, placements)
-    for loss, losses, of_loss in zip(loss_terms(compiled), of_examples, terms_by_loss, strict=True):
+    for loss, losses, of_loss in zip(loss_terms(compiled), of_examples, terms, strict=True):
         for term in of_loss:
             why_not = _no_sum(judge.of(term))
             if why_not is not None:
@@ -256,15 +283,35 @@ def _faults_of_loss(model, types) -> Iterator[str]:
         values = judge.of(losses.values)
         if values.placement != Shard(0) or values.dims is None or values.dims[0] != ROWS:
             yield f"loss '{loss.loss.name}' does not have one row of values per example"
+    users = [each.loss.name for each in loss_terms(compiled) if has_users_code(each.loss)]
+    for number in row_counts if users else ():
+        other = computation.otherwise(Computation.of(_traced_loss(model, types, number).graph))
+        if other is not None:
+            yield f"loss {' or '.join(map(repr, users))} {_of_number(other)}"
 
 
-def _fault_of_metric(alone, types) -> str | None:
-    graph, placements, (y, outputs, sample_weight) = _placeholders("metric", types)
+def _of_number(operation: tf.Operation) -> str:
+    return (
+        "computes something else where Python knows the number of rows: see operation "
+        f"{operation.type}{line_of(operation)}"
+    )
+
+
+def _traced_metric(alone, types, static_rows=None):
+    graph, placements, (y, outputs, sample_weight) = placeholders(
+        "metric", types, static_rows=static_rows
+    )
     with graph.as_default(), traced_apart(), kept_as_they_were(alone.metrics):
         states = {id(v): tf.compat.v1.placeholder(v.dtype, v.shape) for v in alone.variables}
         before = [states[id(v)] for v in alone.variables]  # Two outputs may share a metric.
         after = alone.stateless_update_state(before, y, outputs, sample_weight=sample_weight)
         keeps_rows = any(kept_tensors(alone.metrics))
+    return graph, placements, before, after, keeps_rows
+
+
+def _fault_of_metric(alone, types, row_counts) -> str | None:
+    graph, placements, before, after, keeps_rows = _traced_metric(alone, types)
+    computation = Computation.of(graph)
     if keeps_rows or not after:
         return "its state is not in its variables"
     if any(map(draws, with_inner(graph.get_operations()))):
@@ -285,6 +332,10 @@ def _fault_of_metric(alone, types) -> str | None:
             placement = growth_of(judge, new, old, before)
         if placement not in SUMS:
             return _in_words(placement)
+    for number in row_counts if any(map(has_users_code, alone.metrics)) else ():
+        other = computation.otherwise(Computation.of(_traced_metric(alone, types, number)[0]))
+        if other is not None:
+            return f"it {_of_number(other)}"
     return None
 
 
@@ -302,42 +353,3 @@ def _in_words(placement: Placement) -> str:
     if not isinstance(placement, Mixed):
         return f"it is {placement}, not a sum over the rows"
     return f"operation {placement.operation.type}{line_of(placement.operation)} {placement.why}"
-
-
-def _placeholders(name, types, lengths=None) -> tuple[tf.Graph, dict[str, Judged], Any]:
-    """Creates a graph with targets, masked outputs and weights of any number of rows.
-
-    Args:
-        name: The name of the graph.
-        types: The targets, outputs, weights and masks, or their types.
-        lengths: To judge positions: the length of the outputs, and of the placeholders in their
-            place. By default, rows are judged.
-    """
-    graph, rows, fixed = judged_graph(name), [], {}
-    with graph.as_default():
-
-        def placeholder(leaf):
-            if leaf is None:
-                return None
-            shape = tf.TensorShape(leaf.shape)
-            if shape.rank == 0:
-                tensor = tf.compat.v1.placeholder(leaf.dtype, [])
-                fixed[tensor.name] = Judged(Replicate(), ())
-                return tensor
-            sizes, is_divided = [None, *shape[1:]], True
-            if lengths is not None and (is_divided := has_positions(leaf, lengths[0])):
-                sizes[AXIS] = lengths[1]
-            tensor = tf.compat.v1.placeholder(leaf.dtype, sizes)
-            if is_divided:
-                rows.append(tensor)
-            return tensor
-
-        y, outputs, sample_weight, masks = keras.tree.map_structure(placeholder, types)
-        for output, mask in zip(keras.tree.flatten(outputs), masks, strict=False):
-            if mask is not None:
-                set_mask(output, mask)
-    if lengths is None:
-        return graph, fixed | Judge.of_rows(graph, rows).judged, (y, outputs, sample_weight)
-    judged = Judge.of_rows(graph, rows, AXIS).judged
-    judged = {k: each._replace(dims=(_EXAMPLES, *each.dims[1:])) for k, each in judged.items()}
-    return graph, fixed | judged, (y, outputs, sample_weight)

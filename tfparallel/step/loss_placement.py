@@ -19,6 +19,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
+from tfparallel.data.partition import RowRange, row_ranges
 from tfparallel.data.rows_of_replica import Shard, count_rows, where_it_is
 from tfparallel.device_memory import memory_bytes
 from tfparallel.device_names import canonical
@@ -200,16 +201,30 @@ class WhereRowsMeet:
         loss, results = getattr(self, "_known_to_add_up", (None, {}))
         if loss is not compiled_loss(self):
             results = {}
-        if str(types) not in results:
+        row_counts = self._known_row_counts(data)
+        key = f"{row_counts} of {types}"
+        if key not in results:
             try:
                 outputs, masks = self._outputs_of(types[0])
             except Exception as error:  # If the program is wrong, Keras raises later.
                 reason = f"the shapes of its outputs are unknown: {str(error)[:200]}"
-                results[str(types)] = AddsUp(reason, {})
+                results[key] = AddsUp(reason, {})
             else:
-                results[str(types)] = adds_up(self, types[1], outputs, types[2], masks)
+                results[key] = adds_up(self, types[1], outputs, types[2], masks, row_counts)
             attach(self, _known_to_add_up=(compiled_loss(self), results))
-        return results[str(types)]
+        return results[key]
+
+    def _known_row_counts(self, data) -> list[int]:
+        """The numbers of rows that Python knows: the batch's; those of pieces in an eager step."""
+        counts = _known_counts(data)
+        if tf.executing_eagerly():
+            pieces = [size for number in counts for _, size in self._pieces_of(number)]
+            counts |= {max(size, 1) for size in pieces}
+        return sorted(counts)
+
+    def _pieces_of(self, num_rows: int) -> list[RowRange]:
+        """The rows of each piece of a batch."""
+        return row_ranges(num_rows, self.layout.mesh.data * self.layout.num_micro_batches)
 
     def _outputs_of(self, types):
         """The types of the outputs, and of their masks, for inputs of these types.
@@ -382,8 +397,13 @@ def why_unaligned(data) -> str | None:
     leaves = [leaf for leaf in keras.tree.flatten(others) if leaf is not None]
     if any(_rank(leaf) == 0 for leaf in leaves):
         return "a target or sample weight of shape () applies to all rows"
-    static_rows = {n for n in _row_counts(data) if isinstance(n, int)}
+    static_rows = _known_counts(data)
     return f"inputs and targets have {sorted(static_rows)} rows" if len(static_rows) > 1 else None
+
+
+def _known_counts(data) -> set[int]:
+    """The numbers of rows that Python knows."""
+    return {n for n in _row_counts(data) if isinstance(n, int)}
 
 
 def _equal(pairs, message) -> list[tf.Operation]:
