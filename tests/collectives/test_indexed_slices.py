@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfparallel.collectives.indexed_slices import ONCE, ROWS, readings
+from tfparallel.collectives.indexed_slices import ONCE, ROWS, readings, with_values
 
 NUM_PLACES = 3
 
@@ -21,14 +21,24 @@ def in_both_ways(table, tokens):
     return by_tokens(table, tokens) + by_places(table, tokens)
 
 
-def kinds_of(look_up):
+def as_it_is(slices):
+    return slices
+
+
+def of_a_replica(slices):
+    """As of a replica that may have no rows."""
+    return with_values(slices, lambda values: tf.math.multiply_no_nan(values, 1.0))
+
+
+def kinds_of(look_up, change=as_it_is):
     table, kinds = tf.Variable(np.ones((5, 2), "float32")), []
 
     @tf.function(autograph=False)
     def step(tokens):
         with tf.GradientTape() as tape:
             looked_up = look_up(table, tokens)
-        kinds.extend(reading.kind for reading in readings(tape.gradient(looked_up, table)))
+        slices = change(tape.gradient(looked_up, table))
+        kinds.extend(reading.kind for reading in readings(slices))
 
     step.get_concrete_function(tf.TensorSpec([None, NUM_PLACES], tf.int32))
     return kinds
@@ -38,8 +48,9 @@ def kinds_of(look_up):
     ("look_up", "kinds"),
     [(by_tokens, [ROWS]), (by_places, [ONCE]), (in_both_ways, [ROWS, ONCE])],
 )
-def test_the_operations_behind_the_indices_tell(look_up, kinds):
-    assert sorted(kinds_of(look_up)) == sorted(kinds)
+@pytest.mark.parametrize("change", [as_it_is, of_a_replica])
+def test_the_operations_behind_the_indices_tell(look_up, kinds, change):
+    assert sorted(kinds_of(look_up, change)) == sorted(kinds)
 
 
 @pytest.mark.parametrize(("look_up", "kind"), [(by_tokens, ROWS), (by_places, ONCE)])
@@ -47,7 +58,8 @@ def test_a_function_of_the_layers_own_is_looked_into(look_up, kind):
     assert kinds_of(tf.function(look_up, autograph=False)) == [kind]
 
 
-def test_two_kinds_within_a_function_are_refused():
+@pytest.mark.parametrize("change", [as_it_is, of_a_replica])
+def test_two_kinds_within_a_function_are_refused(change):
     """It hands them on as one gradient, of which no part can be told from another."""
     with pytest.raises(ValueError, match="indexed in both ways"):
-        kinds_of(tf.function(in_both_ways, autograph=False))
+        kinds_of(tf.function(in_both_ways, autograph=False), change)

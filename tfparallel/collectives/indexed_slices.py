@@ -30,6 +30,7 @@ from tfparallel.tracing.trial_trace import traced_apart
 ROWS, ONCE, DISTINCT = "rows", "once", "distinct"
 
 _HANDED_ON = ("Identity", "Reshape", "Cast")
+_OF_VALUES = (*_HANDED_ON, "MulNoNan")  # Of a replica that may have no rows.
 _UNIQUE = ("Unique", "UniqueV2", "UniqueWithCounts")
 
 
@@ -97,10 +98,11 @@ def with_values(
     slices: tf.IndexedSlices, change: Callable[[tf.Tensor], tf.Tensor]
 ) -> tf.IndexedSlices:
     """Applies a function to the values of each lookup, so that the lookups stay separable."""
-    if not tf.is_symbolic_tensor(slices.indices):
-        return tf.IndexedSlices(change(slices.values), slices.indices, slices.dense_shape)
-    lookups = [each._replace(values=change(each.values)) for each in readings(slices)]
-    return together(lookups, slices.dense_shape)
+    lookups = [(slices.values, slices.indices)]
+    if tf.is_symbolic_tensor(slices.indices):
+        lookups = _split(slices.values, slices.indices)
+    changed = [Reading(change(values), indices, ROWS) for values, indices in lookups]
+    return together(changed, slices.dense_shape)
 
 
 def merged(reading: Reading) -> Reading:
@@ -220,7 +222,7 @@ def _kind(values: tf.Tensor, indices: tf.Tensor) -> str:
     maker = provenance.maker_of(indices, _HANDED_ON)
     if maker.type in _UNIQUE:
         return DISTINCT
-    if maker.type == provenance.maker_of(values, _HANDED_ON).type == "ConcatV2":
+    if maker.type == provenance.maker_of(values, _OF_VALUES).type == "ConcatV2":
         # Concatenated inside a `tf.function`, which returns only the result.
         *parts, _ = provenance.inputs_made_of(indices, _HANDED_ON)
         if len({bool(part) for part in parts}) > 1:

@@ -213,9 +213,10 @@ class Gathers:
 
         A frozen weight has no gradient, but its readers in the backward pass still get a gather.
         """
-        (upstream,) = without_dummy_row(shards.current(), [upstream])
         is_sparse = isinstance(upstream, tf.IndexedSlices)
         is_left_out = not variable.trainable or (is_sparse and not self._sums_rows)
+        if not is_left_out:
+            (upstream,) = without_dummy_row(shards.current(), [upstream])
         if is_sparse:
             values = [upstream.values, upstream.indices]
         else:
