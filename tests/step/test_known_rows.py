@@ -90,7 +90,7 @@ def of(what):
 
 
 @pytest.mark.parametrize("loss", WRONG.values(), ids=WRONG)
-def test_a_loss_that_differs_is_joined(loss):
+def test_a_loss_that_differs_is_joined(in_float64, loss):
     model, (y, outputs) = compiled(of(loss)), NUMBERS
     assert adds_up(model, y, outputs, None).why_not is None  # One device does not know it, either.
     why_not = adds_up(model, y, outputs, None, row_counts=[BATCH]).why_not
@@ -101,7 +101,7 @@ def test_a_loss_that_differs_is_joined(loss):
 
 
 @pytest.mark.parametrize("loss", RIGHT.values(), ids=RIGHT)
-def test_a_loss_that_does_not_is_computed_by_pieces(loss):
+def test_a_loss_that_does_not_is_computed_by_pieces(in_float64, loss):
     for model in (compiled(loss), compiled(metric=Total(loss)), compiled(metric=loss)):
         judged = adds_up(model, *NUMBERS, None, row_counts=[BATCH, ROWS])
         assert (judged.why_not, judged.metrics) == (None, {})

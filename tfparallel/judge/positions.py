@@ -1,16 +1,15 @@
 """Whether a layer treats each position of a sequence independently: judged like rows, on axis 1."""
 
-import random
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from tfparallel.extend import classes_of
+from tfparallel.judge.host_random import HostRandom
 from tfparallel.judge.kept_attributes import attributes_kept, kept_tensors, plain_attributes
 from tfparallel.judge.placements import Shard
 from tfparallel.judge.propagation import Judge, Judged, judged_graph
@@ -85,7 +84,6 @@ class _Trace(NamedTuple):
 def _traced(layer, call, arguments, length) -> _Trace | None:
     """Traces a call for a length, or any (None); returns None if Python keeps or draws values."""
     graph, before = judged_graph(layer.name), plain_attributes(layer)
-    drawn = random.getstate(), np.random.get_state()
     with attributes_kept(layer), graph.as_default(), traced_apart(), warnings.catch_warnings():
         # Placeholders, since the weights may not exist yet.
         states = [(v, tf.compat.v1.placeholder(v.dtype, v.shape)) for v in layer.variables]
@@ -93,18 +91,18 @@ def _traced(layer, call, arguments, length) -> _Trace | None:
         leaves = [_placeholder(leaf, is_cut, length) for leaf, is_cut in pairs]
         masks = [_mask_of(leaf) for leaf, has in zip(leaves, arguments.masked, strict=True) if has]
         warnings.simplefilter("ignore")  # Of a mask that a layer would lose but may never get.
-        with keras.StatelessScope(states, collect_losses=True) as scope:
+        with keras.StatelessScope(states, collect_losses=True) as scope, HostRandom() as host:
             try:
                 outputs = call(leaves)
             except Exception as error:  # A `call` may raise anything; a step will raise it again.
                 logging.info("Layer '%s' cannot be traced on its own: %s", layer.name, error)
                 return None
-            finally:
-                has_drawn = repr(drawn) != repr((random.getstate(), np.random.get_state()))
-                random.setstate(drawn[0])
-                np.random.set_state(drawn[1])
         # A kept value would be that of the last device.
-        if has_drawn or any(kept_tensors(layers_in(layer))) or plain_attributes(layer) != before:
+        if (
+            host.has_drawn
+            or any(kept_tensors(layers_in(layer)))
+            or plain_attributes(layer) != before
+        ):
             return None
     flat = [each for each in keras.tree.flatten(outputs) if each is not None]
     flat += [mask for each in flat if (mask := mask_of(each)) is not None]

@@ -20,6 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.extend import has_users_code, is_own
+from tfparallel.judge.host_random import differs_in_each_trace
 from tfparallel.judge.kept_attributes import kept_as_they_were, kept_tensors
 from tfparallel.judge.metric_sums import SUMS, growth_of
 from tfparallel.judge.placements import Mixed, Placement, Replicate, Shard, Sum
@@ -71,10 +72,13 @@ class AddsUp(NamedTuple):
     Attributes:
         why_not: Why the loss does not add up; None if it does.
         metrics: The reasons of metrics that do not add up, by id.
+        drawing: A loss or metric whose Python code draws numbers, which cannot be those of one
+            device; None if there is none.
     """
 
     why_not: str | None
     metrics: dict[int, str]
+    drawing: str | None = None
 
 
 def why_not_by_rows(model: keras.Model) -> str | None:
@@ -117,7 +121,11 @@ def adds_up(
         why_not = next(_faults_of_loss(model, types, row_counts), None)
     except Exception as error:  # If the program is wrong, Keras raises later.
         why_not = f"the loss cannot be computed for a part of the batch: {str(error)[:200]}"
-    return AddsUp(why_not, metrics_of_rows_together(model, *types, row_counts))
+    try:
+        drawing = next(_drawing(model, types), None)
+    except Exception:  # Neither can it be traced in the step.
+        drawing = None
+    return AddsUp(why_not, metrics_of_rows_together(model, *types, row_counts), drawing)
 
 
 def metrics_of_rows_together(
@@ -126,9 +134,7 @@ def metrics_of_rows_together(
     """The reasons of compiled metrics that do not add up, by id; arguments as for `adds_up`."""
     compiled = compiled_metrics(model)
     reasons = {}
-    for metric in () if compiled is None else compiled.metrics:
-        others = {id(each) for each in compiled.metrics} - {id(metric)}
-        alone = StepMetrics.divided(compiled, others).summed
+    for metric, alone in _each_alone(compiled):
         try:
             why_not = _fault_of_metric(alone, (y, outputs, sample_weight, list(masks)), row_counts)
         except Exception as error:
@@ -137,6 +143,13 @@ def metrics_of_rows_together(
             name = f"metric '{metric.name}'"
             reasons[id(metric)] = f"{name} might not be a sum over the examples: {why_not}"
     return reasons
+
+
+def _each_alone(compiled: CompileMetrics | None) -> Iterator[tuple[Any, CompileMetrics]]:
+    """Yields each metric, and the compiled metrics with this one alone."""
+    for metric in () if compiled is None else compiled.metrics:
+        others = {id(each) for each in compiled.metrics} - {id(metric)}
+        yield metric, StepMetrics.divided(compiled, others).summed
 
 
 def adds_up_over_positions(
@@ -222,6 +235,24 @@ def _growth(judge: Judge, new, old, states: Sequence) -> Placement | None:
     return None
 
 
+def _drawing(model, types) -> Iterator[str]:
+    """Yields the losses and metrics of the user's that differ in each trace."""
+    users = _users_losses(model)
+    if users and differs_in_each_trace(lambda: _traced_loss(model, types).graph):
+        yield f"loss {users}"
+    for metric, alone in _each_alone(compiled_metrics(model)):
+        if has_users_code(metric) and differs_in_each_trace(
+            lambda alone=alone: _traced_metric(alone, types)[0]
+        ):
+            yield f"metric '{metric.name}'"
+
+
+def _users_losses(model) -> str:
+    """The names of losses with the user's code; an empty text if there are none."""
+    terms = loss_terms(compiled_loss(model))
+    return " or ".join(f"'{each.loss.name}'" for each in terms if has_users_code(each.loss))
+
+
 class _OfLoss(NamedTuple):
     """The traced losses of a model.
 
@@ -283,11 +314,11 @@ def _faults_of_loss(model, types, row_counts) -> Iterator[str]:
         values = judge.of(losses.values)
         if values.placement != Shard(0) or values.dims is None or values.dims[0] != ROWS:
             yield f"loss '{loss.loss.name}' does not have one row of values per example"
-    users = [each.loss.name for each in loss_terms(compiled) if has_users_code(each.loss)]
+    users = _users_losses(model)
     for number in row_counts if users else ():
         other = computation.otherwise(Computation.of(_traced_loss(model, types, number).graph))
         if other is not None:
-            yield f"loss {' or '.join(map(repr, users))} {_of_number(other)}"
+            yield f"loss {users} {_of_number(other)}"
 
 
 def _of_number(operation: tf.Operation) -> str:

@@ -122,7 +122,7 @@ class WhereRowsMeet:
         reason = why_not_by_rows(self) or why_unaligned(data)
         joined: dict[int, str] = {}
         if reason is None:
-            reason, joined = self._adds_up(data)
+            reason, joined, _ = self._adds_up(data)
         metrics = StepMetrics.divided(compiled_metrics(self), () if reason else joined)
         return Way(reason is None, metrics, reason or next(iter(joined.values()), None))
 
@@ -212,6 +212,15 @@ class WhereRowsMeet:
             else:
                 results[key] = adds_up(self, types[1], outputs, types[2], masks, row_counts)
             attach(self, _known_to_add_up=(compiled_loss(self), results))
+        if results[key].drawing is not None:
+            raise ValueError(
+                "A loss or metric must compute with the same numbers each time that it is traced, "
+                "since a step in pieces is not traced as often as a step on one device. Received: "
+                f"{results[key].drawing} of model '{self.name}', which draws numbers with NumPy or "
+                "Python's `random`, or counts its calls. Draw with `keras.random` and a "
+                "`keras.random.SeedGenerator`, add the numbers to the targets, or train on one "
+                "device."
+            )
         return results[key]
 
     def _known_row_counts(self, data) -> list[int]:
