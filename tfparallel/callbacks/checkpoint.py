@@ -5,6 +5,7 @@ import contextlib
 import functools
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -28,13 +29,13 @@ class Checkpoint(keras.callbacks.Callback):
     """Writes checkpoints, and resumes `fit` exactly where the newest one left off.
 
     A checkpoint holds the weights, the optimizer (slots, step count, accumulated gradients), the
-    counters of the random layers, the position in the data, the running sums of the metrics, and
-    the history. A run that is killed and restarted ends with the same weights, logs and history as
-    an uninterrupted one. Checkpoints are written atomically, with checksums; if the newest one is
-    damaged, `fit` warns and resumes from the one before it. A step only waits for a copy of the
-    state into host memory, and for the previous write if it has not finished; the write itself runs
-    in the background. For a model with stages or parts, which may be larger than one device, arrays
-    are written one by one while training waits.
+    counters of the random layers, the position in the data, the running sums of the metrics, the
+    variables that losses read, and the history. A run that is killed and restarted ends with the
+    same weights, logs and history as an uninterrupted one. Checkpoints are written atomically, with
+    checksums; if the newest one is damaged, `fit` warns and resumes from the one before it. A step
+    only waits for a copy of the state into host memory, and for the previous write if it has not
+    finished; the write itself runs in the background. For a model with stages or parts, which may
+    be larger than one device, arrays are written one by one while training waits.
 
     `fit` restarts the interrupted epoch, so that step numbers and the progress bar match those of
     an uninterrupted run. It skips the steps that were already done: other callbacks see them with
@@ -176,11 +177,13 @@ class Checkpoint(keras.callbacks.Callback):
         """Restores the state of the checkpoint, except for the metrics, which it returns."""
         training, *others = self._send(content, specs)
         others = [list(group) for group in others]  # The large group is read lazily.
-        metrics, seeds, *unsent = others
+        metrics, seeds, *later = others
         state.restore_training(self.model, training, seeds)
-        if unsent:  # Checkpoints of earlier versions have no such group.
-            names = [name for name, *_ in specs[sum(content["num_arrays"][:3]) :]]
-            state.restore_unsent(self.model, names, *unsent)
+        if later:  # Checkpoints of earlier versions have no such group.
+            unsent = state.specs_of("unsent", content["num_arrays"], specs)
+            state.restore_unsent(self.model, [name for name, *_ in unsent], later[0])
+        if len(later) > 1:  # The same.
+            state.restore_losses(self.model, later[1])
         return metrics
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -278,8 +281,18 @@ class Checkpoint(keras.callbacks.Callback):
             for name, value in self._configuration.items()
             if value != old.get(name)
         ]
-        model_specs = state.describe(self.model)["training"]
-        problems += state.differences(model_specs, specs[: content["num_arrays"][0]])
+        described = state.describe(self.model)
+        for group in ("training", "losses"):
+            saved = state.specs_of(group, content["num_arrays"], specs)
+            if saved is not None:
+                problems += state.differences(described[group], saved)
+            elif described[group] and self._is_chief:
+                names = ", ".join(name for name, *_ in described[group])
+                warnings.warn(
+                    "An earlier version wrote this checkpoint, without the variables that losses "
+                    f"read. They keep the values that they have: {names}.",
+                    stacklevel=3,
+                )
         if done and self.params.get("steps") != content["steps_per_epoch"]:
             problems.append(
                 f"{self.params.get('steps')} steps per epoch (the checkpoint, written in "

@@ -1,6 +1,6 @@
 """The state of a run: its variables, as named arrays.
 
-Four groups, which are read and written at different times:
+Five groups, which are read and written at different times:
 
 * `training`: weights, the random layers' counters, the optimizers' slots, steps and accumulators;
 * `metrics`: the running sums of the epoch, which Keras resets at its start;
@@ -8,7 +8,8 @@ Four groups, which are read and written at different times:
 * `unsent`: the errors of the workers' compressed gradients (`collectives/compression.py`), and the
   variables of the synchronization policy: those that determine the number of steps per update
   (`replication/noise_scale.py`) or its learning rate (`replication/adascale.py`), or the momentum
-  of the outer step (`replication/outer_step.py`).
+  of the outer step (`replication/outer_step.py`);
+* `losses`: the variables that losses read (`loss_variables.py`).
 
 Keras's weights files hold only the first group, without the counters, so a run resumed from one
 would repeat its dropout masks.
@@ -25,6 +26,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.checkpoint.loss_variables import loss_variables
 from tfparallel.cloning.copy_state import without_draws
 from tfparallel.collectives.group import workers_of
 from tfparallel.seams.keras import (
@@ -36,7 +38,7 @@ from tfparallel.tracing.trial_trace import traced_apart
 from tfparallel.update.built_optimizers import optimizers_of, wrapped_by
 from tfparallel.update.files import assign, holds_pieces, value, wait_to_save
 
-GROUPS = ("training", "metrics", "seeds", "unsent")
+GROUPS = ("training", "metrics", "seeds", "unsent", "losses")
 _SHOWN = 8
 
 
@@ -74,7 +76,8 @@ def describe(model: keras.Model) -> dict[str, list[list[Any]]]:
     workers, compression = _compression(model)
     unsent = compression.describe(workers, model.trainable_variables) if compression else []
     policy = [[k, v.shape.as_list(), v.dtype.name] for k, v in _policy_state(model).items()]
-    return specs | {"unsent": [*unsent, *policy]}
+    losses = [[name, *_spec(variable)[1:]] for name, variable in _loss_variables(model)]
+    return specs | {"unsent": [*unsent, *policy], "losses": losses}
 
 
 def capture(model: keras.Model) -> dict[str, Iterator[np.ndarray]]:
@@ -97,7 +100,8 @@ def capture(model: keras.Model) -> dict[str, Iterator[np.ndarray]]:
     workers, compression = _compression(model)
     unsent = compression.capture(workers, model.trainable_variables) if compression else []
     policy = (variable.numpy() for variable in _policy_state(model).values())
-    return values | {"unsent": itertools.chain(unsent, policy)}
+    losses = (tf.convert_to_tensor(variable).numpy() for _, variable in _loss_variables(model))
+    return values | {"unsent": itertools.chain(unsent, policy), "losses": losses}
 
 
 def summed_values(model: keras.Model) -> dict[int, np.ndarray]:
@@ -146,6 +150,13 @@ def restore_unsent(model: keras.Model, names: Sequence[str], arrays: Iterable[np
             others[name] = array
     if compression is not None:
         compression.restore(workers, model.trainable_variables, list(others), others.values())
+
+
+def restore_losses(model: keras.Model, arrays: Iterable[np.ndarray]) -> None:
+    """Restores the group `losses`, in the order of `capture`."""
+    with model.distribute_strategy.scope():
+        for (_, variable), array in zip(_loss_variables(model), arrays, strict=True):
+            variable.assign(array)
 
 
 def _policy_state(model) -> dict[str, tf.Variable]:
@@ -217,6 +228,22 @@ def differences(expected: Sequence[Sequence[Any]], saved: Sequence[Sequence[Any]
     return lines or ["the same variables, in another order"]
 
 
+def specs_of(
+    group: str, num_arrays: Sequence[int], specs: Sequence[list[Any]]
+) -> Sequence[list[Any]] | None:
+    """Returns the specs of a group in a checkpoint; None if an earlier version wrote it without.
+
+    Args:
+        group: One of GROUPS.
+        num_arrays: The number of arrays in each group of the checkpoint.
+        specs: `[name, shape, dtype]` of all of them.
+    """
+    index = GROUPS.index(group)
+    if index >= len(num_arrays):
+        return None
+    return specs[sum(num_arrays[:index]) : sum(num_arrays[: index + 1])]
+
+
 def _key(spec):
     name, shape, dtype = spec
     return re.sub(r"_\d+(?=/|_|$)", "", name), tuple(shape), dtype
@@ -224,7 +251,8 @@ def _key(spec):
 
 def _spec(variable) -> list[Any]:
     whole = getattr(variable, "_shown", variable)  # The whole slot, for a replica's shard of it.
-    return [variable.path, list(whole.shape), keras.backend.standardize_dtype(variable.dtype)]
+    path = getattr(variable, "path", variable.name)  # A `tf.Variable` has no path.
+    return [path, list(whole.shape), keras.backend.standardize_dtype(variable.dtype)]
 
 
 def _variables(model) -> dict[str, list[keras.Variable]]:
@@ -245,6 +273,12 @@ def _training_variables(model):
 def _metric_variables(model):
     training_ids = set(map(id, _training_variables(model)))
     return [variable for variable in model.metrics_variables if id(variable) not in training_ids]
+
+
+def _loss_variables(model) -> list[tuple[str, keras.Variable | tf.Variable]]:
+    """Returns the variables of losses that are in no other group, with their names."""
+    others = {id(variable) for group in _variables(model).values() for variable in group}
+    return [pair for pair in loss_variables(model) if id(pair[1]) not in others]
 
 
 def _seed_variables():

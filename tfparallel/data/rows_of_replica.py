@@ -105,7 +105,8 @@ class Shard(NamedTuple):
         """
         if per_example is None:
             return tensor
-        return tensor[self.start * per_example : (self.start + self.num_rows) * per_example]
+        end = self.start + self.num_rows
+        return tensor[times(self.start, per_example) : times(end, per_example)]
 
     def without_dummy_row(
         self, tensor: tf.Tensor, per_example: int | tf.Tensor | None = None
@@ -120,7 +121,7 @@ class Shard(NamedTuple):
             return tensor
         if per_example is None:
             return tensor[: count_rows(tensor) * tf.minimum(self.num_rows, 1)]
-        return tensor[: self.num_rows * per_example]
+        return tensor[: times(self.num_rows, per_example)]
 
     def if_it_has_rows(self, term: tf.Tensor) -> tf.Tensor:
         """Returns the term, or 0 if the replica computes only a dummy row."""
@@ -152,6 +153,12 @@ class Shard(NamedTuple):
         """Returns the replica's fraction of the global batch, n_k / B; 0 for an empty batch."""
         rows, of = tf.cast(self.num_rows, dtype), tf.cast(self.num_averaged_rows, dtype)
         return tf.math.divide_no_nan(rows, of)
+
+
+def times(num_examples, per_example: int | tf.Tensor | None):
+    """Returns how many rows some examples have, without an operation for one row or None each."""
+    is_one = per_example is None or (isinstance(per_example, int) and per_example == 1)
+    return num_examples if is_one else num_examples * per_example
 
 
 def for_replicas(all_shards: Sequence[Shard]) -> list[Shard]:

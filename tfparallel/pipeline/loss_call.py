@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfparallel.data.rows_of_replica import Shard, count_rows, of_any_number, where_it_is
+from tfparallel.data.rows_of_replica import Shard, of_any_number, times, where_it_is
 from tfparallel.judge.positions import AXIS
 from tfparallel.pipeline.divided_outputs import (
     Piece,
@@ -128,7 +128,7 @@ class LossCall:
             if self._judged.by_position:
                 sizes.append(sum(each.length for each in pieces))
         numbers = self._batch.rows_of_examples(shard, values)
-        self._loss = self._prepared(by_device or [whole.outputs], sizes, [*numbers.values()])
+        self._loss = self._prepared(by_device or [whole.outputs], sizes, numbers)
 
     def _judgement(self, whole: Piece, lengths: Sequence) -> OverPositions:
         flat = keras.tree.flatten(whole.outputs)
@@ -163,7 +163,7 @@ class LossCall:
         batch, flat = self._batch, [keras.tree.flatten(each) for each in predictions]
         with tf.control_dependencies(None), where_it_is(None):  # The host, which has the batch.
             whole = [
-                _zeros(count_rows(parts[0]) if number is None else batch.num_rows * number, parts)
+                _zeros(times(batch.num_rows, number), parts)
                 for *parts, number in zip(*flat, numbers, strict=True)
             ]
             if any(mask_of(part) is not None for part in flat[0]):

@@ -6,7 +6,13 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data.partition import row_ranges
-from tfparallel.data.rows_of_replica import Shard, count_rows, of_known_number, where_it_is
+from tfparallel.data.rows_of_replica import (
+    Shard,
+    count_rows,
+    of_known_number,
+    times,
+    where_it_is,
+)
 from tfparallel.judge.check_rows import has_rows, keeps_number_of_rows
 from tfparallel.logits import Logits, logits_of, output_of
 from tfparallel.pipeline.masks import Masks
@@ -126,16 +132,15 @@ class Batch:
 
         return keras.tree.map_structure(rows, (self.y, self.sample_weight))
 
-    def rows_of_examples(self, shard: Shard, values: Values) -> dict[int, int | tf.Tensor | None]:
-        """Returns how many rows of each output belong to an example, by key.
+    def rows_of_examples(self, shard: Shard, values: Values) -> list[int | tf.Tensor | None]:
+        """Returns how many rows of each output belong to an example.
 
         Args:
             shard: The rows of a micro-batch.
             values: Its outputs, by key.
         """
         outputs = [values[key] for key in self.output_keys]
-        numbers = rows_of_examples(self._model, outputs, shard)
-        return dict(zip(self.output_keys, numbers, strict=True))
+        return rows_of_examples(self._model, outputs, shard)
 
     def outputs_of(self, shard: Shard, values: Values, index: int | None = None) -> Any:
         """Returns a micro-batch's outputs in the model's own structure, without a dummy row.
@@ -179,8 +184,8 @@ class Batch:
             )
         behind = self.behind.get(key)
         masks = [self.masks.at_end(key, piece[key]) for piece in values]
-        pairs = zip(self.local_shards, values, strict=True)
-        numbers = [self.rows_of_examples(*pair)[key] for pair in pairs]
+        place, pairs = self.output_keys.index(key), zip(self.local_shards, values, strict=True)
+        numbers = [self.rows_of_examples(*pair)[place] for pair in pairs]
         sources: dict[Key, tf.Tensor] = {}
         if behind is None or behind.operation is None:
             sources[key] = self._rows([piece[key] for piece in values], numbers)
@@ -209,7 +214,7 @@ class Batch:
         rows = shard.rows(gradient, per_example)
         if not shard.may_be_idle or per_example is None:
             return rows
-        missing = (shard.num_rows_used - shard.num_rows) * per_example
+        missing = times(shard.num_rows_used - shard.num_rows, per_example)
         return tf.pad(rows, [[0, missing]] + [[0, 0]] * (gradient.shape.rank - 1))
 
     def packed(self, flat: list[tf.Tensor]) -> Any:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfparallel.collectives.packing import is_summable
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.traffic import ROWS
-from tfparallel.data.rows_of_replica import Shard
+from tfparallel.data.rows_of_replica import Shard, times
 
 
 class Others(NamedTuple):
@@ -68,10 +68,10 @@ class Others(NamedTuple):
             shards: The pieces of the whole batch.
             per_example: How many rows an example has; None for a single piece.
         """
-        if self.workers is None or per_example is None:
+        if self.workers is None:
             return rows
         counts = [
-            _sum([shard.num_rows for shard in of_one]) * per_example
+            times(_sum([shard.num_rows for shard in of_one]), per_example)
             for of_one in self._by_worker(shards)
         ]
         (joined,) = self.workers.all_gather([rows], counts, ROWS)

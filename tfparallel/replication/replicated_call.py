@@ -298,7 +298,7 @@ class ReplicatedCall:
             number = numbers[remaining[0]]
             alike = [place for place in remaining if numbers[place] is number]
             remaining = [place for place in remaining if numbers[place] is not number]
-            counts = examples if number is None else [count * number for count in examples]
+            counts = [shards.times(count, number) for count in examples]
             rows = workers.all_gather([tensors[place] for place in alike], counts, ROWS)
             for place, each in zip(alike, rows, strict=True):
                 results[place] = each

@@ -339,7 +339,8 @@ def as_many_rows(model: keras.Model, outputs: list[tf.Tensor], num_rows) -> list
     """
     if has_rows(model):
         return []
-    several = [number for number in rows_per_example(model) or () if number not in (None, 1)]
+    numbers = rows_per_example(model) or ()
+    several = [number for number in numbers if isinstance(number, int) and number != 1]
     if several:
         raise ValueError(
             f"{_AS_MANY} Received of model '{model.name}' an output of {several[0]} rows per "

@@ -1,0 +1,76 @@
+"""The variables that losses read: Keras tracks those of layers, metrics and optimizers alone."""
+
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.cloning.attributes import read_by
+from tfparallel.seams.compiled import compile_arguments
+
+_LIBRARIES = {"builtins", "keras", "numpy", "tensorflow", "tfparallel"}
+
+Variable = keras.Variable | tf.Variable
+
+
+def loss_variables(model: keras.Model) -> list[tuple[str, Variable]]:
+    """Returns the variables of a model's losses, each with a name, always in the same order.
+
+    The losses are those of `compile`, also in lists and dictionaries, and objects of
+    `keras.losses.Loss` in the model's own attributes. Of a loss, these are the variables in its
+    attributes, in what it is bound to or closes over, and those of layers in it, unless frozen.
+
+    Args:
+        model: The model. Its own variables are among the results if a loss reads them.
+    """
+    roots = [("loss", (compile_arguments(model) or {}).get("loss"))]
+    for name, value in vars(model).items():
+        values = value.values() if isinstance(value, dict) else value
+        elements = values if isinstance(value, list | tuple | dict) else [value]
+        losses = [each for each in elements if isinstance(each, keras.losses.Loss)]
+        if losses and not name.startswith("_"):
+            roots.append((name, losses))
+    by_id: dict[int, tuple[str, Variable]] = {}
+    waiting, seen = roots[::-1], {}
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, Variable):
+            by_id.setdefault(id(value), (name, value))
+        elif isinstance(value, keras.Layer | keras.Metric | tf.Module):
+            if getattr(value, "trainable", True):
+                waiting += reversed([(f"{name}/{_name_of(v)}", v) for v in value.variables])
+        elif id(value) not in seen:
+            seen[id(value)] = value  # Kept, so that no other object gets its id.
+            children = [(f"{name}/{key}", each) for key, each in _read_by(value)]
+            waiting += reversed(children)
+    return list(by_id.values())
+
+
+def _name_of(variable: Variable) -> str:
+    return getattr(variable, "path", variable.name)
+
+
+def _read_by(value) -> Iterator[tuple[Any, Any]]:
+    """Yields what a loss, or something that it reads, reads in turn."""
+    if isinstance(value, dict):
+        yield from value.items()
+    elif isinstance(value, list | tuple):
+        yield from enumerate(value)
+    elif isinstance(value, functools.partial):
+        yield from enumerate((value.func, *value.args, *value.keywords.values()))
+    elif isinstance(value, types.MethodType):
+        yield from enumerate((value.__func__, value.__self__))
+    elif isinstance(value, types.FunctionType):
+        if not _is_of_library(value):
+            yield from enumerate(read_by(value))
+    elif isinstance(value, keras.losses.Loss | keras.random.SeedGenerator) or not (
+        isinstance(value, type | types.ModuleType) or _is_of_library(type(value))
+    ):
+        yield from getattr(value, "__dict__", {}).items()
+
+
+def _is_of_library(function_or_class) -> bool:
+    return (function_or_class.__module__ or "").partition(".")[0] in _LIBRARIES
