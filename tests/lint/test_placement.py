@@ -18,7 +18,7 @@ from tests.lint.sizes import Sizes
 from tfparallel.data import rows_of_replica as shard
 from tfparallel.layers import softmax_loss
 from tfparallel.replication import inputs, row_draws
-from tfparallel.step import loss_placement
+from tfparallel.step import row_counts
 
 pytestmark = pytest.mark.slow
 
@@ -245,7 +245,7 @@ def all_rows(piece, tensor):
 
 
 def cut_on_gpus(monkeypatch):
-    for module in (shard, loss_placement):
+    for module in (shard, row_counts):
         monkeypatch.setattr(module, "where_it_is", lambda tensor: contextlib.nullcontext())
     assert inputs.shards is shard
 

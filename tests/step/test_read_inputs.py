@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from keras import layers
 
-from tfparallel.step.loss_placement import why_unaligned
 from tfparallel.step.read_inputs import read_inputs
+from tfparallel.step.row_counts import why_unaligned
 
 ROWS, SCALAR = np.ones((4, 2)), np.float64(1)
 

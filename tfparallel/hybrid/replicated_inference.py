@@ -27,7 +27,7 @@ from tfparallel.problems import PlacementError
 from tfparallel.replication.inputs import BatchInputs
 from tfparallel.replication.replicated_call import checked_output
 from tfparallel.seams.keras import clear_losses, mask_of, set_mask
-from tfparallel.step.loss_placement import rows_of_examples
+from tfparallel.step.row_counts import rows_of_examples
 from tfparallel.strategies.replica_trace import MeshTrace
 from tfparallel.user_log import notice
 from tfparallel.variables.replica import replicas_of

@@ -28,9 +28,9 @@ from tfparallel.pipeline.traced_once import TracedOnce
 from tfparallel.seams.compiled import compiled_loss
 from tfparallel.seams.keras import mask_of, storage_of
 from tfparallel.step.additivity import OverPositions, adds_up_over_positions
-from tfparallel.step.loss_placement import as_many_rows
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.piece_sums import growth, of_whole_sequences
+from tfparallel.step.row_counts import as_many_rows
 from tfparallel.tracing.trial_trace import traced_apart
 
 

@@ -20,7 +20,7 @@ from tfparallel.pipeline.remote_replicas import Others
 from tfparallel.pipeline.stages import Key, LogitsOf, PartOf, Values
 from tfparallel.seams.functional import as_outputs, flat_inputs, functional_of
 from tfparallel.seams.keras import mask_of, set_mask
-from tfparallel.step.loss_placement import rows_of_examples
+from tfparallel.step.row_counts import rows_of_examples
 
 
 class Joined(NamedTuple):

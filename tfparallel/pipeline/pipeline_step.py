@@ -35,8 +35,9 @@ from tfparallel.pipeline.remote_replicas import Others
 from tfparallel.pipeline.schedule_executor import PassOutputs, ReplicaStep
 from tfparallel.pipeline.stages import Values
 from tfparallel.seams.keras import clear_losses
-from tfparallel.step.loss_placement import aligned, of_the_batch
+from tfparallel.step.loss_placement import of_the_batch
 from tfparallel.step.one_step import PassResult
+from tfparallel.step.row_counts import aligned
 from tfparallel.strategies.replica_trace import MeshTrace
 from tfparallel.strategies.variables import copies
 from tfparallel.variables.replica import Replica

@@ -24,8 +24,9 @@ from tfparallel.replication.random import drawing_by_row, global_seed_generator
 from tfparallel.replication.sync_policy import EveryStep, HasPolicy
 from tfparallel.seams.compiled import compiled_loss
 from tfparallel.seams.functional import as_outputs
-from tfparallel.step.loss_placement import WhereRowsMeet, said_in, why_unaligned
+from tfparallel.step.loss_placement import WhereRowsMeet, said_in
 from tfparallel.step.one_step import PassResult
+from tfparallel.step.row_counts import why_unaligned
 from tfparallel.variables.replica import replicas_of
 
 

@@ -31,14 +31,13 @@ from tfparallel.seams.functional import Functional
 from tfparallel.seams.keras import compute_output_spec, mask_of, takes_training
 from tfparallel.step.loss_placement import (
     WhereRowsMeet,
-    aligned,
-    as_many_rows,
     of_the_batch,
     type_of,
 )
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.one_step import OneStep, PassResult
 from tfparallel.step.piece_sums import growth, terms, whole_loss
+from tfparallel.step.row_counts import aligned, as_many_rows
 from tfparallel.tracing.trial_trace import traced_apart
 
 

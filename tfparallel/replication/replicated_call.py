@@ -46,7 +46,7 @@ from tfparallel.replication.row_sums import Summed, Sums
 from tfparallel.replication.weight_gradients import WeightGradients
 from tfparallel.seams.keras import mask_of, set_mask
 from tfparallel.seams.tensorflow import needs_gradient, recording
-from tfparallel.step.loss_placement import rows_of_examples
+from tfparallel.step.row_counts import rows_of_examples
 from tfparallel.strategies.replica_trace import ReplicaTrace
 from tfparallel.tracing.graphs import operations_here
 from tfparallel.update.pending_sums import PendingSums
