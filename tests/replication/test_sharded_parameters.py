@@ -9,6 +9,7 @@ from keras import layers, optimizers
 import tfparallel
 from tests.comparison import seeded
 from tests.replication.test_sharded_optimizer import ACCUMULATING, OPTIMIZERS, apart
+from tests.tensor_bytes import tensor_bytes
 from tfparallel.problems import PlacementError
 from tfparallel.replication import sharding
 from tfparallel.variables.sharded import ShardedVariable
@@ -293,10 +294,6 @@ def build_deep():
     return keras.Sequential([keras.Input((WIDTH,)), *hidden, layers.Dense(3)])
 
 
-def memory(kind):
-    return tf.config.experimental.get_memory_info("CPU:0")[kind]
-
-
 @pytest.mark.parametrize("frozen", [[], range(1, NUMBER)], ids=["none frozen", "most frozen"])
 def test_few_weights_are_whole_at_a_time(frozen):
     """On each of two replicas; of gradients and gathered weights some are whole."""
@@ -306,11 +303,11 @@ def test_few_weights_are_whole_at_a_time(frozen):
     model.compile(optimizers.SGD(0.01), "mse", jit_compile=False)
     x, y = np.ones((4, WIDTH), "float32"), np.ones((4, 3), "float32")
     model.train_on_batch(x, y)
-    before = memory("current")
+    before = tensor_bytes("current")
     tf.config.experimental.reset_memory_stats("CPU:0")
     model.train_on_batch(x, y)
     # Kept until the backward pass, it would be 24. On a busy machine more are gathered ahead.
-    assert (memory("peak") - before) / MIB < 1.5 * NUMBER
+    assert (tensor_bytes("peak") - before) / MIB < 1.5 * NUMBER
 
 
 class CountsMemory(keras.callbacks.Callback):
@@ -321,11 +318,11 @@ class CountsMemory(keras.callbacks.Callback):
         self.at_once = []
 
     def begin(self, *_):
-        self.before = memory("current")
+        self.before = tensor_bytes("current")
         tf.config.experimental.reset_memory_stats("CPU:0")
 
     def end(self, *_):
-        self.at_once.append((memory("peak") - self.before) / MIB)
+        self.at_once.append((tensor_bytes("peak") - self.before) / MIB)
 
     on_train_begin = on_epoch_end = begin
 
