@@ -11,6 +11,7 @@ from tests.comparison import seeded
 from tests.replication import test_sharded_parameters as replicated
 from tests.replication.test_sharded_optimizer import ACCUMULATING, OPTIMIZERS, apart
 from tests.replication.test_sharded_parameters import SIZE, data, sharded
+from tests.tensor_bytes import tensor_bytes
 from tfparallel import Mesh
 from tfparallel.problems import PlacementError
 from tfparallel.replication import sharding
@@ -182,10 +183,10 @@ def test_few_weights_are_whole_at_a_time(recompute):
     x, y = np.ones((8, WIDTH), "float32"), np.ones((8, 3), "float32")
     for step in (model.train_on_batch, model.test_on_batch):
         step(x, y)
-        before = replicated.memory("current")
+        before = tensor_bytes("current")
         tf.config.experimental.reset_memory_stats("CPU:0")
         step(x, y)
-        whole = (replicated.memory("peak") - before) / replicated.MIB
+        whole = (tensor_bytes("peak") - before) / replicated.MIB
         assert whole < 10  # Two on each device; in the four stages are 48.
 
 
