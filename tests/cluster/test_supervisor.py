@@ -11,6 +11,7 @@ import pytest
 
 from tests.cluster.processes import STUBBORN_FAMILY, family, survivors, wait_for
 from tfparallel.cluster.supervisor import Job, Program, StopRequest
+from tfparallel.cluster.warm_spares import WarmSpares
 from tfparallel.cluster.worker_exit import WorkerExit
 
 
@@ -181,54 +182,76 @@ def test_an_exception_in_the_caller_stops_all(tmp_path, error):
 
 
 def test_a_second_interrupt_cuts_the_grace_short(tmp_path):
-    job = Job([python(0, STUBBORN_FAMILY, tmp_path)], grace_seconds=600)
-    processes = family(tmp_path)
-    main = threading.main_thread().ident
-    timer = threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT])
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        job.stop()
+    with Job([python(0, STUBBORN_FAMILY, tmp_path)], grace_seconds=600) as job:
+        processes = family(tmp_path)
+        main = threading.main_thread().ident
+        timer = threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT])
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            job.stop()
     assert survivors(processes) == []
 
 
 SAVES = """
 import signal, sys, time
 def save(*_): time.sleep(0.5); raise SystemExit(75)
-signal.signal(signal.SIGTERM, save); print("ready", flush=True); time.sleep(600)
+for number in signal.SIGTERM, signal.SIGUSR1: signal.signal(number, save)
+print("ready", flush=True); time.sleep(600)
 """
 
 
 def test_another_thread_ends_a_job_whose_workers_may_save():
     output = Output()
-    job = Job([python(0, SAVES), python(1, SAVES)], on_output=output)
-    wait_for(lambda: output[0, "stdout"] and output[1, "stdout"], "the workers to start")
-    threading.Timer(0.1, job.end, [20.0]).start()
-    outcome = job.wait(timeout_seconds=60)
+    with Job([python(0, SAVES), python(1, SAVES)], on_output=output) as job:
+        wait_for(lambda: output[0, "stdout"] and output[1, "stdout"], "the workers to start")
+        threading.Timer(0.1, job.end, [20.0]).start()
+        outcome = job.wait(timeout_seconds=60)
     assert outcome.culprit is None and summary(outcome) == [75, 75]
     assert [exit_.stopped for exit_ in outcome.exits] == [True, True]
 
 
-def test_a_signal_while_the_job_stops_for_another_reason_waits():
-    """As where two hosts are told to end, and one learns of the other's first."""
-
+@pytest.fixture(name="usr1_raises")
+def usr1_raises_a_stop_request():
     def stop(signum, frame):
         raise StopRequest(signum)
 
-    def tell(worker, stream, text):
-        ready.set()
-
-    ready = threading.Event()
     before = signal.signal(signal.SIGUSR1, stop)
-    job = Job([python(0, SAVES)], on_output=tell, grace_seconds=60)
-    try:
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_while_the_job_stops_for_another_reason_waits(usr1_raises):
+    """As where two hosts are told to end, and one learns of the other's first."""
+    ready = threading.Event()
+    job = Job([python(0, SAVES)], on_output=lambda *_: ready.set(), grace_seconds=60)
+    with pytest.raises(StopRequest) as raised, job:
         assert ready.wait(20)
         main = threading.main_thread().ident
         timer = threading.Timer(0.2, signal.pthread_kill, [main, signal.SIGUSR1])
         timer.start()
-        with pytest.raises(StopRequest) as raised, job:
-            pass
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    assert raised.value.has_saved and [each.returncode for each in raised.value.exits] == [75]
+
+
+def test_a_signal_while_the_workers_start_lets_them_save(usr1_raises):
+    """Story: a worker had printed its first line before the launcher watched it, and was killed."""
+
+    class Signalled(WarmSpares):
+        def take(self, worker, program):
+            return None
+
+        def prepare(self, programs):
+            assert ready.wait(20)
+            signal.raise_signal(signal.SIGUSR1)
+
+    ready = threading.Event()
+    job = Job(
+        [python(0, SAVES)],
+        on_output=lambda *_: ready.set(),
+        grace_seconds=60,
+        standbys=Signalled(),
+    )
+    with pytest.raises(StopRequest) as raised:
+        job.wait()
     assert raised.value.has_saved and [each.returncode for each in raised.value.exits] == [75]
 
 

@@ -39,6 +39,7 @@ _SETTLE_SECONDS = 0.25
 _GUARDIAN_SECONDS = 10.0
 _LAST_OUTPUT_SECONDS = 2.0
 _TAIL_LINES = 20
+_OF_SCHEDULERS = (signal.SIGHUP, *SIGNALS)
 
 
 class StopRequest(BaseException):
@@ -58,7 +59,11 @@ class StopRequest(BaseException):
 
 
 class Job:
-    """The running workers. A context manager: leaving it stops the workers that still run."""
+    """The workers of this host.
+
+    A context manager: entering it starts them, and leaving it stops those that still run. A signal
+    that arrives while they are started takes effect once all of them can be told.
+    """
 
     def __init__(
         self,
@@ -71,7 +76,7 @@ class Job:
         lost_by: Callable[[int], int | None] | None = None,
         standbys: WarmSpares | None = None,
     ):
-        """Starts all programs, one per worker.
+        """Starts nothing yet; see `wait`.
 
         Args:
             programs: The programs of the workers.
@@ -98,24 +103,31 @@ class Job:
         for line in self._news.lines:
             self._selector.register(line, selectors.EVENT_READ, line)
         self._reader = Reader(on_output or (lambda *_: None), lambda: self._wake.send(b"!"))
-        self._workers = []
-        try:
-            for position, program in enumerate(programs):
-                worker = standbys.take(position, program) if standbys is not None else None
-                worker = worker or WorkerProcess(program)
-                self._workers.append(worker)
-                self._selector.register(worker.control, selectors.EVENT_READ, worker)
-                self._reader.add(program.worker, "stdout", worker.reaper.stdout)
-                self._reader.add(program.worker, "stderr", worker.reaper.stderr)
-            self._reader.start()
-            if standbys is not None:
-                standbys.prepare(programs)
-        except BaseException:
-            self._close()
-            raise
+        self._programs, self._standbys = programs, standbys
+        self._workers: list[WorkerProcess] = []
 
     def __enter__(self) -> "Job":
-        return self
+        try:
+            if not self._workers:
+                with held_back([signal.SIGINT, *_OF_SCHEDULERS]):
+                    self._start()
+            return self
+        except BaseException as error:
+            # Workers that have started may have something to save.
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def _start(self):
+        for position, program in enumerate(self._programs):
+            worker = self._standbys.take(position, program) if self._standbys is not None else None
+            worker = worker or WorkerProcess(program)
+            self._workers.append(worker)
+            self._selector.register(worker.control, selectors.EVENT_READ, worker)
+            self._reader.add(program.worker, "stdout", worker.reaper.stdout)
+            self._reader.add(program.worker, "stderr", worker.reaper.stderr)
+        self._reader.start()
+        if self._standbys is not None:
+            self._standbys.prepare(self._programs)
 
     def __exit__(self, kind, error, traceback) -> None:
         interrupted = isinstance(error, KeyboardInterrupt)
@@ -127,13 +139,14 @@ class Job:
         finally:
             if isinstance(error, StopRequest) and self._all_ended():
                 error.exits = tuple(map(self._exit_of, self._workers))
-                error.has_saved = all(exit_.returncode == TRY_AGAIN for exit_ in error.exits)
+                codes = {exit_.returncode for exit_ in error.exits}
+                error.has_saved = codes == {TRY_AGAIN}
 
     def wait(self, timeout_seconds: float | None = None) -> Outcome:
-        """Waits until all workers succeed or one fails, on any host; then stops the others.
+        """Starts the workers, and waits until all succeed or one fails, on any host.
 
-        All are stopped after `timeout_seconds`; None waits without limit. Re-raises exceptions of
-        `on_output`.
+        Then the others are stopped. All are stopped after `timeout_seconds`; None waits without
+        limit. Re-raises exceptions of `on_output`.
 
         Returns:
             The outcome. No process is left on this host.
@@ -204,7 +217,7 @@ class Job:
         """
         if self._stopping_at is None:
             self._stopping_at = time.monotonic()
-        with held_back([signal.SIGHUP, *SIGNALS]):
+        with held_back(_OF_SCHEDULERS):
             try:
                 for worker in self._workers:
                     worker.send(signum)
