@@ -28,6 +28,29 @@ def test_what_is_made_from_an_extended_class_is_not_extended():
         assert other.units == 3
 
 
+class Asks(keras.Model):
+    def _take_step(self, data):
+        return keras.Model.train_step(self, data)
+
+    def train_step(self, data):
+        return self._take_step(data)
+
+
+def test_names_of_the_user_are_not_hidden():
+    """Story: the user's method was replaced by one of the same name."""
+
+    def build():
+        inputs = keras.Input((3,))
+        return Asks(inputs, keras.layers.Dense(2)(inputs))
+
+    with pytest.raises(ValueError, match=r"tfparallel adds '_take_step' to .* class Asks"):
+        tfparallel.data_parallel(build, devices=["CPU:0", "CPU:1"])
+    layer = keras.layers.Dense(2)
+    layer.noted_by = 1
+    with pytest.raises(ValueError, match="'noted_by'"):
+        extend(layer, type("Hides", (), {"noted_by": 2}))
+
+
 @every_builder
 @pytest.mark.parametrize(
     "copied",

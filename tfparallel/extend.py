@@ -6,6 +6,7 @@ user's class, and plain Keras can load them.
 
 import contextlib
 import functools
+import itertools
 import types
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -49,14 +50,36 @@ def extend(instance: Extended, mixin: type, **attributes: Any) -> Extended:
     """Extends the class of `instance` with `mixin`, and sets attributes.
 
     Extending a second time with the same mixin only sets the attributes.
+
+    Raises:
+        ValueError: If a name of the mixin hides one that the user has defined.
     """
     if not isinstance(instance, mixin):
+        _refuse_hidden_names(instance, mixin)
         instance.__class__ = extended_class(mixin, type(instance))
         if hasattr(mixin, "quantize"):
             # The wrapper that Keras stores on each layer would hide the mixin's method.
             vars(instance).pop("quantize", None)
     attach(instance, **attributes)
     return instance
+
+
+def _refuse_hidden_names(instance: Any, mixin: type) -> None:
+    original = original_class(instance)
+    users = list(itertools.takewhile(_is_the_users, original.__mro__))
+    of_user = {*vars(instance), *itertools.chain(*map(vars, users))} - extended_attributes(instance)
+    of_keras = [*original.__mro__, object][len(users)]
+    hidden = [
+        name
+        for name in dir(mixin)
+        if name in of_user and not name.startswith("__") and not hasattr(of_keras, name)
+    ]
+    if hidden:
+        raise ValueError(
+            f"tfparallel adds {', '.join(map(repr, hidden))} to an object of class "
+            f"{original.__name__}, which must not define the same names. Received: a class or an "
+            "object that does. Rename them."
+        )
 
 
 def attach(instance: Any, **attributes: Any) -> None:

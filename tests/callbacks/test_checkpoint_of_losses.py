@@ -81,6 +81,30 @@ def closed_over(loss):
     return lambda y_true, y_pred: loss.call(y_true, y_pred)
 
 
+def in_function(loss):
+    @tf.function
+    def weighted(y_true, y_pred):  # With a lambda for it, Keras fails.
+        return loss.call(y_true, y_pred)
+
+    return weighted
+
+
+class ReadsModule(keras.losses.Loss):
+    """Its `call` reads a variable of the module."""
+
+    def call(self, y_true, y_pred):
+        return _loss_of_module.call(y_true, y_pred)
+
+
+_loss_of_module: Weighted | None = None
+
+
+def of_module(loss):
+    global _loss_of_module
+    _loss_of_module = loss
+    return ReadsModule()
+
+
 def compiled(form, given_as):
     keras.backend.clear_session()
     keras.utils.set_random_seed(3)
@@ -118,8 +142,13 @@ def interrupted(directory, form, given_as):
         (two_devices, lambda loss: [loss]),
         (one_device, lambda loss: {"out": loss}),
         (two_devices, closed_over),
+        (two_devices, in_function),
+        (one_device, of_module),
     ],
-    ids=["object", "on two devices", "in a list", "in a dictionary", "in a closure"],
+    ids=[
+        *("object", "on two devices", "in a list", "in a dictionary", "in a closure"),
+        *("in a closure of a tf.function", "in the module"),
+    ],
 )
 def test_a_resumed_run_ends_as_if_it_had_not_been_interrupted(tmp_path, in_float64, form, given_as):
     expected = fitted(form, given_as)

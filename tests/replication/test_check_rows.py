@@ -276,16 +276,19 @@ def test_batches_of_a_known_size_train_as_on_one_device(make, in_float64):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", [GatheredByTensorFlow, SummedByTensorFlow, ScaledByLargest])
-def test_what_a_layer_exchanges_is_known_to_all(layer, in_float64):
+@pytest.mark.parametrize(
+    ("devices", "batch_size"), [(TWO, 9), ([*TWO, "CPU:2"], 7)], ids=["two", "one without rows"]
+)
+def test_what_a_layer_exchanges_is_known_to_all(layer, devices, batch_size, in_float64):
     def trained(make):
         keras.utils.set_random_seed(1)
         model = make(net(layer))
         model.compile(keras.optimizers.SGD(0.1), "mse")
-        model.fit(X, Y, batch_size=9, epochs=2, verbose=0)
+        model.fit(X, Y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
         return model.get_weights()
 
     alone = trained(lambda build: build())
-    spread = trained(lambda build: tfparallel.data_parallel(build, devices=TWO))
+    spread = trained(lambda build: tfparallel.data_parallel(build, devices=devices))
     for one, other in zip(alone, spread, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-12, atol=1e-14)
 
@@ -380,8 +383,13 @@ def test_a_layer_that_was_changed_is_looked_at_again(eagerly):
 
 @pytest.mark.slow
 def test_eager_steps_are_judged_once_a_fit(monkeypatch):
-    judged = []
-    monkeypatch.setattr(replicated_layer, "check_rows", lambda *_, **__: judged.append(1))
+    judged, check_rows = [], replicated_layer.check_rows
+
+    def counted(*args, **kwargs):
+        judged.append(1)
+        check_rows(*args, **kwargs)
+
+    monkeypatch.setattr(replicated_layer, "check_rows", counted)
     model = tfparallel.data_parallel(net(), devices=TWO)
     model.compile("sgd", "mse", run_eagerly=True)
     for _ in range(2):
@@ -389,7 +397,6 @@ def test_eager_steps_are_judged_once_a_fit(monkeypatch):
     assert len(judged) == 2
 
 
-@pytest.mark.slow
 class Keeps(keras.Model):
     """Reads, behind a batch normalization, what its call has kept in an attribute."""
 

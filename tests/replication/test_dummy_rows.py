@@ -1,4 +1,4 @@
-"""A replica without rows adds nothing to a gradient, even if its dummy row gives NaN.
+"""A replica or micro-batch without rows adds nothing to a gradient, though its dummy row gives NaN.
 
 The gradient of `Normalized` is dy / |dy|, which is 0 / 0 for the dummy row, since no loss reads it.
 """
@@ -13,7 +13,7 @@ import tfparallel
 from tests.comparison import seeded
 from tfparallel.data.rows_of_replica import Shard
 from tfparallel.replication import sharding
-from tfparallel.replication.dummy_rows import without_dummy_row
+from tfparallel.replication.dummy_rows import zeros_without_rows
 
 THREE = ["CPU:0", "CPU:1", "CPU:2"]
 # Batches of 6: the last has one row.
@@ -108,6 +108,13 @@ def test_a_gradient_of_nan_stays_in_the_replica(in_float64):
         (normalizes, {"shard": "optimizer"}),
         (normalizes, {"shard": "parameters"}),
         (looks_up, {"shard": "parameters"}),
+        (dense, {"pipeline": 1}),
+        (looks_up, {"pipeline": 1}),
+        (dense, {"pipeline": 1, "schedule": "1f1b"}),
+        (dense, {"pipeline": 2}),
+        (dense, {"pipeline": 2, "shard": "parameters"}),
+        (looks_up, {"pipeline": 2, "shard": "parameters"}),
+        (dense, {"pipeline": 1, "run_eagerly": True}),
         (normalizes, {"run_eagerly": True}),
         (looks_up, {"run_eagerly": True, "shard": "parameters"}),
     ],
@@ -117,16 +124,26 @@ def test_so_does_that_of_more_than_dense_weights(build, options, in_float64, mon
     compare(build, **options)
 
 
-def compare(build, run_eagerly=False, **options):
+def compare(build, run_eagerly=False, pipeline=0, **options):
+    """Trains on three replicas, or on so many replicas of two stages."""
     x = WORDS if build is looks_up else X
     expected = trained(seeded(build), x, run_eagerly)
-    model = tfparallel.data_parallel(lambda: seeded(build), devices=THREE, **options)
+    if pipeline == 1:
+        options = {"schedule": "gpipe", **options}
+        model = tfparallel.pipeline_parallel(lambda: seeded(build), THREE[:2], 3, **options)
+    elif pipeline:
+        mesh = tfparallel.Mesh(data=pipeline, pipeline=2)
+        model = tfparallel.hybrid_parallel(
+            lambda: seeded(build), mesh, [*THREE, "CPU:3"], num_micro_batches=2, **options
+        )
+    else:
+        model = tfparallel.data_parallel(lambda: seeded(build), devices=THREE, **options)
     for weight, one in zip(trained(model, x, run_eagerly), expected, strict=True):
         np.testing.assert_allclose(weight, one, rtol=1e-9, atol=1e-12)
 
 
 def test_a_replica_that_always_has_rows_computes_nothing_more():
     gradient = tf.constant([1.0, np.nan])
-    assert without_dummy_row(Shard(0, 2, 0, 1, 2), [gradient, None]) == [gradient, None]
-    zeros, _ = without_dummy_row(Shard(0, 2, 0, 0, 1), [gradient, None])
+    assert zeros_without_rows(Shard(0, 2, 0, 1, 2), [gradient, None]) == [gradient, None]
+    zeros, _ = zeros_without_rows(Shard(0, 2, 0, 0, 1), [gradient, None])
     assert zeros.numpy().tolist() == [0.0, 0.0]

@@ -5,6 +5,7 @@ step in pieces is traced, and judged, before it runs.
 """
 
 import random
+import threading
 
 import keras
 import numpy as np
@@ -51,6 +52,29 @@ def test_numbers_that_python_draws_are_seen(function):
 def test_equal_numbers_of_each_trace_are_not(in_float64, function):
     for model in (compiled(function), compiled(metric=function)):
         assert adds_up(model, *NUMBERS, None).drawing is None
+
+
+@pytest.mark.parametrize("function", SAME.values(), ids=SAME)
+def test_draws_of_another_thread_are_not(function):
+    """Story: a `PyDataset` that augmented pictures was taken for the loss."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def draw():  # For longer than two traces take.
+        while not ended.wait(0.001):
+            np.random.normal()
+            begun.set()
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    timer = threading.Timer(0.3, ended.set)
+    try:
+        assert begun.wait(10)
+        timer.start()
+        assert adds_up(compiled(function), *NUMBERS, None).drawing is None
+    finally:
+        ended.set()
+        thread.join()
+        timer.join()
 
 
 def test_states_of_random_numbers_are_restored():

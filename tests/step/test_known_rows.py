@@ -25,6 +25,17 @@ FORMS = {
         build, tfparallel.Mesh(data=2, pipeline=2), DEVICES, num_micro_batches=2, schedule="gpipe"
     ),
 }
+# Of one piece each.
+WHOLE = {
+    "one replica": lambda build: tfparallel.data_parallel(build, devices=DEVICES[1:2]),
+    "one micro-batch": lambda build: tfparallel.pipeline_parallel(
+        build, DEVICES[:2], 1, schedule="gpipe"
+    ),
+    "two parts": lambda build: tfparallel.hybrid_parallel(
+        build, tfparallel.Mesh(tensor=2), DEVICES[:2]
+    ),
+    "placed": lambda build: tfparallel.model_parallel(build, DEVICES[:2]),
+}
 
 
 def square(y, outputs):
@@ -139,6 +150,27 @@ def test_the_joined_rows_have_the_number_of_one_device(in_float64, form, options
     model = FORMS[form](lambda: seeded(build))
     assert_equal(trained(model, **options()), expected, rtol=1e-6)  # Metrics are float32.
     assert model.why_joined is not None
+
+
+class ByNumber(keras.layers.Layer):
+    def call(self, x):
+        return x / (x.shape[0] or 1)
+
+
+def divides():
+    middle = [keras.layers.Dense(4, activation="tanh"), ByNumber()]
+    return keras.Sequential([keras.Input((3,)), *middle, keras.layers.Dense(2)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", WHOLE.values(), ids=WHOLE)
+@pytest.mark.parametrize(
+    ("build", "loss"), [(build, by_number), (divides, "mse")], ids=["loss", "layer"]
+)
+def test_a_single_piece_has_the_number_of_one_device(in_float64, form, build, loss):
+    expected = trained(seeded(build), loss=loss)
+    model = form(lambda: seeded(build))
+    assert_equal(trained(model, loss=loss), expected, rtol=1e-6)
 
 
 @pytest.mark.slow

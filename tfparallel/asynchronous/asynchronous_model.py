@@ -285,7 +285,6 @@ def extend_model(model: keras.Model, servers: Servers, staleness: int | None) ->
     Raises:
         ValueError: If the bound is too low for the number of workers.
     """
-    _refuse_hidden_names(model)
     number = servers.num_workers
     bound = default_staleness(number) if staleness is None else staleness
     ahead = steps_ahead(bound, number)
@@ -305,23 +304,6 @@ def extend_model(model: keras.Model, servers: Servers, staleness: int | None) ->
     if model.compiled:
         model._prepare_compiled()
     return model
-
-
-def _refuse_hidden_names(model: keras.Model) -> None:
-    """Raises if the user's class has a name that the extended class uses."""
-    hidden = [
-        name
-        for name in dir(AsynchronousModel)
-        if not name.startswith("__")
-        and not hasattr(keras.Model, name)
-        and (name in vars(model) or hasattr(original_class(model), name))
-    ]
-    if hidden:
-        raise ValueError(
-            f"Under sync='async' tfparallel adds {', '.join(map(repr, hidden))} to the model; "
-            "its class must not define the same names. Received: class "
-            f"{original_class(model).__name__}. Rename them."
-        )
 
 
 def _bytes_of(variables) -> int:

@@ -21,7 +21,8 @@ def loss_variables(model: keras.Model) -> list[tuple[str, Variable]]:
 
     The losses are those of `compile`, also in lists and dictionaries, and objects of
     `keras.losses.Loss` in the model's own attributes. Of a loss, these are the variables in its
-    attributes, in what it is bound to or closes over, and those of layers in it, unless frozen.
+    attributes, in what its functions close over or are bound to, or read of their module, and those
+    of layers in it, unless frozen.
 
     Args:
         model: The model. Its own variables are among the results if a loss reads them.
@@ -55,6 +56,7 @@ def _name_of(variable: Variable) -> str:
 
 def _read_by(value) -> Iterator[tuple[Any, Any]]:
     """Yields what a loss, or something that it reads, reads in turn."""
+    value = getattr(value, "python_function", value)  # Of a `tf.function`.
     if isinstance(value, dict):
         yield from value.items()
     elif isinstance(value, list | tuple):
@@ -70,6 +72,7 @@ def _read_by(value) -> Iterator[tuple[Any, Any]]:
         isinstance(value, type | types.ModuleType) or _is_of_library(type(value))
     ):
         yield from getattr(value, "__dict__", {}).items()
+        yield from ((name, getattr(type(value), name, None)) for name in ("call", "__call__"))
 
 
 def _is_of_library(function_or_class) -> bool:

@@ -9,6 +9,9 @@ import tensorflow as tf
 from tfparallel.compute_context import context, within
 from tfparallel.seams.keras import mask_of, set_mask
 
+# The dtypes of `multiply_no_nan` on GPUs.
+_WITH_NO_NAN = (tf.float16, tf.float32, tf.float64, tf.complex64, tf.complex128)
+
 
 class Place(NamedTuple):
     """The position of a worker's rows in the global batch, if the worker reads only those.
@@ -89,8 +92,16 @@ class Shard(NamedTuple):
             return max(self.num_rows, 1)
         return tf.maximum(self.num_rows, 1)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the only piece, of a number of rows that Python knows."""
+        is_known = isinstance(self.num_rows, int) and self.num_rows > 0
+        return self.num_replicas == 1 and self.inputs is None and is_known
+
     def rows_used(self, tensor):
         """Returns the rows to compute of an input, shape `(B, …)`, dense, ragged or sparse."""
+        if self.is_whole:
+            return tensor  # A layer may ask for the number of rows; `cut` would hide it.
         start, number = self.first_row_used, self.num_rows_used
         if self.inputs is not None:
             start -= self.inputs[0]
@@ -140,7 +151,7 @@ class Shard(NamedTuple):
         selected = []
         for term in map(tf.convert_to_tensor, terms):
             with tf.device(term.device):
-                if not (term.dtype.is_floating or term.dtype.is_complex):
+                if term.dtype not in _WITH_NO_NAN:
                     selected.append(tf.where(has_rows, term, tf.zeros_like(term)))
                     continue
                 # One pass over a large gradient; `where` would also fill and read the zeros.

@@ -50,7 +50,6 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
 
     def _prepare_compiled(self):
         super()._prepare_compiled()
-        self._policy.forget()
         self.trace_each(False)
         if self.schedule.name != "gpipe":
             check_decomposes(self, self.schedule.name)

@@ -14,7 +14,6 @@ the graph's own order, not chance, decides which activations are held at a time.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import keras
 import tensorflow as tf
 
 from tfparallel.collectives.custom_gradient import is_differentiable
@@ -43,6 +42,7 @@ from tfparallel.pipeline.stages import (
 )
 from tfparallel.pipeline.traced_once import MustTraceEach
 from tfparallel.placement.gradients import gradients_of_a_part
+from tfparallel.replication.dummy_rows import zeros_without_rows
 from tfparallel.strategies.replica_trace import MeshTrace
 from tfparallel.strategies.variables import copies
 from tfparallel.tracing.graphs import operations_here
@@ -237,21 +237,25 @@ class ReplicaStep:
         # A user's own function keeps the copies that it was traced with.
         read = [(variable, copy) for variable in variables for copy in copies(variable)]
         sources = [*sent.values(), *(copy for _, copy in read)]
-        self._gathers.begin_backward(index)
+        self._gathers.begin_backward(index, self._shards[m])
         gradients = self._gradients(record.tape, targets, sources, seeds)
         done = of_loss + self._gathers.take_added()
-        of_whom = [*sent, *(variable for variable, _ in read)]
-        for source, gradient in zip(of_whom, gradients, strict=True):
+        for source, gradient in zip(sent, gradients, strict=False):
             if gradient is None:
-                continue
-            if isinstance(source, keras.Variable):
-                done += self._gathers.add(source, gradient, index)
                 continue
             if not isinstance(gradient, tf.RaggedTensor):
                 gradient = tf.convert_to_tensor(gradient)
             done += tf.nest.flatten(gradient, expand_composites=True)
             self._upstream.setdefault((self._maker(source), m, source), []).append(gradient)
-        return done or seeds
+        variables = [variable for variable, _ in read]
+        return done + self._add(variables, gradients[len(sent) :], m, index) or seeds
+
+    def _add(self, variables, gradients, m, reader) -> list[Any]:
+        """Adds a micro-batch's gradients of weights; returns what exists once they are added."""
+        added, gradients = [], zeros_without_rows(self._shards[m], gradients)
+        for variable, gradient in zip(variables, gradients, strict=True):
+            added += self._gathers.add(variable, gradient, reader)
+        return added
 
     def _run_stage(self, stage, m, inputs) -> _Recorded:
         """Calls the stage's layers, and after the last stage the loss, under a tape."""
@@ -282,18 +286,17 @@ class ReplicaStep:
         if noted:
             (seed,) = self.order.begun([seed])
         sources = self._with_gradient(record.values)
-        read, done = read_by(tape, self._trained), []
+        read = read_by(tape, self._trained)
         values = [*sources.values(), *(copy for _, copy in read)]
-        self._gathers.begin_backward(OF_LOSS)
-        gradients = iter(self._gradients(tape, part.loss, values, seed))
-        done += self._gathers.take_added()
+        self._gathers.begin_backward(OF_LOSS, self._shards[m])
+        gradients = self._gradients(tape, part.loss, values, seed)
+        done = self._gathers.take_added()
         for key, gradient in zip(sources, gradients, strict=False):
             if gradient is not None:
                 gradient = tf.convert_to_tensor(gradient)
                 self._upstream.setdefault((self._maker(key), m, key), []).append(gradient)
-        for (variable, _), gradient in zip(read, gradients, strict=True):
-            done += self._gathers.add(variable, gradient, OF_LOSS)
-        return done
+        variables = [variable for variable, _ in read]
+        return done + self._add(variables, gradients[len(sources) :], m, OF_LOSS)
 
     def _seeds(self, index, m, record: _Recorded) -> tuple[list[Key], list, list]:
         """Returns the upstream gradients of the stage's outputs, to begin the backward pass.

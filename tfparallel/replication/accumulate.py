@@ -193,12 +193,14 @@ class Accumulate(EveryStep):
         if self.model._workers is None or not self.is_silent:
             logs = default(data)
         else:
-            data_of_worker, place = self._placed(data)
-            way = self.model._way(data_of_worker, "fit")
+            data, worker_rows = self.model._session.rows_and_counts(data, "fit")
+            # Before rows are cut out, which hides their number.
+            way = self.model._way(data, "fit")
             self.refuse_joined(way)
-            self.model._look_at_rows_of(data_of_worker)
+            self.model._look_at_rows_of(data)
+            data, place = self._placed(data, worker_rows)
             with self.model.strategy.apart(place):
-                logs = self.model._train_on_own_rows(data_of_worker, way.metrics)
+                logs = self.model._train_on_own_rows(data, way.metrics)
         self._count_step()
         return logs
 
@@ -212,9 +214,8 @@ class Accumulate(EveryStep):
 
         tf.cond(is_due, update, lambda: False)
 
-    def _placed(self, data):
+    def _placed(self, data, worker_rows):
         """This worker's rows of the step's data, and their place in the global batch."""
-        data, worker_rows = self.model._session.rows_and_counts(data, "fit")
         if worker_rows is None:
             return self.cut_here(data)
         size = worker_rows[self.model._workers.worker_index]

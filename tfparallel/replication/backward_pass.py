@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfparallel.collectives.custom_gradient import call_with_gradient, is_differentiable
 from tfparallel.data import rows_of_replica as shards
-from tfparallel.replication.dummy_rows import without_dummy_row
+from tfparallel.replication.dummy_rows import zeros_without_rows
 from tfparallel.replication.weight_gradients import WeightGradients
 from tfparallel.seams.tapes import recording_on
 from tfparallel.seams.tensorflow import is_recording, needs_gradient
@@ -178,7 +178,7 @@ class BackwardPasses:
                         gradients[place] = shard.without_dummy_row(rows, 1)
                 end = len(gradients) - len(step.taken[k])
                 of_weights = self._weights.of_its_rows(shard, gradients[num_inputs:end])
-                of_taken = without_dummy_row(shard, gradients[end:])
+                of_taken = zeros_without_rows(shard, gradients[end:])
             self._weights.check(of_weights)
             return [*gradients[:num_inputs], *of_weights, *of_taken], seeds
 

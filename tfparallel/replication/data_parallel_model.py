@@ -84,7 +84,6 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
 
     def _prepare_compiled(self):
         super()._prepare_compiled()
-        self._policy.forget()
         if self.strategy is not None:
             refusals.check_compile(self, self.strategy)
             refusals.check_variables(self, self.strategy, self._made_by_function)

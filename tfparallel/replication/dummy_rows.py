@@ -15,7 +15,7 @@ from tfparallel.data.rows_of_replica import Shard
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
 
-def without_dummy_row(shard: Shard | None, gradients: Sequence[Gradient]) -> list[Gradient]:
+def zeros_without_rows(shard: Shard | None, gradients: Sequence[Gradient]) -> list[Gradient]:
     """Returns a replica's gradients, or zeros if it computes only a dummy row.
 
     Args:

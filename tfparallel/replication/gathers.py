@@ -23,7 +23,7 @@ from tfparallel.collectives.custom_gradient import is_differentiable
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.problems import PlacementError
-from tfparallel.replication.dummy_rows import without_dummy_row
+from tfparallel.replication.dummy_rows import zeros_without_rows
 from tfparallel.seams.distribute import PerReplica, regroup
 from tfparallel.seams.keras import storage_of
 from tfparallel.seams.tensorflow import (
@@ -216,7 +216,7 @@ class Gathers:
         is_sparse = isinstance(upstream, tf.IndexedSlices)
         is_left_out = not variable.trainable or (is_sparse and not self._sums_rows)
         if not is_left_out:
-            (upstream,) = without_dummy_row(shards.current(), [upstream])
+            (upstream,) = zeros_without_rows(shards.current(), [upstream])
         if is_sparse:
             values = [upstream.values, upstream.indices]
         else:

@@ -237,6 +237,8 @@ class HasPolicy:
         return self._policy.accumulates
 
     def _look_at(self, call):
+        if call.kind == "compile":
+            self._policy.forget()
         self._policy.look_at(call)
         super()._look_at(call)
 

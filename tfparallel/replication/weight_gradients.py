@@ -18,7 +18,7 @@ from tfparallel.collectives.reducer import Reducer
 from tfparallel.data.rows_of_replica import Shard
 from tfparallel.extend import attach
 from tfparallel.replication import state
-from tfparallel.replication.dummy_rows import Gradient, without_dummy_row
+from tfparallel.replication.dummy_rows import Gradient, zeros_without_rows
 from tfparallel.replication.gathers import Gathers, between_replicas
 from tfparallel.replication.row_sums import Sums
 from tfparallel.seams.keras import storage_of
@@ -107,7 +107,7 @@ class WeightGradients:
             gradients: What its tape returns for each weight.
         """
         is_whole = [not isinstance(variable, ShardedVariable) for variable in self._trained]
-        selected = iter(without_dummy_row(shard, list(itertools.compress(gradients, is_whole))))
+        selected = iter(zeros_without_rows(shard, list(itertools.compress(gradients, is_whole))))
         return [
             next(selected) if whole else each
             for whole, each in zip(is_whole, gradients, strict=True)

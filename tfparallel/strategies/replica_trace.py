@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.collectives import ops
 from tfparallel.compute_context import context, within
 from tfparallel.device_names import to_tensorflow_name
 from tfparallel.devices import resolve
@@ -111,6 +112,17 @@ class _FirstReplica(tf.distribute.ReplicaContext):
     @property
     def replica_id_in_sync_group(self):
         return self._index
+
+    # TensorFlow's own exchanges would count the dummy row of a replica without rows.
+
+    def all_reduce(self, reduce_op, value, options=None):
+        is_sum = str(reduce_op).upper().endswith("SUM")
+        return ops.all_reduce(value, "sum" if is_sum else "mean")
+
+    def all_gather(self, value, axis, options=None):
+        if axis != 0:
+            return super().all_gather(value, axis, options)
+        return ops.all_gather(value)
 
     def _merge_call(self, fn, args, kwargs):
         if tf.compat.v1.get_default_graph() is not self.graph:
