@@ -8,12 +8,13 @@
 
 A slow test belongs to the suite of its folder, or to the one whose marker it carries. A suite is
 divided into as many parts as SUITES says, and a commit's hash chooses one part of each. All N parts
-of a suite have been chosen after about N (ln N + 0.6) commits: 22 for 8 parts, 72 for 20.
+of a suite have been chosen after about N (ln N + 0.6) commits: 37 for 12 parts, 72 for 20.
 """
 
 import shlex
 import subprocess
 import zlib
+from collections.abc import Collection, Iterable
 
 import pytest
 
@@ -23,11 +24,11 @@ from tests.scheduling import shared_work
 SUITES = {
     "parity": (20, "each case of docs/parity.md in each form"),
     "networks": (15, "networks of keras.applications"),
-    "workers": (8, "jobs of several worker processes"),
+    "workers": (12, "jobs of several worker processes"),
     "faults": (12, "workers that are killed or hang, and planted faults"),
     "hosts": (20, "jobs of several hosts: network namespaces, a Slurm cluster, a Ray cluster"),
-    "features": (8, "features of each kind of parallelism, trained in one process"),
-    "programs": (8, "commands, tasks, examples of the pages, notebooks, benchmarks"),
+    "features": (16, "features of each kind of parallelism, trained in one process"),
+    "programs": (12, "commands, tasks, examples of the pages, notebooks, benchmarks"),
     "judge": (20, "693 small programs, of which the judge must say whether they mix examples"),
 }
 # The longest prefix of a test's path, behind `tests/`, decides; what has none is of "features".
@@ -61,6 +62,11 @@ FOLDERS = {
     "workers/": "workers",
     "workers/test_restart.py": "faults",
 }
+
+
+def also_slow(values: Iterable, fast: Collection) -> list:
+    """Values for `parametrize`; a test is slow with all that are not among the fast ones."""
+    return [each if each in fast else pytest.param(each, marks=pytest.mark.slow) for each in values]
 
 
 def suite_of(item: pytest.Item) -> str | None:

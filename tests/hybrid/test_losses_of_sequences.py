@@ -8,6 +8,7 @@ from keras import layers, losses, metrics
 
 import tfparallel
 from tests.comparison import assert_equal, seeded, state_of
+from tests.suites import also_slow
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
@@ -150,15 +151,9 @@ KINDS = {
     "a sum at the end": lambda: (ends_with_a_sum, {"loss": SPARSE(from_logits=True)}),
     "a column of targets": lambda: (words(), {"loss": SPARSE(from_logits=True)}, NEXT[..., None]),
 }  # fmt: skip
-FAST = ("weights by position", "padding, after a softmax", "one-hot", "two outputs")
 
 
-def also_slow(kinds):
-    """The names of all kinds, of which only the fast ones are always tested."""
-    return [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in kinds]
-
-
-@pytest.mark.parametrize("kind", also_slow(KINDS))
+@pytest.mark.parametrize("kind", also_slow(KINDS, ["one-hot"]))
 def test_losses_and_metrics_are_computed_where_the_positions_are(kind):
     build, *task = KINDS[kind]()
     model = divided(build, 2, num_micro_batches=2)
@@ -187,9 +182,8 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=() if way == "data" else pytest.mark.slow) for way in WAYS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
 def test_on_every_mesh_and_schedule(way):
     build = words(mask_zero=True)
     model = divided(build, 2, **WAYS[way])
@@ -250,6 +244,7 @@ def test_a_loss_that_mixes_positions_reads_them_all():
     assert (LENGTH, "CPU:0") in devices_of_logits(model)
 
 
+@pytest.mark.slow
 def test_a_loss_that_looks_at_the_length_reads_them_all():
     def scaled(y, z):
         factor = 2.0 if z.shape[1] is None or z.shape[1] < LENGTH else 1.0
@@ -260,6 +255,7 @@ def test_a_loss_that_looks_at_the_length_reads_them_all():
     assert_equal(train(divided(build, 2), *task), train(seeded(build), *task), **CLOSE)
 
 
+@pytest.mark.slow
 def test_a_metric_that_mixes_positions_reads_them_all():
     """The loss is still that of the parts: the gradients begin there."""
 

@@ -11,6 +11,7 @@ from keras import layers, ops
 
 import tfparallel
 from tests.comparison import assert_equal, seeded, state_of
+from tests.suites import also_slow
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
@@ -191,7 +192,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("block", KINDS)
+@pytest.mark.parametrize("block", also_slow(KINDS, [Written]))
 def test_weights_are_those_of_one_device(block):
     build = with_blocks(block)
     expected = train(seeded(build))
@@ -233,6 +234,7 @@ def test_replicas_and_stages_of_split_composite_layers(block):
         assert_equal(train(model), expected, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"data": 2, "tensor": 2}, {"pipeline": 2, "tensor": 2}])
 def test_dropout_in_parts_is_that_of_the_whole_batch(mesh):
     """Of rows that another replica, or another micro-batch, draws the beginning of."""
@@ -371,6 +373,7 @@ def test_an_axis_along_which_einsum_dense_cannot_be_split(equation, axis, messag
         tfparallel.tensor_parallel(model, DEVICES, split={"sum": axis})
 
 
+@pytest.mark.slow
 def test_a_dense_layer_with_unknown_calls_is_split_by_rows():
     model = seeded(
         lambda: tfparallel.tensor_parallel(
@@ -382,6 +385,7 @@ def test_a_dense_layer_with_unknown_calls_is_split_by_rows():
 
 
 @needs_reversible
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"tie_weights": False, "logit_soft_cap": 3.0}])
 def test_an_embedding_in_reverse(options):
     def build():
@@ -415,6 +419,7 @@ def test_a_subclass_that_defines_nothing_is_as_its_class():
     assert model.split == {"a": gathered, "attend": "heads", "c": gathered}
 
 
+@pytest.mark.slow
 def test_layers_with_methods_set_on_them_are_left_whole():
     class Patched(Block):
         def __init__(self, **kwargs):
@@ -462,6 +467,7 @@ def test_a_block_that_is_told_of_training_though_it_does_not_ask():
     assert model.split["block0/inner/up"] == "column"
 
 
+@pytest.mark.slow
 def test_a_model_that_calls_a_projection_of_its_attention():
     def build():
         ids = keras.Input((LENGTH,), dtype="int32")
@@ -475,6 +481,7 @@ def test_a_model_that_calls_a_projection_of_its_attention():
     assert_equal(train(model), train(seeded(build)), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_a_block_that_calls_a_layer_of_the_block_in_it():
     class Outer(layers.Layer):
         def __init__(self, **kwargs):

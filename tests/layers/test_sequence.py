@@ -12,6 +12,7 @@ from keras import layers, ops
 import tfparallel
 from tests.comparison import assert_equal, seeded, state_of
 from tests.layers.test_composite import AlsoAsked, AlsoRead, Block, Deep, InTensorFlow, Twice
+from tests.suites import also_slow
 from tfparallel.layers.ring_attention import Block as AttentionBlock
 from tfparallel.layers.ring_attention import attend
 from tfparallel.layers.sequence_attention import ALL_TO_ALL, RING, exchange_of
@@ -111,20 +112,15 @@ def train(model, epochs=2):
     return history.history, [*state_of(model), model.predict(x, verbose=0)]
 
 
-def also_slow(fast, slow):
-    """Values to test with, of which only the first ones are always tested."""
-    return [*fast, *(pytest.param(value, marks=pytest.mark.slow) for value in slow)]
-
-
 def divided(build, number, **axes):
     mesh = tfparallel.Mesh(sequence=number, **axes)
     return seeded(lambda: tfparallel.hybrid_parallel(build, mesh, DEVICES[: mesh.size]))
 
 
-BLOCKS = [InTensorFlow, AlsoRead, AlsoAsked, Twice, Deep]
+BLOCKS = [Block, InTensorFlow, AlsoRead, AlsoAsked, Twice, Deep]
 
 
-@pytest.mark.parametrize("block", also_slow([Block], BLOCKS))
+@pytest.mark.parametrize("block", also_slow(BLOCKS, [Block]))
 def test_weights_are_those_of_one_device(block):
     build = language_model(block)
     model = divided(build, 2)
@@ -156,6 +152,7 @@ def test_a_length_that_only_the_batch_knows(length):
     assert_equal(actual, train_words(seeded(build), length), **CLOSE)
 
 
+@pytest.mark.slow
 def test_padding_is_masked():
     build = language_model(mask_zero=True)
     assert_equal(train_words(divided(build, 2)), train_words(seeded(build)), **CLOSE)
@@ -193,17 +190,14 @@ ATTENTIONS = {
 }
 
 
-FAST = ("ring, causal", "all-to-all, causal", "mask of heads")
-
-
-@pytest.mark.parametrize("kind", also_slow(FAST, [kind for kind in ATTENTIONS if kind not in FAST]))
+@pytest.mark.parametrize("kind", also_slow(ATTENTIONS, ["ring, causal"]))
 def test_attention_is_that_of_the_whole_sequence(kind):
     build = around(ATTENTIONS[kind])
     number = 3 if kind.startswith("all-to-all") else 2
     assert_equal(train(divided(build, number)), train(seeded(build)), **CLOSE)
 
 
-@pytest.mark.parametrize("cls", [Scaled, Centred, Counting])
+@pytest.mark.parametrize("cls", also_slow([Scaled, Centred, Counting], [Centred]))
 def test_the_judge_says_which_layers_keep_positions_apart(cls):
     build = around(lambda x: cls()(x))
     model = divided(build, 2)
@@ -215,6 +209,7 @@ def test_a_layer_that_draws_reads_the_whole():
     assert len(divided(around(lambda x: layers.GaussianNoise(0.1)(x)), 2).split) == 2
 
 
+@pytest.mark.slow
 def test_a_call_that_was_not_judged_reads_the_whole():
     """It takes the mean over the positions, or adds, by which argument it is given."""
 
@@ -336,6 +331,7 @@ def test_what_looks_at_the_length_or_draws_reads_the_whole(cls):
         assert_equal(train(model), train(seeded(build)), **CLOSE)
 
 
+@pytest.mark.slow
 def test_a_gradient_within_a_layer_is_that_of_the_whole():
     build = around(lambda x: Perturbed(name="own")(x))
     model = divided(build, 2)
@@ -370,6 +366,7 @@ def test_what_changes_after_it_was_judged_is_judged_again():
     assert_equal(train(changed(divided(build, 2))), train(changed(seeded(build))), **CLOSE)
 
 
+@pytest.mark.slow
 def test_attention_with_a_projection_of_ones_own_reads_the_whole():
     class Centring(layers.Layer):
         def __init__(self, inner):
@@ -392,6 +389,7 @@ def test_attention_with_a_projection_of_ones_own_reads_the_whole():
     assert_equal(train(divided(changed, 2)), train(seeded(changed)), **CLOSE)
 
 
+@pytest.mark.slow
 def test_what_mixes_positions_reads_the_whole_and_is_named(caplog):
     caplog.set_level(logging.WARNING, "absl")
     build = around(

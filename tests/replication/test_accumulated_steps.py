@@ -147,6 +147,7 @@ def test_gradients_are_added_up_in_shares(in_float64, all_weights_are_large, cas
         np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_replica_adds_up_its_share(all_weights_are_large):
     """Beside its share: what a regularizer adds is found on the first device."""
     for shard in ("gradients", "parameters"):

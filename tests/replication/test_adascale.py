@@ -135,6 +135,7 @@ def test_options_of_keras(in_float64, options):
     check(model, by_hand(accumulated.build, cosine()))
 
 
+@pytest.mark.slow
 def test_the_averages_forget_what_was_long_ago(in_float64):
     """The noise is gone after a while; an average of all updates would not tell."""
     random, gain, steps, size = np.random.default_rng(0), Gain(), 50, 40
@@ -193,6 +194,7 @@ def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(in_float64, tmp_p
     check(resumed, by_hand(accumulated.build, cosine()))
 
 
+@pytest.mark.slow
 def test_a_new_optimizer_starts_anew(in_float64):
     model = parallel()
     trained(model)

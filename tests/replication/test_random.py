@@ -254,6 +254,7 @@ def test_a_layer_whose_draws_cannot_be_divided_is_named(layer, shape):
     assert drawn() == first
 
 
+@pytest.mark.slow
 def test_draws_in_a_loop_over_time_are_those_of_one_device(in_float64):
     x, y = np.random.default_rng(0).normal(size=(2, 7, 5, 3))
 

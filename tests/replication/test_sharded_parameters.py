@@ -183,6 +183,7 @@ def test_tables_of_which_a_batch_reads_rows_are_shared_out(in_float64):
     assert apart(model, trained(seeded(build_tables))) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_a_frozen_table_has_no_gradient(in_float64, run_eagerly):
     """Story: a step stopped where it looked for it, which Keras took for the end of the data."""
@@ -194,6 +195,7 @@ def test_a_frozen_table_has_no_gradient(in_float64, run_eagerly):
     assert moved == [False, True, True, False, False, True, True]
 
 
+@pytest.mark.slow
 def test_a_sparse_input_reads_rows_of_a_share(in_float64):
     def function():
         x = keras.Input((SIZE,), sparse=True)
@@ -294,6 +296,7 @@ def build_deep():
     return keras.Sequential([keras.Input((WIDTH,)), *hidden, layers.Dense(3)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [[], range(1, NUMBER)], ids=["none frozen", "most frozen"])
 def test_few_weights_are_whole_at_a_time(frozen):
     """On each of two replicas; of gradients and gathered weights some are whole."""
@@ -401,6 +404,7 @@ def test_no_function_of_the_layers_own_reads_a_weight():
         trained(on_replicas(2, function))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", ["a layer", "all"])
 def test_weights_frozen_by_the_function_train_once_unfrozen(in_float64, frozen):
     """Story: small weights, which are made when they are frozen, never trained."""
@@ -418,6 +422,7 @@ def test_weights_frozen_by_the_function_train_once_unfrozen(in_float64, frozen):
     assert apart(unfrozen(on_replicas(2, function)), unfrozen(seeded(function))) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_tables_are_frozen_in_turn(in_float64, run_eagerly):
     """Story: a step looked for the slices of a frozen table, and ended as if the data had.
