@@ -45,6 +45,9 @@ def test_names_of_the_user_are_not_hidden():
 
     with pytest.raises(ValueError, match=r"tfparallel adds '_take_step' to .* class Asks"):
         tfparallel.data_parallel(build, devices=["CPU:0", "CPU:1"])
+    behind = type("Behind", (keras.layers.Dense, type("Mixin", (), {"noted_by": 1})), {})
+    with pytest.raises(ValueError, match="'noted_by'"):
+        extend(behind(2), type("Hides", (), {"noted_by": 2}))
     layer = keras.layers.Dense(2)
     layer.noted_by = 1
     with pytest.raises(ValueError, match="'noted_by'"):

@@ -66,9 +66,9 @@ def extend(instance: Extended, mixin: type, **attributes: Any) -> Extended:
 
 def _refuse_hidden_names(instance: Any, mixin: type) -> None:
     original = original_class(instance)
-    users = list(itertools.takewhile(_is_the_users, original.__mro__))
+    users = filter(_is_the_users, original.__mro__)
     of_user = {*vars(instance), *itertools.chain(*map(vars, users))} - extended_attributes(instance)
-    of_keras = [*original.__mro__, object][len(users)]
+    of_keras = next(itertools.filterfalse(_is_the_users, original.__mro__), object)
     hidden = [
         name
         for name in dir(mixin)

@@ -72,7 +72,9 @@ def _read_by(value) -> Iterator[tuple[Any, Any]]:
         isinstance(value, type | types.ModuleType) or _is_of_library(type(value))
     ):
         yield from getattr(value, "__dict__", {}).items()
-        yield from ((name, getattr(type(value), name, None)) for name in ("call", "__call__"))
+        for each in type(value).__mro__:
+            if not _is_of_library(each):
+                yield from (pair for pair in vars(each).items() if callable(pair[1]))
 
 
 def _is_of_library(function_or_class) -> bool:

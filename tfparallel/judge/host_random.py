@@ -14,8 +14,8 @@ import tensorflow as tf
 from tfparallel.tracing.graphs import with_inner
 
 # Until no other thread draws: those that read data do not while their queue is full.
-_MOST_TRACES = 12
-_WAIT_SECONDS = 0.02
+_MOST_SECONDS = 30.0
+_WAIT_SECONDS = 0.1
 
 
 class HostRandom:
@@ -48,15 +48,16 @@ def differs_in_each_trace(traced: Callable[[], tf.Graph]) -> bool:
         traced: Traces the function, and returns the graph.
     """
     first, is_proved = None, False
-    for trace in range(_MOST_TRACES):
+    deadline = time.monotonic() + _MOST_SECONDS
+    while time.monotonic() < deadline:
         before = _states()
         constants = _constants(traced())
         is_proved |= _states() == before
         if first is not None and (constants != first or is_proved):
             return constants != first
+        if first is not None:
+            time.sleep(_WAIT_SECONDS)
         first = constants
-        if not is_proved:
-            time.sleep(trace * _WAIT_SECONDS)
     return True
 
 

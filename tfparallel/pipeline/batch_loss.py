@@ -25,11 +25,19 @@ _BESIDE = -1  # The reader of a weight that is regularized: no stage.
 
 
 class Regularized(NamedTuple):
-    """A weight's regularization loss, on the weight's device."""
+    """A weight's regularization loss, on the weight's device.
+
+    Attributes:
+        loss: A scalar.
+        tape: Its tape.
+        parts: The weight itself, or its parts.
+        others: Other weights that the regularizer reads, with their memory.
+    """
 
     loss: tf.Tensor
     tape: tf.GradientTape
-    parts: Sequence[keras.Variable]  # The weight itself, or its parts.
+    parts: Sequence[keras.Variable]
+    others: list[tuple[keras.Variable, tf.Variable]]
 
 
 class ExtraLosses:
@@ -43,6 +51,7 @@ class ExtraLosses:
 
     Attributes:
         losses: The losses of the whole batch, scalars.
+        averages: Those among them that layers added.
     """
 
     def __init__(
@@ -54,8 +63,8 @@ class ExtraLosses:
     ):
         self._regularized = list(_regularized(model))
         self._others = others
-        averages = others.summed(_average(batch, added))
-        self.losses = [*averages, *(term.loss for term in self._regularized)]
+        self.averages = others.summed(_average(batch, added))
+        self.losses = [*self.averages, *(term.loss for term in self._regularized)]
 
     def add_gradients(
         self, sums: GradientSums, seed_of: Callable[[tf.Tensor], tf.Tensor | None]
@@ -74,7 +83,7 @@ class ExtraLosses:
                 if seed is None:
                     continue
                 seed = tf.cast(seed, term.loss.dtype)
-                in_memory = _storage_in(term.parts)
+                in_memory = [*_storage_in(term.parts), *term.others]
                 values = [value for _, value in in_memory]
                 gradients = term.tape.gradient(term.loss, values, output_gradients=seed)
             for (part, value), gradient in zip(in_memory, gradients, strict=True):
@@ -209,7 +218,9 @@ def _regularized(model):
     for variable in model.trainable_weights:
         if variable.regularizer is not None:
             parts = model._parts([variable])
+            values = [value for _, value in _storage_in(parts)]
             with tf.device(_device_of(parts[0])), tf.GradientTape() as tape:
-                tape.watch([value for _, value in _storage_in(parts)])
+                tape.watch(values)
                 loss = variable.regularizer(variable)
-            yield Regularized(loss, tape, parts)
+            read, own = read_by(tape, model._trained()), set(map(id, values))
+            yield Regularized(loss, tape, parts, [pair for pair in read if id(pair[1]) not in own])

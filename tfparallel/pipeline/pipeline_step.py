@@ -109,7 +109,12 @@ class Step:
         loss_result = {"loss": whole.loss, "predictions": whole.predictions}
         if self._options.begins_joined:
             upstream = self._upstream(results, joined, whole)
-            results = trace.run(ReplicaStep.run_back, [result.step for result in results], upstream)
+            of_added = [whole.gradient(each) for each in extra.averages]
+            results = trace.run(
+                lambda step, of_outputs: step.run_back(of_outputs, of_added),
+                [result.step for result in results],
+                upstream,
+            )
             gradients, _ = self._totals(results, extra, whole.gradient, whole=whole)
             return self._pass_result(gradients, **loss_result)
         gradients, _ = self._totals(results, extra, lambda _: scale_of(self._options.model))

@@ -131,6 +131,8 @@ class ReplicaStep:
         self._values = [dict(of_one) for of_one in inputs]
         self._targets = targets
         self._added: list[list[tf.Tensor]] = [[] for _ in shards]
+        self._place_of_added: dict[tuple, int] = {}  # By stage and micro-batch, the first.
+        self._of_added: Sequence[tf.Tensor | None] | None = None  # None where the loss adds them.
         self._inputs_of: dict[tuple, Values] = {}  # The stage's inputs, by stage and micro-batch.
         self._recorded: dict[tuple, _Recorded] = {}  # By stage and micro-batch.
         self._upstream: dict[tuple, list] = {}  # Gradients from readers, by tensor.
@@ -152,12 +154,18 @@ class ReplicaStep:
             self._execute(*self._instructions.pop(0))
         return self._pass_outputs()
 
-    def run_back(self, gradients: Sequence[Sequence[tf.Tensor | None]]) -> PassOutputs:
+    def run_back(
+        self,
+        gradients: Sequence[Sequence[tf.Tensor | None]],
+        of_added: Sequence[tf.Tensor | None],
+    ) -> PassOutputs:
         """Runs the backward passes.
 
         Args:
             gradients: The gradients of the loss, by micro-batch and by `output_keys`.
+            of_added: Those by the losses that layers added.
         """
+        self._of_added = of_added
         for m, of_one in enumerate(gradients):
             for key, gradient in zip(self.output_keys, of_one, strict=True):
                 if gradient is not None:
@@ -196,6 +204,7 @@ class ReplicaStep:
         record = self._run_stage(stage, m, inputs)
         outputs = values_of(record.values, stage.outputs)
         values.update(record.values if self._is_last(index) else outputs)
+        self._place_of_added[index, m] = len(self._added[m])
         self._added[m] += [term for term, _ in record.added]
         for key, moments in record.moments.items():
             self._moments.setdefault(key, []).append(moments)
@@ -312,9 +321,11 @@ class ReplicaStep:
                 keys.append(key)
                 targets.append(tensor)
                 seeds.append(summed(gradients, tensor))
-        for term, share in record.added:
-            targets.append(term)
-            seeds.append(share * tf.cast(scale, share.dtype))
+        for place, (term, share) in enumerate(record.added, self._place_of_added[index, m]):
+            upstream = scale if self._of_added is None else self._of_added[place]
+            if upstream is not None:
+                targets.append(term)
+                seeds.append(share * tf.cast(upstream, share.dtype))
         return keys, targets, seeds
 
     def _gradients(self, tape, targets, sources, seeds):

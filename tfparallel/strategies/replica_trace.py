@@ -116,7 +116,8 @@ class _FirstReplica(tf.distribute.ReplicaContext):
     # TensorFlow's own exchanges would count the dummy row of a replica without rows.
 
     def all_reduce(self, reduce_op, value, options=None):
-        is_sum = str(reduce_op).upper().endswith("SUM")
+        reduce_op = tf.distribute.ReduceOp(getattr(reduce_op, "value", reduce_op).upper())
+        is_sum = reduce_op is tf.distribute.ReduceOp.SUM
         return ops.all_reduce(value, "sum" if is_sum else "mean")
 
     def all_gather(self, value, axis, options=None):
