@@ -222,5 +222,6 @@ def _regularized(model):
             with tf.device(_device_of(parts[0])), tf.GradientTape() as tape:
                 tape.watch(values)
                 loss = variable.regularizer(variable)
-            read, own = read_by(tape, model._trained()), set(map(id, values))
-            yield Regularized(loss, tape, parts, [pair for pair in read if id(pair[1]) not in own])
+            watched, read = set(map(id, values)), read_by(tape, model._trained())
+            others = [pair for pair in read if id(pair[1]) not in watched]
+            yield Regularized(loss, tape, parts, others)

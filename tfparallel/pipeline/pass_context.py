@@ -31,9 +31,11 @@ class StepMemory:
     Attributes:
         seeds: The seeds drawn with the first micro-batch.
         global_seeds: Keras's global seed generator, for a pass.
+        drawn_at: The place of the call that drew last from a generator, by the generator's id.
     """
 
     def __init__(self):
+        self.drawn_at: dict[int, int] = {}
         self.seeds: dict[Any, tf.Tensor] = {}
         self.global_seeds = in_pieces(global_seed_generator(), MicroBatchSeedGenerator)
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -62,19 +64,22 @@ class Pass:
 
     Attributes:
         moments: The moments of batch normalization: `(n, mean, M)` by layer and call.
+        place: Where Keras makes the current call, among all of the model.
     """
+
+    place = 0
 
     def __init__(self, memory: StepMemory, stage: int, shard: shards.Shard):
         self.memory = memory
         self.shard = shard
         self.moments: dict[Any, tuple] = {}
-        self._stage = stage
+        self.stage = stage
         self._calls: dict[int, int] = {}
 
     def key(self, owner: Any) -> tuple[int, int, int]:
         """Returns a key for a call of an object: the same in each micro-batch and recompute."""
         call = self._calls[id(owner)] = self._calls.get(id(owner), 0) + 1
-        return id(owner), self._stage, call
+        return id(owner), self.stage, call
 
 
 def current_pass() -> Pass | None:
@@ -121,6 +126,17 @@ class MicroBatchSeedGenerator(DividedSeeds):
                 "(dropout=…) does, or `tfparallel.model_parallel`."
             )
         if key not in stage_pass.memory.seeds:
+            drawn_at = stage_pass.memory.drawn_at
+            if stage_pass.place < drawn_at.get(id(self), 0):
+                raise PlacementError(
+                    "Calls that draw from one seed generator must be in stages in the order in "
+                    "which Keras makes them, or they would draw other numbers than on one device. "
+                    f"Received: a call in stage {stage_pass.stage} that draws from '{self.name}' "
+                    "after a later call in an earlier stage. Give each layer a seed of its own "
+                    "(`Dropout(0.5, seed=1)`), call a layer that draws once, or put these calls "
+                    "into one stage."
+                )
+            drawn_at[id(self)] = stage_pass.place
             with stage_pass.memory.outside():
                 stage_pass.memory.seeds[key] = super().next(ordered)
         return stage_pass.memory.seeds[key]

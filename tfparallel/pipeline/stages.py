@@ -19,6 +19,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.pipeline.masks import Masks, nodes_in_order
+from tfparallel.pipeline.pass_context import current_pass
 from tfparallel.seams.functional import LEAVES_TRAINING, calling_with, functional_of, in_training
 from tfparallel.seams.keras import mask_of, set_mask
 
@@ -56,6 +57,7 @@ class Stage:
     Attributes:
         index: From 0.
         nodes: Its calls, producers before consumers.
+        places: The place of each among the model's calls.
         inputs: The symbolic tensors that it reads from elsewhere.
         outputs: The symbolic tensors that other stages or the model's caller read.
         layers: The layers that it calls.
@@ -64,6 +66,7 @@ class Stage:
     def __init__(self, index: int, model: keras.Model):
         self.index = index
         self.nodes: list = []
+        self.places: list[int] = []
         self.calls_with: list = []  # The `training` value before and after each call.
         self.inputs: dict[int, keras.KerasTensor] = {}
         self.outputs: dict[int, keras.KerasTensor] = {}
@@ -86,12 +89,15 @@ class Stage:
             The tensors of `outputs`, by the symbolic tensor's id, with the masks that they were
             made with; and those of `inputs` that are model outputs.
         """
-        values = dict(inputs)
+        values, stage_pass = dict(inputs), current_pass()
         # Tensors that other stages also read, by id: calls here may remove their masks.
         shared = {id(tensor): (tensor, mask_of(tensor)) for tensor in inputs.values()}
         with calling_with(self._model, training=True) as context:
-            for node, (training, training_after) in zip(self.nodes, self.calls_with, strict=True):
+            calls = zip(self.nodes, self.places, self.calls_with, strict=True)
+            for node, place, (training, training_after) in calls:
                 context.training = training
+                if stage_pass is not None:
+                    stage_pass.place = place
                 read = [values[id(symbol)] for symbol in node.input_tensors]
                 masks.take_off(node, [tensor if id(tensor) in shared else None for tensor in read])
                 args, kwargs = node.arguments.fill_in(values)
@@ -120,10 +126,11 @@ def cut_stages(model: keras.Model, stage_of: Mapping[str, int], num_stages: int)
     stages = [Stage(index, model) for index in range(num_stages)]
     made_by: dict[int, int] = {}  # The stage of a tensor; the model's inputs have none.
     training = True
-    for node in nodes_in_order(functional):
+    for place, node in enumerate(nodes_in_order(functional)):
         before = [made_by.get(id(tensor), 0) for tensor in node.input_tensors]
         index = max([stage_of.get(node.operation.name, 0), *before])
         stages[index].nodes.append(node)
+        stages[index].places.append(place)
         training_after = _training_after(node, training)
         stages[index].calls_with.append((training, training_after))
         training = training_after
