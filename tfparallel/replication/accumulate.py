@@ -194,11 +194,10 @@ class Accumulate(EveryStep):
             logs = default(data)
         else:
             data, worker_rows = self.model._session.rows_and_counts(data, "fit")
-            # Before rows are cut out, which hides their number.
             way = self.model._way(data, "fit")
             self.refuse_joined(way)
             self.model._look_at_rows_of(data)
-            data, place = self._placed(data, worker_rows)
+            data, place = self._placed(data, worker_rows)  # From here on, their number is hidden.
             with self.model.strategy.apart(place):
                 logs = self.model._train_on_own_rows(data, way.metrics)
         self._count_step()
@@ -218,10 +217,10 @@ class Accumulate(EveryStep):
         """This worker's rows of the step's data, and their place in the global batch."""
         if worker_rows is None:
             return self.cut_here(data)
-        size = worker_rows[self.model._workers.worker_index]
-        before = tf.add_n([tf.zeros_like(size), *worker_rows[: self.model._workers.worker_index]])
-        place = Place(self.model.strategy.first_replica, before, size, tf.add_n(worker_rows))
-        return data, place
+        index = self.model._workers.worker_index
+        size = worker_rows[index]
+        before = tf.add_n([tf.zeros_like(size), *worker_rows[:index]])
+        return data, Place(self.model.strategy.first_replica, before, size, tf.add_n(worker_rows))
 
     def apply(self, result: PassResult, default) -> None:
         """Accumulates the gradients of a step, multiplied by its divisor."""
