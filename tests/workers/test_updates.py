@@ -59,6 +59,20 @@ def test_options_of_keras(job, option):
     assert all(seen["options"][option] < 1e-12 for seen in job)
 
 
+@pytest.mark.part("unread inputs")
+@pytest.mark.parametrize("data", ["whole batches", "by_sample"])
+@pytest.mark.parametrize("sync", ["every_step", "accumulate:2", "local_sgd:1"])
+def test_inputs_that_the_model_does_not_read_are_not_cut(job, data, sync):
+    """A scalar, and a table of other rows whose name sorts before that of the rows."""
+    assert all(seen["unread inputs"][f"{data}, {sync}"] < 1e-9 for seen in job)
+
+
+@pytest.mark.part("logs of outputs")
+@pytest.mark.parametrize("case", ["fit", "with test_on_batch"])
+def test_the_loss_of_each_output_is_logged_over_all_rows(job, case):
+    assert all(seen["logs of outputs"][case] < 1e-5 for seen in job)  # Metrics are float32.
+
+
 @pytest.mark.part("dropout")
 def test_dropout_draws_the_masks_of_each_batch(job):
     assert all(seen["dropout"] < 1e-9 for seen in job)

@@ -158,6 +158,63 @@ def options_of_keras(workers, folder):
     return differences
 
 
+def build_outputs():
+    rows = keras.Input((5,), name="rows")
+    hidden = layers.Dense(4, "tanh")(rows)
+    outputs = [layers.Dense(1, name="a")(hidden), layers.Dense(2, name="b")(hidden)]
+    return keras.Model([rows], outputs)
+
+
+def with_unread_inputs(x, y):
+    unread = {"a table": tf.ones([50, 2]), "z scalar": tf.constant(2.0)}
+    return {"rows": x, **unread}, (y[:, :1], y)
+
+
+def unread_inputs(workers, folder):
+    """How far the weights are from plain Keras's, by the data and the policy."""
+    x, y = data(57)
+    differences = {}
+    local = slice(workers.worker_index, None, workers.num_workers)
+    one = alone(build_outputs)
+    one.compile(keras.optimizers.SGD(0.1), "mse")
+    one.train_on_batch(x, (y[:, :1], y))
+    for sync in ("every_step", "accumulate:2", "local_sgd:1"):
+        for name, rows in (("whole batches", slice(None)), ("by_sample", local)):
+            batches = tf.data.Dataset.from_tensor_slices((x[rows], y[rows])).batch(57)
+            batches = batches.map(with_unread_inputs)
+            if name == "by_sample":
+                batches = batches.map(lambda x, y: ({k: x[k] for k in ("a table", "rows")}, y))
+                batches = tfparallel.data.by_sample(batches)
+            model = parallel(build_outputs, sync)
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+            model.fit(batches, verbose=0)
+            differences[f"{name}, {sync}"] = apart(model, one)
+    return differences
+
+
+class AsksOnce(keras.callbacks.Callback):
+    """Adds a batch to the metrics in the middle of an epoch, as Keras's `test_on_batch` does."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            x, y = data(7)
+            self.model.test_on_batch(x, (y[:, :1], y))
+
+
+def logs_of_outputs(workers, folder):
+    """How far the logs are from plain Keras's, at a learning rate of 0."""
+    x, y = data(57)
+    differences = {}
+    for name, callbacks in (("fit", []), ("with test_on_batch", [AsksOnce()])):
+        histories = []
+        for model in (alone(build_outputs), parallel(build_outputs)):
+            model.compile(keras.optimizers.SGD(0.0), ["mse", "mae"], metrics=[["mae"], ["mse"]])
+            fitted = {"batch_size": ROWS, "epochs": 2, "verbose": 0, "callbacks": callbacks}
+            histories.append(model.fit(x, (y[:, :1], y), **fitted).history)
+        differences[name] = largest(*histories)
+    return differences
+
+
 def dropout(workers, folder):
     one_device = tfparallel.data_parallel(
         lambda: alone(lambda: build(0.5)),
@@ -536,6 +593,8 @@ PARTS = {
     "parameters": parameters,
     "larger batch": larger_batch,
     "options": options_of_keras,
+    "unread inputs": unread_inputs,
+    "logs of outputs": logs_of_outputs,
     "dropout": dropout,
     "adascale": adascale,
     "sums": sums,

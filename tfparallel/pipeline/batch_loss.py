@@ -15,7 +15,7 @@ from tfparallel.collectives.custom_gradient import is_differentiable
 from tfparallel.pipeline.gradient_sums import OF_LOSS, GradientSums, read_by
 from tfparallel.pipeline.micro_batches import Batch, Joined
 from tfparallel.pipeline.remote_replicas import Others
-from tfparallel.seams.compiled import loss_of_batch, with_losses
+from tfparallel.seams.compiled import compiled_loss, loss_of_batch, with_losses
 from tfparallel.seams.keras import storage_of
 from tfparallel.step.loss_placement import of_the_batch
 from tfparallel.step.piece_sums import whole_loss
@@ -114,7 +114,8 @@ def added_up(
         extra: The additions to the loss.
     """
     sums, types = [[share] for share in shares], batch.packed(of_the_batch(outputs, batch.num_rows))
-    return whole_loss(model, sums, batch.y, types, batch.sample_weight, extra.losses)
+    trackers = compiled_loss(model).metrics
+    return whole_loss(model, sums, batch.y, types, batch.sample_weight, extra.losses, trackers)
 
 
 class WholeLoss:

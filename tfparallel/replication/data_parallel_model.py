@@ -138,8 +138,11 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
         with self._session.together():
             return call.received.at_chief(predictions_of_worker)
 
+    @contextlib.contextmanager
     def _around_a_batch(self, kind):
-        return self._session.around_a_batch(kind)
+        settled = contextlib.nullcontext() if kind == "fit" else self._policy.settled()
+        with self._session.around_a_batch(kind), settled:
+            yield
 
     def _begin(self, call):
         self._session.begin(call)
@@ -255,8 +258,8 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
             with tf.control_dependencies(mark("input", leaves) if is_marked else []):
                 return of_keras(data)
         worker_rows = None
-        if kind != "fit" or not self._policy.is_silent:
-            data, worker_rows = sample_partition.rows_and_counts(data, self.strategy)
+        if kind != "fit" or self._workers is None or not self._policy.is_silent:
+            data, worker_rows = self._session.rows_and_counts(data, kind)
         if kind != "fit":
             return self._step_on_all_rows(kind, of_keras, data, worker_rows)
         extend_parts(self)
@@ -279,9 +282,6 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
 
     def _step_on_all_rows(self, kind, of_keras, data, worker_rows):
         """Runs a step on the rows of all workers."""
-        if worker_rows is None:
-            self._session.compare(data, kind)
-        data = self._read(data)
         if kind == "predict":
             if self.built and self._predicts_as_keras:
                 return self._predict_on_own_rows(data, worker_rows, gathers=self._gathers)

@@ -1,5 +1,6 @@
 """The arguments of a replicated call: which have a batch axis, and the rows of each replica."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -30,13 +31,13 @@ class BatchInputs:
     def __init__(self, args: tuple, kwargs: dict, *, may_be_empty: bool = False):
         self._structure = (args, kwargs)
         self._original_leaves = keras.tree.flatten(self._structure)
-        self._leaves = list(map(_as_tensor, self._original_leaves))
+        self._leaves = list(map(as_tensor, self._original_leaves))
         if may_be_empty:
             self._leaves = [
-                _of_a_row_at_least(leaf) if _has_batch_axis(leaf) else leaf
+                _of_a_row_at_least(leaf) if has_batch_axis(leaf) else leaf
                 for leaf in self._leaves
             ]
-        self._batched = [index for index, leaf in enumerate(self._leaves) if _has_batch_axis(leaf)]
+        self._batched = [index for index, leaf in enumerate(self._leaves) if has_batch_axis(leaf)]
         if not self._batched:
             raise ValueError(
                 "Cannot split a call across the replicas: none of its arguments has a batch axis. "
@@ -45,7 +46,7 @@ class BatchInputs:
             )
         dense = [i for i in self._batched if isinstance(self._leaves[i], tf.Tensor)]
         self._float_indices = [i for i in dense if is_differentiable(self._leaves[i])]
-        self.num_rows = self._count_rows()
+        self.num_rows = count_common_rows(self._leaves)
 
     @property
     def floats(self) -> list[tf.Tensor]:
@@ -99,17 +100,22 @@ class BatchInputs:
             if mask_of(rows) is None:
                 set_mask(self._original_leaves[index], None)
 
-    def _count_rows(self):
-        sizes = [shards.count_rows(self._leaves[index]) for index in self._batched]
-        static = {size for size in sizes if isinstance(size, int)}
-        if len(static) > 1:
-            raise ValueError(
-                "Cannot split a call across the replicas: its tensors disagree on the batch size "
-                "(the size of axis 0). All must have the same size. Received sizes: "
-                f"{sorted(static)}. Store tensors that are not a batch in the layer, or pass "
-                "scalars."
-            )
-        return static.pop() if static else sizes[0]
+
+def count_common_rows(leaves: Iterable[Any]) -> int | tf.Tensor:
+    """Returns the number of rows of the leaves that have a batch axis, which they share.
+
+    Raises:
+        ValueError: If two disagree, as far as their sizes are known while tracing.
+    """
+    sizes = [shards.count_rows(leaf) for leaf in leaves if has_batch_axis(leaf)]
+    static = {size for size in sizes if isinstance(size, int)}
+    if len(static) > 1:
+        raise ValueError(
+            "Cannot split a call across the replicas: its tensors disagree on the batch size (the "
+            f"size of axis 0). All must have the same size. Received sizes: {sorted(static)}. "
+            "Store tensors that are not a batch in the layer, or pass scalars."
+        )
+    return static.pop() if static else sizes[0]
 
 
 def own_shards(strategy, num_rows, worker_rows=None) -> list[shards.Shard]:
@@ -150,13 +156,15 @@ def own_shards(strategy, num_rows, worker_rows=None) -> list[shards.Shard]:
     ]
 
 
-def _as_tensor(leaf):
+def as_tensor(leaf: Any) -> Any:
+    """Converts a variable or an array to a tensor; returns other leaves unchanged."""
     if isinstance(leaf, keras.Variable | tf.Variable) or hasattr(leaf, "__array_interface__"):
         return tf.convert_to_tensor(leaf)
     return leaf
 
 
-def _has_batch_axis(leaf) -> bool:
+def has_batch_axis(leaf: Any) -> bool:
+    """Whether a leaf of a call's arguments is split by rows; scalars and objects are not."""
     return isinstance(leaf, tf.Tensor | tf.RaggedTensor | tf.SparseTensor) and leaf.shape.rank != 0
 
 

@@ -21,11 +21,11 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data import rows_of_worker
-from tfparallel.data.rows_of_replica import count_rows
 from tfparallel.extend import is_own
 from tfparallel.replication import sample_partition
+from tfparallel.replication.inputs import count_common_rows
 from tfparallel.replication.outer_step import OuterStep
-from tfparallel.replication.sync_policy import BeginsEpochs, EveryStep, first_of
+from tfparallel.replication.sync_policy import BeginsEpochs, EveryStep
 from tfparallel.seams.tensorflow import ResourceVariable
 
 
@@ -147,8 +147,6 @@ class LocalSgd(EveryStep):
             return default(data)
         if self._outer is not None:
             self._outer.prepare(self.model.trainable_weights)
-        if sample_partition.unmarked(data) is data:  # A global batch: each worker takes its rows.
-            self.model._session.compare(data, "fit")
         local_rows, num_rows = self._local_rows(data)
         way = self.model._way(local_rows, "fit")
         self.refuse_joined(way)
@@ -176,14 +174,16 @@ class LocalSgd(EveryStep):
 
     def _local_rows(self, data):
         """This worker's rows of the step's data, and their number."""
-        local_rows = sample_partition.unmarked(data)
-        if local_rows is data:
-            local_rows, place = self.cut_here(data)
-            return local_rows, tf.convert_to_tensor(place.num_own_rows)
+        batch = sample_partition.unmarked(data)
+        rows = self.model._read(batch)
+        if batch is data:  # A global batch: each worker takes its rows.
+            self.model._session.compare(rows, "fit")
+            rows, place = self.cut_here(rows)
+            return rows, tf.convert_to_tensor(place.num_own_rows)
         marked = rows_of_worker.unmarked(data)
         if marked is not None:
-            return local_rows, rows_of_worker.rows_of_worker(self.model.strategy)(marked[1]).size
-        return local_rows, tf.convert_to_tensor(count_rows(first_of(local_rows)))
+            return rows, rows_of_worker.rows_of_worker(self.model.strategy)(marked[1]).size
+        return rows, tf.convert_to_tensor(count_common_rows(keras.tree.flatten(rows)))
 
     def _weights(self) -> list[keras.Variable]:
         """The variables to average: all but counters and seeds."""

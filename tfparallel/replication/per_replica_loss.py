@@ -21,7 +21,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data.partition import row_ranges
-from tfparallel.data.rows_of_replica import Shard, count_rows, current
+from tfparallel.data.rows_of_replica import Place, Shard, count_rows, current
 from tfparallel.extend import original_class
 from tfparallel.flight.marks import mark
 from tfparallel.replication.replicated_call import checked_output
@@ -167,6 +167,26 @@ class OwnRows(WhereRowsMeet, OneStep):
         return _Terms(self, sums, list(map(len, losses)), num_rows, y, outputs, sample_weight)
 
 
+class _OfWorker(NamedTuple):
+    """The tracker of an output's loss, on a worker that sees only its rows of the batch.
+
+    Attributes:
+        tracker: Keras's mean over the steps.
+        place: The place of the rows in the global batch.
+    """
+
+    tracker: keras.metrics.Metric
+    place: Place
+
+    def update_state(self, value: tf.Tensor, sample_weight: int | None = None) -> None:
+        """Weighs the worker's loss so that those of all workers weigh what Keras's one does."""
+        del sample_weight  # Keras's: the rows if Python knows their number, else 1 per step.
+        rows, of = self.place.num_own_rows, self.place.num_rows
+        if not isinstance(of, int):
+            rows = tf.cast(rows, value.dtype) / tf.cast(tf.maximum(of, 1), value.dtype)
+        self.tracker.update_state(value, sample_weight=rows)
+
+
 class _Terms(NamedTuple):
     """The loss terms and metric increments of a step's batch.
 
@@ -190,6 +210,10 @@ class _Terms(NamedTuple):
 
     def loss(self, sums, added, *, tells_trackers=True) -> tf.Tensor:
         """The total loss of these sums, with the losses that layers add."""
+        trackers = compiled_loss(self.model).metrics if tells_trackers else ()
+        place = self.model.strategy.place
+        if place is not None:
+            trackers = [_OfWorker(tracker, place) for tracker in trackers]
         remaining = iter(sums)
         of_losses = [list(itertools.islice(remaining, length)) for length in self.lengths]
         return whole_loss(
@@ -199,7 +223,7 @@ class _Terms(NamedTuple):
             self.outputs,
             self.sample_weight,
             added,
-            tells_trackers=tells_trackers,
+            trackers,
         )
 
     def divisor(self, sums):

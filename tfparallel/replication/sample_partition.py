@@ -13,6 +13,7 @@ longest. If losses or metrics need the outputs of all rows (`step/loss_placement
 user's own step, the workers gather the batches before the step sees them.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -128,13 +129,16 @@ def unmarked(data):
     return next(iter(data.values())) if _is_marked(data) else data
 
 
-def rows_and_counts(data, strategy) -> tuple[Any, list[tf.Tensor] | None]:
+def rows_and_counts(
+    data: Any, strategy: Any, read: Callable[[Any], Any]
+) -> tuple[Any, list[tf.Tensor] | None]:
     """Returns this worker's rows of the batch, and the row counts of all workers, in a step.
 
     Args:
         data: The data of the step: a batch, or the rows of this worker, from a data set that
             `by_sample` returned or that is read in shares (`tfparallel.data.rows_of_worker`).
         strategy: The strategy that trains on it.
+        read: Drops the inputs that the model does not read, which may have other rows.
 
     Returns:
         This worker's rows, padded like those of the others, and the number of rows of each worker;
@@ -143,18 +147,20 @@ def rows_and_counts(data, strategy) -> tuple[Any, list[tf.Tensor] | None]:
     rows_and_number = rows_of_worker.unmarked(data)
     if rows_and_number is not None:
         rows, number = rows_and_number
-        return rows, rows_of_workers(strategy, tf.cast(number, tf.int32))
+        return read(rows), rows_of_workers(strategy, tf.cast(number, tf.int32))
     if not _is_marked(data):
-        return data, None
+        return read(data), None
     workers = strategy.workers
     ((key, batch),) = data.items()
     shapes = [
         [None if n == "?" else int(n) for n in text.split("x") if n] for text in key.split(":")[1:]
     ]
     leaves = [
-        _padded(tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *shape]), workers)
+        tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *shape])
         for leaf, shape in zip(tf.nest.flatten(batch), shapes, strict=True)
     ]
+    batch = read(tf.nest.pack_sequence_as(batch, leaves))
+    leaves = [_padded(leaf, workers) for leaf in tf.nest.flatten(batch)]
     num_rows = tf.reshape(tf.shape(leaves[0])[0], [1])
     (counts,) = workers.all_gather([num_rows], [1] * workers.num_workers)
     counts = tf.unstack(counts, num=workers.num_workers)

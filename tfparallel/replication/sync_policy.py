@@ -25,8 +25,9 @@ import tensorflow as tf
 from tfparallel.callbacks.nan import NaNGuard
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.data import rows_of_worker
-from tfparallel.data.rows_of_replica import Place, count_rows
+from tfparallel.data.rows_of_replica import Place
 from tfparallel.extend import attach
+from tfparallel.replication.inputs import as_tensor, count_common_rows, has_batch_axis
 from tfparallel.replication.sync_option import EVERY_STEP, Synchronization
 from tfparallel.step.call import Call
 from tfparallel.step.one_step import PassResult
@@ -194,12 +195,13 @@ class EveryStep:
 
     def cut_here(self, data):
         """This worker's rows of a global batch, and their place in it."""
-        num_rows = count_rows(first_of(data))
+        data = keras.tree.map_structure(as_tensor, data)
+        num_rows = count_common_rows(keras.tree.flatten(data))
         of_worker = rows_of_worker.rows_of_worker(self.model.strategy)(num_rows)
         start, size = rows_of_worker.rows_to_read(of_worker, num_rows, tf.minimum, tf.maximum)
 
         def cut(leaf):
-            return None if leaf is None else shards.cut(leaf, start, size)
+            return shards.cut(leaf, start, size) if has_batch_axis(leaf) else leaf
 
         place = Place(self.model.strategy.first_replica, of_worker.start, of_worker.size, num_rows)
         return keras.tree.map_structure(cut, data), place
@@ -302,8 +304,3 @@ class BeginsEpochs(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs=None) -> None:
         """Lets the policy prepare the step."""
         self.model._policy.before_step()
-
-
-def first_of(data):
-    """The first tensor of a batch."""
-    return next(leaf for leaf in keras.tree.flatten(data) if leaf is not None)

@@ -173,7 +173,9 @@ class WorkerSession:
 
     def rows_and_counts(self, data: Any, kind: str) -> tuple[Any, Any]:
         """As `sample_partition.rows_and_counts`; also compares batches that all workers read."""
-        data, worker_rows = sample_partition.rows_and_counts(data, self._model.strategy)
+        data, worker_rows = sample_partition.rows_and_counts(
+            data, self._model.strategy, self._model._read
+        )
         if worker_rows is None:
             self.compare(data, kind)
         return data, worker_rows

@@ -8,6 +8,7 @@ others to the metrics.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -70,8 +71,7 @@ def whole_loss(
     outputs,
     sample_weight,
     added: Sequence[tf.Tensor],
-    *,
-    tells_trackers: bool = True,
+    trackers: Sequence[Any],
 ) -> tf.Tensor:
     """The total loss, from the sums of the terms and the added losses.
 
@@ -82,16 +82,14 @@ def whole_loss(
         outputs: Tensors or their types, in the structure of the outputs; their values do not count.
         sample_weight: The weights of the whole batch, or None.
         added: The losses that layers and regularizers add for the whole batch.
-        tells_trackers: Whether to update the trackers of each output's loss.
+        trackers: The trackers of each output's loss; none if they are not to be updated.
     """
     remaining = iter(sums)
 
     def instead(loss):
         return lambda *_: _value(*next(remaining))
 
-    compiled = compiled_loss(model)
-    trackers = compiled.metrics if tells_trackers else ()
-    losses = [call_with(instead, compiled, y, outputs, sample_weight, trackers)]
+    losses = [call_with(instead, compiled_loss(model), y, outputs, sample_weight, trackers)]
     losses += [added_loss(model, loss) for loss in added]
     return losses[0] if len(losses) == 1 else keras.ops.sum(losses)
 
