@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.extend import extend
 from tfparallel.layers.layer import PartwiseLayer
-from tfparallel.layers.parts import Parts, on_devices, whole
+from tfparallel.layers.parts import Parts, on_devices
 from tfparallel.replication.row_draws import for_both_passes, narrowed
 
 
@@ -21,7 +21,7 @@ class PartwiseDropout(PartwiseLayer):
 
     def call(self, inputs, training=False):
         if not training or self.rate == 0 or not isinstance(inputs, Parts):
-            return super().call(whole(inputs), training=training)
+            return super().call(inputs, training=training)
         return dropped_in_parts(self, inputs)
 
 

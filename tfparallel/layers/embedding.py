@@ -59,14 +59,15 @@ class VocabParallelEmbedding(ParallelHint, SplitLayer):
         if ids.dtype not in (tf.int32, tf.int64):
             ids = tf.cast(ids, tf.int32)
         if is_judged(ids):  # The judge would see many tables and no row apart in what follows.
-            return tf.gather(tf.concat([local.embeddings for local in self._small.layers], 0), ids)
+            table = tf.concat([local.embeddings for local in self._small.layers], 0)
+            return tf.cast(tf.gather(table, ids), self.compute_dtype)
         with where_it_is(ids):  # Usually the host; a device would have to wait for it.
             flat = tf.reshape(ids, [-1])
             flat = tf.where(flat < 0, flat + self.input_dim, flat)
+            # The last part gets all ids outside of the table, and treats them like the whole table.
+            flat = tf.where(flat < 0, self.input_dim, flat)
             starts = tf.constant(self._starts, flat.dtype)
-            # The last part gets ids past the table, and raises the same error as the whole table.
             owners = tf.searchsorted(starts, flat, side="right") - 1
-            owners = tf.maximum(owners, 0)
             number = len(self._devices)
             local_ids = tf.dynamic_partition(flat - tf.gather(starts, owners), owners, number)
             places = tf.dynamic_partition(tf.range(tf.size(flat)), owners, number)

@@ -113,7 +113,7 @@ class SplitLayer(OnDevices, FixedLayer):
 
     def _hold(self, locals_: Sequence[keras.Layer]) -> None:
         object.__setattr__(self, "_small", _HiddenLayers(list(locals_)))
-        settings = {*self.get_config(), "dtype_policy"} - {"name", "trainable"}
+        settings = {*_config_of(self), "dtype_policy"} - {"name", "trainable"}
         for name, value in vars(self).items():
             if isinstance(value, keras.Variable):
                 settings |= {name, name.removeprefix("_")}  # `kernel` is a property of `_kernel`.
@@ -191,13 +191,10 @@ def local_layer(
 
     The input shape defaults to the whole layer's; `changes` override entries of its config.
     """
-    config = {**layer.get_config(), **changes}
+    config = {**_config_of(layer), **changes}
     for key in config:
-        # The whole layer initializes the values, and applies penalties and constraints.
         if key.endswith("_initializer"):
             config[key] = "zeros"
-        elif key.endswith(("_regularizer", "_constraint")):
-            config[key] = None
     with without_draws(), tf.device(device):
         local = original_class(layer).from_config(config)
         if shape is not None:
@@ -205,3 +202,31 @@ def local_layer(
         else:
             local.build_from_config(layer.get_build_config())
     return local
+
+
+def has_activation_of_keras(layer: keras.Layer) -> bool:
+    """Returns whether the activation, if any, is Keras's own, which mixes at most the last axis.
+
+    A user's own function may do anything.
+    """
+    activation = getattr(layer, "activation", None)
+    module = getattr(activation, "__module__", "") or ""
+    return activation is None or module.startswith("keras.src.activations")
+
+
+def _config_of(layer: keras.Layer) -> dict[str, Any]:
+    """The config, without functions and objects of the user's, which Keras may not serialize.
+
+    The whole layer initializes the values, applies penalties and constraints, and calls activations
+    that are not Keras's.
+    """
+    of_whole = ("_initializer", "_regularizer", "_constraint")
+    without: dict[str, Any] = {name: None for name in vars(layer) if name.endswith(of_whole)}
+    if not has_activation_of_keras(layer):
+        without["activation"] = keras.activations.linear
+    before = {name: getattr(layer, name) for name in without}
+    vars(layer).update(without)  # Not by `setattr`: a split layer refuses other settings.
+    try:
+        return layer.get_config()
+    finally:
+        vars(layer).update(before)

@@ -28,21 +28,27 @@ class LossInParts:
 
     def __call__(self, y_true, y_pred, sample_weight=None):
         parts = getattr(y_pred, "_tfparallel_logits", None)
-        # Probabilities qualify only if a softmax computed them from these logits.
-        is_known = parts is not None and (
-            options_of(self)["from_logits"] != (logits_beside(y_pred) is not None)
-        )
-        object.__setattr__(self, "_parts", parts if is_known else None)
+        object.__setattr__(self, "_parts", parts if self._finds_logits_of(y_pred) else None)
         try:
             return super().__call__(y_true, y_pred, sample_weight)
         finally:
             object.__setattr__(self, "_parts", None)
+
+    def _finds_logits_of(self, y_pred) -> bool:
+        """Whether Keras's loss would look at the logits, instead of clipped probabilities."""
+        if options_of(self)["from_logits"]:
+            return logits_beside(y_pred) is None
+        # A softmax computed the probabilities, and no cast makes another tensor of them.
+        is_cast = keras.backend.standardize_dtype(y_pred.dtype) != self.dtype
+        return logits_beside(y_pred) is not None and not is_cast
 
     def call(self, y_true, y_pred):
         if self._parts is None:
             return super().call(y_true, y_pred)
         if len(y_true.shape) == len(y_pred.shape) and y_true.shape[-1] == 1:
             y_true = tf.squeeze(y_true, -1)
+        if not y_pred.shape[:-1].is_compatible_with(y_true.shape):
+            return super().call(y_true, y_pred)  # It raises an error.
         return cross_entropy(tf.cast(y_true, tf.int64), self._parts, y_pred.dtype)
 
 
@@ -80,6 +86,9 @@ def cross_entropy(labels: tf.Tensor, logits: Parts, dtype) -> tf.Tensor:
     if raises:
         with tf.control_dependencies(
             [
+                tf.debugging.assert_equal(
+                    tf.shape(labels), tf.shape(parts[0])[:-1], "Each softmax must have one label."
+                ),
                 tf.debugging.assert_non_negative(labels, "A label is negative."),
                 tf.debugging.assert_less(labels, num_classes, "A label is out of range."),
             ]

@@ -164,7 +164,7 @@ class SpatialMerge(SplitLayer):
     """Extends a sum, product or channel concatenation of pictures in the same parts."""
 
     def call(self, inputs):
-        call, parts = super().call, [picture.tensors for picture in inputs]
+        call, parts = super().call, [rows_by_device(picture, self._devices) for picture in inputs]
         outputs = on_devices(self._devices, lambda *pictures: call(list(pictures)), *parts)
         return Parts(outputs, 1, self._devices)
 
@@ -177,11 +177,16 @@ class SpatialGlobalPooling2D(SplitLayer):
 
     def call(self, inputs):
         """Reduces each part, then the results."""
+        parts = rows_by_device(inputs, self._devices)
         if isinstance(self, keras.layers.GlobalAveragePooling2D):
-            sums = self._reduced(tf.reduce_sum, inputs.tensors)
-            pooled = tf.add_n(sums, name="sum_of_parts") / self._num_pixels
+            # As Keras: in 16 bits, the sum would overflow.
+            dtype = keras.backend.result_type(inputs.dtype, "float32")
+            parts = on_devices(self._devices, lambda x: tf.cast(x, dtype), parts)
+            sums = self._reduced(tf.reduce_sum, parts)
+            mean = tf.add_n(sums, name="sum_of_parts") / self._num_pixels
+            pooled = tf.cast(mean, inputs.dtype)
         else:
-            pooled = self._largest(inputs.tensors)
+            pooled = self._largest(parts)
         return pooled if self.keepdims else tf.squeeze(pooled, [1, 2])
 
     def _largest(self, tensors):
@@ -218,7 +223,8 @@ class SpatialBatchNormalization(SplitLayer):
 
     def call(self, inputs, training=None, mask=None):
         dtype = keras.backend.result_type(inputs.dtype, "float32")
-        parts = on_devices(self._devices, lambda x: tf.cast(x, dtype), inputs.tensors)
+        parts = rows_by_device(inputs, self._devices)
+        parts = on_devices(self._devices, lambda x: tf.cast(x, dtype), parts)
         if training and self.trainable:
             mean, variance = self._moments_of_parts(parts)
             for moving, value in ((self.moving_mean, mean), (self.moving_variance, variance)):
@@ -252,6 +258,11 @@ class SpatialBatchNormalization(SplitLayer):
         means = on_each(mean, self._devices)
         squares = on_devices(self._devices, lambda x, m: tf.square(x - m), parts, means)
         return mean, mean_of(squares)
+
+
+def rows_by_device(picture, devices: Sequence[str]) -> list[tf.Tensor]:
+    """Returns each device's rows of a picture of known height, in parts or whole."""
+    return pieces(picture, sizes_of(picture.shape[1], devices), 1, devices)
 
 
 def rows_of(picture, low: int, high: int, devices: Sequence[str]) -> tf.Tensor:

@@ -11,7 +11,7 @@ from tfparallel.extend import original_class
 from tfparallel.keras_compat import renormalizes
 from tfparallel.layers import spatial
 from tfparallel.layers.dropout import PartwiseDropout
-from tfparallel.layers.layer import PartwiseLayer
+from tfparallel.layers.layer import PartwiseLayer, has_activation_of_keras
 
 HEIGHT = "height"
 CALLER = "the model's caller"
@@ -42,16 +42,6 @@ _BEHIND = {
 def class_of(layer: keras.Layer) -> type:
     """Returns the class that extends a layer split by height."""
     return (_WINDOWS | _BEHIND)[original_class(layer)]
-
-
-def has_activation_of_keras(layer: keras.Layer) -> bool:
-    """Returns whether the activation, if any, is Keras's own, which mixes at most the last axis.
-
-    A user's own function may do anything.
-    """
-    activation = getattr(layer, "activation", None)
-    module = getattr(activation, "__module__", "") or ""
-    return activation is None or module.startswith("keras.src.activations")
 
 
 def is_split_by_height(layer: keras.Layer, graph, num_devices: int, in_rows: set[str]) -> bool:

@@ -29,14 +29,9 @@ import keras
 from tfparallel.extend import original_class
 from tfparallel.layers.composite import Group, class_of_keras
 from tfparallel.layers.einsum import axes_of, units_of
+from tfparallel.layers.layer import has_activation_of_keras
 from tfparallel.layers.parallel_hints import hint_of
-from tfparallel.layers.spatial_plan import (
-    CALLER,
-    HEIGHT,
-    has_activation_of_keras,
-    is_in_rows,
-    is_split_by_height,
-)
+from tfparallel.layers.spatial_plan import CALLER, HEIGHT, is_in_rows, is_split_by_height
 from tfparallel.problems import PlacementError, Problems
 from tfparallel.seams.functional import calls_of, calls_to, functional_of, maker_of
 from tfparallel.seams.keras import layers_in
