@@ -20,6 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.data.element_form import without_none
 from tfparallel.data.example_order import epoch_order
 from tfparallel.texts import short
 
@@ -93,7 +94,7 @@ class Arrays(Source):
         # On the host: batches are gathered there, and only a batch is copied to a device.
         with tf.device("CPU:0"):
             self.tensors = tf.nest.map_structure(
-                lambda array: cast(tf.convert_to_tensor(array)), tuple(data)
+                lambda array: cast(tf.convert_to_tensor(array)), without_none(data, "the data")
             )
         shapes = [tuple(tensor.shape) for tensor in tf.nest.flatten(self.tensors)]
         sizes = {shape[0] if shape else None for shape in shapes}
@@ -148,7 +149,10 @@ class Batches(Source):
                 "A PyDataset must yield (x, y) or (x, y, sample_weight). Received: "
                 f"{type(batch).__name__} from {type(self._dataset).__name__}."
             )
-        return tuple(part for part in batch if part is not None)
+        return without_none(batch, self._name(index))
+
+    def _name(self, index):
+        return f"batch {index} of {type(self._dataset).__name__}"
 
     def read(self, indices):
         leaves = self._by_python(self._leaves, indices, self._specs)
@@ -220,7 +224,10 @@ class Examples(Source):
                 "elements: `tfparallel.data.Examples(data, lambda row: (row['x'], row['y']))`; "
                 "after a filter, leave out the elements that are missing."
             )
-        return _in_arrays(tuple(example))
+        return _in_arrays(without_none(example, self._name(index)))
+
+    def _name(self, index):
+        return f"example {index} of {type(self._data).__name__}"
 
     def read(self, indices):
         leaves = self._by_python(self._leaves, indices, self._specs)
