@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.data import rows_of_worker
+from tfparallel.data.element_form import common_shape
 from tfparallel.data.example_order import batch_indices, num_batches_per_pass
 from tfparallel.data.sources import Source, as_source, cast
 
@@ -277,13 +278,13 @@ def first_batches(
 def batches_dataset(batches: list[tuple[Any, ...]]) -> tf.data.Dataset:
     """Returns a dataset that yields the given batches of NumPy arrays in order."""
 
-    def any_length(array: np.ndarray) -> tf.TensorSpec:
-        return tf.TensorSpec((None, *array.shape[1:]), array.dtype)
+    def any_length(*arrays: np.ndarray) -> tf.TensorSpec:
+        return tf.TensorSpec(common_shape(arrays, any_rows=True), arrays[0].dtype)
 
     def generate() -> Iterator[tuple[Any, ...]]:
         yield from batches
 
-    signature = tf.nest.map_structure(any_length, batches[0])
+    signature = tf.nest.map_structure(any_length, *batches)
     dataset = tf.data.Dataset.from_generator(generate, output_signature=signature)
     return dataset.apply(tf.data.experimental.assert_cardinality(len(batches)))
 

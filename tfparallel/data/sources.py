@@ -20,6 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.data.element_form import ElementForm, in_array, without_none
 from tfparallel.data.example_order import epoch_order
 from tfparallel.texts import short
 
@@ -93,7 +94,7 @@ class Arrays(Source):
         # On the host: batches are gathered there, and only a batch is copied to a device.
         with tf.device("CPU:0"):
             self.tensors = tf.nest.map_structure(
-                lambda array: cast(tf.convert_to_tensor(array)), tuple(data)
+                lambda array: cast(tf.convert_to_tensor(array)), without_none(data, "the data")
             )
         shapes = [tuple(tensor.shape) for tensor in tf.nest.flatten(self.tensors)]
         sizes = {shape[0] if shape else None for shape in shapes}
@@ -118,13 +119,15 @@ class Batches(Source):
     """The batches of a `keras.utils.PyDataset`, in an order of our own.
 
     Only the order of the batches changes; their examples stay together. The dataset's
-    `on_epoch_end` is not called, since it could not be repeated for a resumed epoch.
+    `on_epoch_end` is not called, since it could not be repeated for a resumed epoch. As in Keras,
+    an axis whose length differs between the first two batches may have any length in the others.
 
     Args:
         dataset: A dataset with a known number of batches.
 
     Raises:
-        ValueError: If the number of batches is unknown or 0.
+        ValueError: If the number of batches is unknown or 0, or the first two batches do not have
+            the same structure and dtypes.
     """
 
     whole_batches = True
@@ -137,9 +140,16 @@ class Batches(Source):
             )
         self.num_indices = int(dataset.num_batches)
         self._dataset = dataset
-        first = tf.nest.map_structure(np.asarray, self._batch(0))
-        self._structure = first
-        self._specs = [(leaf.shape[1:], leaf.dtype) for leaf in tf.nest.flatten(first)]
+        # As many as Keras reads to learn the shapes.
+        first = [self._batch(index) for index in range(min(2, self.num_indices))]
+        self._form = ElementForm(self._name, first, whole_batches=True)
+        self._nothing = [
+            np.empty((0, *leaf.shape[1:]), leaf.dtype) for leaf in tf.nest.flatten(first[0])
+        ]
+        self._specs = [
+            (shape[1:], leaf.dtype)
+            for shape, leaf in zip(self._form.shapes, self._nothing, strict=True)
+        ]
 
     def _batch(self, index):
         batch = self._dataset[index]
@@ -148,19 +158,20 @@ class Batches(Source):
                 "A PyDataset must yield (x, y) or (x, y, sample_weight). Received: "
                 f"{type(batch).__name__} from {type(self._dataset).__name__}."
             )
-        return tuple(part for part in batch if part is not None)
+        return tf.nest.map_structure(in_array, without_none(batch, self._name(index)))
+
+    def _name(self, index):
+        return f"batch {index} of {type(self._dataset).__name__}"
 
     def read(self, indices):
         leaves = self._by_python(self._leaves, indices, self._specs)
-        return tf.nest.pack_sequence_as(self._structure, leaves)
+        return tf.nest.pack_sequence_as(self._form.first, leaves)
 
     def _leaves(self, indices):
         if not len(indices):
-            return [np.empty((0, *shape), dtype) for shape, dtype in self._specs]
-        leaves = tf.nest.flatten(self._batch(int(indices[0])))
-        return [
-            np.asarray(leaf, dtype) for leaf, (_, dtype) in zip(leaves, self._specs, strict=True)
-        ]
+            return self._nothing
+        index = int(indices[0])
+        return self._form.leaves(index, self._batch(index))
 
     def __str__(self):
         return f"{type(self._dataset).__name__} of {self.num_indices} batches"
@@ -200,8 +211,9 @@ class Examples(Source):
         self._data, self._to_example = data, to_example
         # The index of a grain.MapDataset counts through all epochs, and seeds what it draws.
         self._counts_epochs = hasattr(data, "to_iter_dataset")
-        self._structure = self._read_one(0, self._elements([0])[0])
-        self._specs = [(leaf.shape, leaf.dtype) for leaf in tf.nest.flatten(self._structure)]
+        first = self._read_one(0, self._elements([0])[0])
+        self._form = ElementForm(self._name, [first])
+        self._specs = [(leaf.shape, leaf.dtype) for leaf in tf.nest.flatten(first)]
 
     def order(self, seed, epoch):
         return super().order(seed, epoch) + self._counts_epochs * epoch * self.num_indices
@@ -220,43 +232,36 @@ class Examples(Source):
                 "elements: `tfparallel.data.Examples(data, lambda row: (row['x'], row['y']))`; "
                 "after a filter, leave out the elements that are missing."
             )
-        return _in_arrays(tuple(example))
+        return _in_arrays(without_none(example, self._name(index)))
+
+    def _name(self, index):
+        return f"example {index} of {type(self._data).__name__}"
 
     def read(self, indices):
         leaves = self._by_python(self._leaves, indices, self._specs)
-        return tf.nest.pack_sequence_as(self._structure, leaves)
+        return tf.nest.pack_sequence_as(self._form.first, leaves)
 
     def _leaves(self, indices):
         indices = indices.tolist()
         if not indices:
             return [np.empty((0, *shape), dtype) for shape, dtype in self._specs]
-        elements = self._elements(indices)
-        examples = [self._read_one(*pair) for pair in zip(indices, elements, strict=True)]
-        columns = zip(*map(tf.nest.flatten, examples), strict=True)
-        arrays = []
-        for column, (shape, dtype) in zip(columns, self._specs, strict=True):
-            other = next((each for each in column if each.shape != shape), None)
-            if other is not None:
-                raise ValueError(
-                    "All examples must have the same shapes. Received: an array of shape "
-                    f"{other.shape}, and one of shape {shape} in the first example. Pad or cut "
-                    "them."
-                )
-            arrays.append(np.stack(column).astype(dtype, copy=False))
-        return arrays
+        examples = [
+            self._form.leaves(index, self._read_one(index, element))
+            for index, element in zip(indices, self._elements(indices), strict=True)
+        ]
+        return list(map(np.stack, zip(*examples, strict=True)))
 
     def __str__(self):
         return f"{type(self._data).__name__} of {self.num_indices} examples"
 
 
 def _in_arrays(value):
-    """Returns arrays in the tuples and dicts of a value; texts as objects of any length."""
+    """Returns arrays in the tuples and dicts of a value."""
     if isinstance(value, dict):
         return {name: _in_arrays(each) for name, each in value.items()}
     if isinstance(value, tuple):
         return tuple(map(_in_arrays, value))
-    array = np.asarray(value)
-    return array.astype(object) if array.dtype.kind in "US" else array
+    return in_array(value)
 
 
 def _is_indexable(data) -> bool:
