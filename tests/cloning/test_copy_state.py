@@ -42,6 +42,19 @@ def assert_alike(copy, model, shape=(5, 6)):
 
 
 @every_builder
+def test_operations_that_read_a_weight_read_that_of_the_clone(clone):
+    """Story: they read the model's, so that the clone's lost their gradients."""
+    tied, inputs = layers.Dense(8, use_bias=False, name="tied"), keras.Input((6,))
+    again = keras.ops.matmul(tied(layers.Dense(8)(inputs)), tied.kernel)
+    model = keras.Model(inputs, layers.Dense(3)(again))
+    copy = clone(model)
+    for each in (model, copy):
+        each.compile(keras.optimizers.SGD(0.1), "mse")
+        each.fit(np.ones((4, 6)), np.ones((4, 3)), batch_size=4, epochs=2, verbose=0)
+    assert_alike(copy, model)
+
+
+@every_builder
 def test_flags_of_single_variables(clone):
     """Story: a kernel that was frozen by itself was thawed in the clone; weights 18% off."""
     model = around()

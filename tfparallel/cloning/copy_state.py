@@ -20,6 +20,7 @@ import keras
 from tfparallel.cloning.attributes import CannotCarry, carry_attributes, read_by, same
 from tfparallel.cloning.verify_clone import OF_A_VARIABLE, NotAlike, differences
 from tfparallel.extend import original_class
+from tfparallel.seams.functional import calls_of
 from tfparallel.seams.keras import (
     layers_held_by,
     layers_in,
@@ -75,6 +76,7 @@ def copy_state(
         for source, target in variables:
             target.assign(source)
             target._path = source.path  # An optimizer names its slots by it.
+        _read_copies(pairs, variables)
         for source, target in pairs:
             target.trainable = source.trainable
         for source, target in variables:
@@ -206,6 +208,25 @@ def _matched(model, pairs) -> list[tuple[keras.Variable, keras.Variable]]:
                 )
     _refuse(model, problems)
     return list(matches.values())
+
+
+def _read_copies(pairs, variables) -> None:
+    """Makes operations of the copy read its variables, where those of the model read its own.
+
+    `keras.ops.matmul(x, layer.kernel)` has the variable itself as an argument, and no config.
+    """
+    copies = {id(source): target for source, target in variables}
+    for source, target in pairs:
+        for node, copied in zip(calls_of(source), calls_of(target), strict=False):
+            arguments = keras.tree.flatten((node.arguments.args, node.arguments.kwargs))
+            if copies.keys() & map(id, arguments):
+                of_copy = (copied.arguments.args, copied.arguments.kwargs)
+                flat = [
+                    copies.get(id(argument), other)
+                    for argument, other in zip(arguments, keras.tree.flatten(of_copy), strict=True)
+                ]
+                of_copy = keras.tree.pack_sequence_as(of_copy, flat)
+                copied.arguments.args, copied.arguments.kwargs = of_copy
 
 
 def _variables_of(layer) -> list[keras.Variable]:

@@ -1,5 +1,7 @@
 """The Keras model of `hybrid_parallel`: several replicas, each on several devices."""
 
+import contextlib
+
 from tfparallel.compute_context import within
 from tfparallel.hybrid.places import MeshPlaces
 from tfparallel.hybrid.replicated_inference import SpreadCall
@@ -39,8 +41,10 @@ class HybridModel(SpreadCall, NestedModel, PipelinedModel):
         """How each split layer is split, by name; the others are on their stage's first device."""
         return self._layout.split_of
 
+    @contextlib.contextmanager
     def _around_a_batch(self, kind):
-        return self._session.around_a_batch(kind)
+        with self._session.around_a_batch(kind), super()._around_a_batch(kind):
+            yield
 
     def _begin(self, call):
         if call.kind == "fit" and self._shards_optimizer:

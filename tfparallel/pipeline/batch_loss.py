@@ -221,7 +221,7 @@ def _regularized(model):
             parts = model._parts([variable])
             values = [value for _, value in _storage_in(parts)]
             with tf.device(_device_of(parts[0])), tf.GradientTape() as tape:
-                tape.watch(values)
+                tape.watch([value for value in values if value.trainable])
                 loss = variable.regularizer(variable)
             watched, read = set(map(id, values)), read_by(tape, model._trained())
             others = [pair for pair in read if id(pair[1]) not in watched]

@@ -374,7 +374,7 @@ class ReplicaStep:
         return recompute == "always" or (recompute == "except_last" and not is_last)
 
     def _variables_of(self, stage):
-        """Returns the trainable variables of a stage's layers, and those they read in closures."""
+        """Returns the trained variables of a stage's layers, and those they read in closures."""
         # A frozen layer lists none, but its variables may be trained in another layer.
         variables = [v for layer in stage.layers for v in layer.variables]
         variables = self._options.model._parts(variables)
@@ -382,5 +382,6 @@ class ReplicaStep:
         return [
             variable
             for variable in self._trained
+            if copies(variable)[0].trainable  # A tape watches no other, even if it was unfrozen.
             if id(variable) in ids or read[stage.index].intersection(map(id, copies(variable)))
         ]

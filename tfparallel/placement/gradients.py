@@ -20,11 +20,14 @@ def gradients(loss: tf.Tensor, variables: Sequence[keras.Variable]) -> list[tf.T
         variables: The variables to differentiate by.
 
     Returns:
-        ∂loss/∂v for each, on the device of v's first use; None where there is none.
+        ∂loss/∂v for each, on the device of v's first use; None where there is none, and for a
+        variable that a tape does not watch.
     """
-    return tf.compat.v1.gradients(
-        loss, [variable.value for variable in variables], colocate_gradients_with_ops=True
-    )
+    values = [variable.value for variable in variables]
+    watched = [value for value in values if value.trainable]
+    results = tf.compat.v1.gradients(loss, watched, colocate_gradients_with_ops=True)
+    by_value = dict(zip(map(id, watched), results, strict=True))
+    return [by_value.get(id(value)) for value in values]
 
 
 def gradients_of_a_part(targets: Sequence, sources: Sequence, seeds: Sequence) -> list[Any]:

@@ -61,11 +61,11 @@ class PlacedModel(OneStep):
             self._place_updates()
 
     def _build_optimizer(self):
-        """Builds the slots, each beside its weight: in the first step, as Keras does."""
-        self._place_updates()
-        weights = self.trainable_variables
-        if weights and not self.optimizer.built and all(map(_has_its_variables, layers_in(self))):
-            self.optimizer.build(weights)
+        """Builds the slots, each beside its weight."""
+        if self.optimizer is not None:
+            self._place_updates()
+        if all(map(_has_its_variables, layers_in(self))):
+            super()._build_optimizer()
 
     def _place_updates(self):
         prepare(self.optimizer, Places())
@@ -81,16 +81,13 @@ class PlacedModel(OneStep):
     def compile_from_config(self, config):
         """Compiles the model like a saved model, or another one."""
         self.compile(**keras.saving.deserialize_keras_object(config))
-        if self.optimizer is not None:  # Keras restores its state next.
-            self._build_optimizer()
+        self._build_optimizer()  # Keras restores its state next.
 
     def _begin(self, call):
         call.enter(naming_lost_process(self._by_device))
         super()._begin(call)
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
-        if self.optimizer is not None and self.train_function is None:
-            self._build_optimizer()
         build_ahead(self, iterator, data_batch, self._beside_the_loss())
         self._tell_callbacks(iterator)
 
@@ -98,8 +95,6 @@ class PlacedModel(OneStep):
         """Builds the step of `fit`, which waits for earlier eager writes."""
         if force or self.train_function is None:
             check_known(self)
-            if self.optimizer is not None:  # A direct call of the step needs it, too.
-                self._build_optimizer()
         super().make_train_function(force)
         self.train_function = _after_writes(self.train_function)
         return self.train_function

@@ -198,6 +198,7 @@ def _trace(model, data) -> list[Noted]:
     )  # fmt: skip
     # The first trace creates the metrics' variables; Keras also does this before its first step.
     model._symbolic_build(data_batch=tuple(data))
+    model._build_optimizer()
     with recording() as trace:
         tf.function(model.train_step).get_concrete_function(spec)
         return trace.operations()

@@ -140,8 +140,7 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
 
     @contextlib.contextmanager
     def _around_a_batch(self, kind):
-        settled = contextlib.nullcontext() if kind == "fit" else self._policy.settled()
-        with self._session.around_a_batch(kind), settled:
+        with self._session.around_a_batch(kind), super()._around_a_batch(kind):
             yield
 
     def _begin(self, call):
@@ -212,7 +211,7 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
         if self.train_function is None:
             extend_parts(self)  # Before building an optimizer that was set since `compile`.
         if is_own(self, "train_step"):
-            return  # Only the user's step knows what it calls and updates.
+            return  # Only the user's step knows what it calls.
         if iterator is not None:
             data_batch = sample_partition.unmarked(types_of_batches(batches_of(iterator)))
         with self.strategy.scope():
@@ -224,10 +223,15 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
             check_known(self)
         self._choose_all_reduce()
         self._make_ahead()
-        if self.strategy is None and self.built and self.optimizer and not self.optimizer.built:
-            # Keras would build it within each step, and `ScheduleFreeAdamW` would start over.
-            self.optimizer.build(self.trainable_variables)
         return super().make_train_function(force)
+
+    def _build_optimizer(self):
+        if self.strategy is None:
+            if self.built:
+                super()._build_optimizer()
+        elif not is_own(self, "train_step"):  # Only the user's step knows what it updates.
+            with self.strategy.scope():
+                super()._build_optimizer()
 
     def make_test_function(self, force=False):
         """Traces a step of `evaluate`."""

@@ -248,6 +248,12 @@ class HasPolicy:
         self._policy.begin(call)
         super()._begin(call)
 
+    @contextlib.contextmanager
+    def _around_a_batch(self, kind):
+        settled = contextlib.nullcontext() if kind == "fit" else self.settled_workers()
+        with settled, super()._around_a_batch(kind):
+            yield
+
     def _apply_result(self, result):
         self._policy.apply(result, super()._apply_result)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+from keras.src.backend import AutocastScope
 from keras.src.layers.layer import CallContext
 from keras.src.models import functional
 from keras.src.models.functional import Functional
@@ -41,16 +42,20 @@ def in_training(operation: keras.Operation) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def calling_with(layer: keras.Layer, training: bool) -> Iterator[CallContext]:
-    """Makes layers called within the block find `training`, as if `layer` had set it.
+    """Makes operations called within the block find what `layer` sets when it is called.
+
+    They find `training`, and with mixed precision the dtype to which variables are cast.
 
     Yields:
-        The context in which they find it, as `training`.
+        The context in which they find `training`.
     """
     call_context, outer = CallContext(entry_layer=layer), get_global(_CALL)
     call_context.set_value("training", training)
     set_global(_CALL, call_context)
+    is_mixed = layer.compute_dtype != layer.variable_dtype
     try:
-        yield call_context
+        with AutocastScope(layer.compute_dtype) if is_mixed else contextlib.nullcontext():
+            yield call_context
     finally:
         set_global(_CALL, outer)
 

@@ -1,8 +1,9 @@
 """Creates the variables of a step before it is traced.
 
 A `tf.function` that creates variables is traced twice. Keras creates the states of compiled
-metrics, the optimizer's slots and its global seed in the first step, whose traces take most of the
-first epoch of a deep network. With the variables created here, the step is traced once.
+metrics and its global seed in the first step, whose traces take most of the first epoch of a deep
+network. With the variables created here, the step is traced once. `make_train_function` creates the
+optimizer's slots (`one_step.py`).
 """
 
 import contextlib
@@ -24,7 +25,7 @@ def types_of_batches(dataset: tf.data.Dataset):
 
 
 def build_ahead(model: keras.Model, iterator, data_batch, scope) -> None:
-    """Builds a compiled model's loss, metrics and optimizer, if Keras can do so without a step.
+    """Builds a compiled model's loss and metrics, if Keras can do so without a step.
 
     Args:
         model: The model. Does nothing if it overrides `train_step`, since only the override knows
@@ -43,7 +44,7 @@ def build_ahead(model: keras.Model, iterator, data_batch, scope) -> None:
 
 
 def symbolic_build(model: keras.Model, data_batch) -> None:
-    """Builds a compiled model, its loss, metrics and optimizer, from a batch or its types.
+    """Builds a compiled model, its loss and metrics, from a batch or its types.
 
     Keras would replace ragged tensors by dense ones, and a `call` that pads ragged tensors would
     fail. So we call such a model with the types that it will receive.
@@ -69,8 +70,6 @@ def symbolic_build(model: keras.Model, data_batch) -> None:
         if loss is not None and not loss.built:
             arguments = (None, y, y_pred, sample_weight)
             compute_output_spec(loss_of_batch, model, *arguments, training=False)
-    if model.optimizer is not None and not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
     end_build(model)
 
 

@@ -81,11 +81,29 @@ class OneStep(ExtendedModel, CompiledByDevice):
                 super()._symbolic_build(iterator, data_batch)
         finally:
             vars(self)["optimizer"] = optimizer
-        # Built outside of the trace, since initial values are assigned (`ScheduleFreeAdamW`).
-        if optimizer is not None and not optimizer.built:
-            optimizer.build(self.trainable_variables)
         if is_new and metrics.built:
             attach(self, _metrics_built_ahead=metrics)
+
+    def _build_optimizer(self) -> None:
+        """Builds the optimizer for the weights that are trained now, if any."""
+        weights = self.trainable_variables
+        if self.optimizer is not None and not self.optimizer.built and weights:
+            self.optimizer.build(weights)
+
+    def make_train_function(self, force=False):
+        """Builds the optimizer, and creates the function of a step of `fit`.
+
+        Keras builds it in the first step. Here it is built before that step is traced, as initial
+        values are assigned (`ScheduleFreeAdamW`), but not before training begins.
+        """
+        self._build_optimizer()
+        return super().make_train_function(force)
+
+    @contextlib.contextmanager
+    def _around_a_batch(self, kind):
+        with super()._around_a_batch(kind):
+            yield
+        attach(self, _metrics_built_ahead=None)  # Older versions of Keras have not reset them.
 
     def reset_metrics(self):
         """Resets the metrics, except those that Keras would only build in the first step.
@@ -116,8 +134,6 @@ class OneStep(ExtendedModel, CompiledByDevice):
 
     def _tell_callbacks(self, iterator) -> None:
         """Passes the parameters of a starting `fit`, with the batches, to its callbacks."""
-        if iterator is None:  # In a step of `train_on_batch`, Keras builds the metrics.
-            attach(self, _metrics_built_ahead=None)
         callbacks_of_fit = getattr(self, "_callbacks_of_fit", None)
         if callbacks_of_fit is not None and iterator is not None:
             callbacks, params = callbacks_of_fit

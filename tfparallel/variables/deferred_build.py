@@ -32,6 +32,7 @@ from tfparallel.seams.keras import (
     initializer_of,
     set_global,
     set_initializer,
+    storage_of,
 )
 
 _CANNOT_WAIT = "create a variable while in a stateless scope"
@@ -125,11 +126,7 @@ class StoragelessModel:
             if self._waiting.pop(id(variable), None) is None:
                 continue
             with tf.device(device), _scope_of(variable):
-                # If it were created frozen, a tape would not see it even after it is unfrozen.
-                is_trained = variable.trainable
-                variable.trainable = self._trainable[id(variable)]
-                initialize(variable)
-                variable.trainable = is_trained
+                _initialize(variable, self._trainable[id(variable)])
                 assigned = self._scope.get_current_value(variable)
                 if assigned is not None:
                     variable.assign(assigned)
@@ -167,7 +164,17 @@ def move_variables(variables: Iterable[keras.Variable], device: str) -> None:
     """Moves initialized variables to another device."""
     for variable in variables:
         with tf.device(device), _scope_of(variable):
-            initialize(variable, variable.numpy())
+            _initialize(variable, storage_of(variable).trainable, variable.numpy())
+
+
+def _initialize(variable, is_watched: bool, value: Any = None) -> None:
+    """Allocates a variable that tapes watch, or not, whether or not it is frozen now.
+
+    As in Keras, a tape watches the variables that were created trainable, frozen or unfrozen later.
+    """
+    is_trained, variable.trainable = variable.trainable, is_watched
+    initialize(variable, value)
+    variable.trainable = is_trained
 
 
 def _scope_of(variable):
