@@ -81,11 +81,11 @@ class OneStep(ExtendedModel, CompiledByDevice):
                 super()._symbolic_build(iterator, data_batch)
         finally:
             vars(self)["optimizer"] = optimizer
+            if is_new and metrics.built:
+                attach(self, _metrics_built_ahead=metrics)
         # Built outside of the trace, since initial values are assigned (`ScheduleFreeAdamW`).
         if optimizer is not None and not optimizer.built:
             optimizer.build(self.trainable_variables)
-        if is_new and metrics.built:
-            attach(self, _metrics_built_ahead=metrics)
 
     def reset_metrics(self):
         """Resets the metrics, except those that Keras would only build in the first step.
