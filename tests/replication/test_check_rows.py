@@ -279,11 +279,12 @@ def test_batches_of_a_known_size_train_as_on_one_device(make, in_float64):
 @pytest.mark.parametrize(
     ("devices", "batch_size"), [(TWO, 9), ([*TWO, "CPU:2"], 7)], ids=["two", "one without rows"]
 )
-def test_what_a_layer_exchanges_is_known_to_all(layer, devices, batch_size, in_float64):
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_what_a_layer_exchanges_is_known_to_all(layer, devices, batch_size, eagerly, in_float64):
     def trained(make):
         keras.utils.set_random_seed(1)
         model = make(net(layer))
-        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=eagerly)
         model.fit(X, Y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
         return model.get_weights()
 

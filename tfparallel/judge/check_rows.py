@@ -15,6 +15,9 @@ from tfparallel.user_log import notice
 
 _READ_LATER = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
 
+# What Python raises when code reads the value of a tensor in a trace.
+_OF_VALUES = (AttributeError, NotImplementedError, TypeError)
+
 _SHOWN = 5
 
 
@@ -98,6 +101,15 @@ def why_not_in_pieces(layer: keras.Layer, call: Callable, args: tuple, kwargs: d
     except Exception as error:
         if _declares_its_rows(layer):
             return _refusal(layer, layer, f"it fails for another number of rows: {error}")
+        if tf.executing_eagerly() and isinstance(error, _OF_VALUES):
+            raise ValueError(
+                "Examples must be computed independently. This is proved on a trace of the call, "
+                "in which tensors have no values. A call without Python code that reads values is "
+                f"required. Received: model '{layer.name}' with run_eagerly=True; "
+                f"{type(error).__name__}: {' '.join(str(error).split())[:300]}. Use tensor "
+                "operations instead of `.numpy()`, `float(…)` and `if`. To train without the "
+                "proof, pass `check_rows=False`."
+            ) from error
         raise  # As the step would, which is traced in the same way.
     attach(layer, _proof=proof)
     return None if proof.fault is None else refusal_of(layer, proof.fault)

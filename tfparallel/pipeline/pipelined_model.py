@@ -170,8 +170,9 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
         """Builds the loss for its targets, as Keras does before its first step."""
         try:
             self._symbolic_build(data_batch=(x, y, sample_weight))
-        except (RuntimeError, ValueError):
-            # The model rejects dense tensors, or calls outside of training.
+        except Exception:
+            # The model rejects dense tensors, or calls outside of training; or a metric reads
+            # values, which only an eager step has.
             outputs = as_outputs(self, self.outputs)
             with tf.init_scope():
                 compiled_loss(self).build(y, outputs)

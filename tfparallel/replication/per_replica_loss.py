@@ -37,6 +37,7 @@ from tfparallel.step.loss_placement import (
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.one_step import OneStep, PassResult
 from tfparallel.step.piece_sums import growth, terms, whole_loss
+from tfparallel.step.read_outputs import returning_read_outputs
 from tfparallel.step.row_counts import aligned, as_many_rows
 from tfparallel.tracing.trial_trace import traced_apart
 
@@ -126,16 +127,17 @@ class OwnRows(WhereRowsMeet, OneStep):
         return self._call_on_replicas(call, (x,), mode, worker_rows=worker_rows, gathers=gathers)
 
     def _look_at_rows_of(self, data, training=True) -> None:
-        """Refuses a model that mixes examples."""
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        """Refuses a model that mixes examples in outputs that a loss or a metric reads."""
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         mode = {"training": training} if takes_training(self) else {}
-        self._look_at_rows(self._call_of_layer, (x,), mode)
+        call = returning_read_outputs(self, self._call_of_layer, y)
+        self._look_at_rows(call, (x,), mode, read_by=compiled_loss(self))
 
     def _terms_of_own_rows(self, data, metrics, worker_rows, training) -> "_Terms":
         """Sums the loss terms and metric increments of all replicas' rows."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         mode = {"training": training} if takes_training(self) else {}
-        call = self._call_of_layer
+        call = returning_read_outputs(self, self._call_of_layer, y)
         self._look_at_rows_of(data, training)
         y, sample_weight = aligned(x, y, sample_weight)
         compiled, first = compiled_loss(self), _first(x)

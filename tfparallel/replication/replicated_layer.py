@@ -18,7 +18,8 @@ from tfparallel.update.pending_sums import PendingSums
 class ReplicatedLayer:
     """Extends a layer or model to divide its calls in a program over the replicas."""
 
-    _judged_eagerly: Mapping[str, Any] = {}  # The proofs of eager calls, by kind of arguments.
+    # The proofs of eager calls, by what reads the outputs, and by kind of arguments.
+    _judged_eagerly: Mapping[tuple[Any, str], Any] = {}
 
     def __call__(self, *args, **kwargs):
         """Calls the layer; in a program, on all replicas."""
@@ -34,8 +35,15 @@ class ReplicatedLayer:
         """The layer's original `__call__`, unreplicated."""
         return super().__call__
 
-    def _look_at_rows(self, call, args, kwargs):
-        """Refuses a call that mixes examples."""
+    def _look_at_rows(self, call, args, kwargs, read_by=None):
+        """Refuses a call that mixes examples.
+
+        Args:
+            call: The layer's original `__call__`, or one that returns what a loss reads.
+            args: The arguments of the call.
+            kwargs: Its keyword arguments.
+            read_by: The compiled loss, if only the outputs that it or a metric reads are returned.
+        """
         setting = getattr(self, "_check_rows", None)
         looks = self._strategy.check_rows if setting is None else setting
         looks = looks and self._strategy.place is None  # Apart, the step has already been judged.
@@ -43,7 +51,7 @@ class ReplicatedLayer:
         if not looks or not (is_divided or getattr(self, "_accumulates", False)):
             return
         # Every trace is judged; an eager step would be judged in every call.
-        kind = str(keras.tree.map_structure(_type_of, (args, kwargs)))
+        kind = read_by, str(keras.tree.map_structure(_type_of, (args, kwargs)))
         proof = self._judged_eagerly.get(kind) if tf.executing_eagerly() else None
         if proof is None:
             workers = self._strategy.workers

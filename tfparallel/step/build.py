@@ -48,11 +48,19 @@ def symbolic_build(model: keras.Model, data_batch) -> None:
 
     Keras would replace ragged tensors by dense ones, and a `call` that pads ragged tensors would
     fail. So we call such a model with the types that it will receive.
+
+    With `run_eagerly`, a loss or metric may read values, which a symbolic call does not have. Keras
+    builds each just before it calls it; what is still unbuilt is built by the eager step.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data_batch)
+    may_fail = contextlib.suppress(Exception) if model.run_eagerly else contextlib.nullcontext()
     if model.built or not any(map(_is_ragged, keras.tree.flatten(x))):
-        model._symbolic_build(data_batch=data_batch)
-        return
+        try:
+            model._symbolic_build(data_batch=data_batch)
+            return
+        except Exception:
+            if not (model.built and model.run_eagerly):
+                raise
 
     @tf.function(autograph=False)
     def outputs(x):
@@ -60,16 +68,18 @@ def symbolic_build(model: keras.Model, data_batch) -> None:
             return model(x, training=False)
 
     types = keras.tree.map_structure(_type_of, x)
-    with keras.StatelessScope():  # Creates the variables on exit, outside of the function.
-        y_pred_specs = outputs.get_concrete_function(types).structured_outputs
-    y_pred, y, sample_weight = keras.tree.map_structure(_symbolic, (y_pred_specs, y, sample_weight))
-    metrics, loss = compiled_metrics(model), compiled_loss(model)
-    with traced_apart():
+    with may_fail if model.built else contextlib.nullcontext():
+        with keras.StatelessScope():  # Creates the variables on exit, outside of the function.
+            specs = outputs.get_concrete_function(types).structured_outputs
+        y_pred, y, sample_weight = keras.tree.map_structure(_symbolic, (specs, y, sample_weight))
+        metrics, loss = compiled_metrics(model), compiled_loss(model)
+        arguments = (None, y, y_pred, sample_weight)
         if metrics is not None and not metrics.built:
-            compute_output_spec(model.compute_metrics, None, y, y_pred, sample_weight=sample_weight)
+            with may_fail, traced_apart():
+                compute_output_spec(model.compute_metrics, *arguments)
         if loss is not None and not loss.built:
-            arguments = (None, y, y_pred, sample_weight)
-            compute_output_spec(loss_of_batch, model, *arguments, training=False)
+            with may_fail, traced_apart():
+                compute_output_spec(loss_of_batch, model, *arguments, training=False)
     end_build(model)
 
 

@@ -81,8 +81,8 @@ class OneStep(ExtendedModel, CompiledByDevice):
                 super()._symbolic_build(iterator, data_batch)
         finally:
             vars(self)["optimizer"] = optimizer
-        if is_new and metrics.built:
-            attach(self, _metrics_built_ahead=metrics)
+            if is_new and metrics.built:
+                attach(self, _metrics_built_ahead=metrics)
 
     def _build_optimizer(self) -> None:
         """Builds the optimizer for the weights that are trained now, if any."""

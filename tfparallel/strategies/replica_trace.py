@@ -58,7 +58,8 @@ class ReplicaTrace(OneTrace):
 
         def on_replica():
             k = replica_index()
-            results[k] = function(*(each[k] for each in by_replica))
+            with _EagerReplica(self._strategy):
+                results[k] = function(*(each[k] for each in by_replica))
 
         self._strategy.run(on_replica)
         return [results[k] for k in range(len(results))]
@@ -87,7 +88,32 @@ class MeshTrace(OneTrace):
         return results
 
 
-class _FirstReplica(tf.distribute.ReplicaContext):
+class _CountsRows(tf.distribute.ReplicaContext):
+    """The context of a replica whose exchanges do not count its dummy row, unlike TensorFlow's."""
+
+    def all_reduce(self, reduce_op, value, options=None):
+        reduce_op = tf.distribute.ReduceOp(getattr(reduce_op, "value", reduce_op).upper())
+        is_sum = reduce_op is tf.distribute.ReduceOp.SUM
+        return ops.all_reduce(value, "sum" if is_sum else "mean")
+
+    def all_gather(self, value, axis, options=None):
+        if axis != 0:
+            return super().all_gather(value, axis, options)
+        return ops.all_gather(value)
+
+
+class _EagerReplica(_CountsRows):
+    """The context of a replica that runs eagerly in a thread of TensorFlow's."""
+
+    def __init__(self, strategy):
+        self._in_thread = tf.distribute.get_replica_context()
+        super().__init__(strategy, self._in_thread.replica_id_in_sync_group)
+
+    def _merge_call(self, fn, args, kwargs):
+        return self._in_thread._merge_call(fn, args, kwargs)
+
+
+class _FirstReplica(_CountsRows):
     """The context of the first replica; at an exchange, the others are replayed up to that point.
 
     Attributes:
@@ -112,18 +138,6 @@ class _FirstReplica(tf.distribute.ReplicaContext):
     @property
     def replica_id_in_sync_group(self):
         return self._index
-
-    # TensorFlow's own exchanges would count the dummy row of a replica without rows.
-
-    def all_reduce(self, reduce_op, value, options=None):
-        reduce_op = tf.distribute.ReduceOp(getattr(reduce_op, "value", reduce_op).upper())
-        is_sum = reduce_op is tf.distribute.ReduceOp.SUM
-        return ops.all_reduce(value, "sum" if is_sum else "mean")
-
-    def all_gather(self, value, axis, options=None):
-        if axis != 0:
-            return super().all_gather(value, axis, options)
-        return ops.all_gather(value)
 
     def _merge_call(self, fn, args, kwargs):
         if tf.compat.v1.get_default_graph() is not self.graph:
