@@ -29,8 +29,8 @@ def returning_read_outputs(model: keras.Model, call: Callable, y: Any) -> Callab
         read = _places_read(model, y, outputs)
         if not read or len(read) == len(flat):
             return outputs
-        kept = [each if place in read else flat[min(read)] for place, each in enumerate(flat)]
-        return keras.tree.pack_sequence_as(outputs, kept)
+        replaced = [each if place in read else flat[min(read)] for place, each in enumerate(flat)]
+        return keras.tree.pack_sequence_as(outputs, replaced)
 
     return wrapped
 
