@@ -88,6 +88,26 @@ def compare(build, kind, **options):
             model.predict(X, batch_size=5, verbose=0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["data", "pipeline"])
+def test_rows_are_not_taken_for_the_targets_of_outputs(form, in_float64):
+    """Story: Keras took two rows of an eager replica for the targets of its two outputs."""
+
+    def build():
+        inputs = keras.Input((3,))
+        x = keras.layers.Dense(4, "tanh")(inputs)
+        return keras.Model(inputs, [keras.layers.Dense(1)(x), keras.layers.Dense(1)(x)])
+
+    expected = trained(seeded(build), ["mse", None], Y, None, run_eagerly=True)
+    if form == "data":
+        model = tfparallel.data_parallel(lambda: seeded(build), devices=TWO)
+    else:
+        model = tfparallel.pipeline_parallel(lambda: seeded(build), TWO, 2)
+    placed = trained(model, ["mse", None], Y, None, run_eagerly=True)
+    for one, other in zip(placed, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_one_that_a_metric_reads_is_judged(run_eagerly):
     """The proof of an eager step, in which no metric read it, does not hold for another metric."""

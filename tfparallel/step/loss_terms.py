@@ -165,6 +165,8 @@ def call_with(instead: Callable, compiled: CompileLoss, y, predictions, sample_w
     Raises:
         NotByPieces: If `instead` or a replacement raises it.
     """
+    if keras.tree.is_nested(predictions) and not (y is None or keras.tree.is_nested(y)):
+        y = [y]  # Of an eager tensor, Keras would take as many rows as outputs for their targets.
     replaced = object.__new__(CompileLoss)  # It cannot be copied.
     terms = [term._replace(loss=instead(term.loss)) for term in loss_terms(compiled)]
     # Bypasses Keras's tracking.
