@@ -9,11 +9,13 @@ import tfparallel
 from tests.comparison import assert_equal, seeded
 from tests.suites import also_slow
 from tfparallel import Mesh
+from tfparallel.replication import sharding
 
 DEVICES = [f"CPU:{k}" for k in range(4)]
 TWO = DEVICES[:2]
 FORMS = {
     "data": lambda build: tfparallel.data_parallel(build, devices=TWO),
+    "shares": lambda build: tfparallel.data_parallel(build, devices=TWO, shard="parameters"),
     "model": lambda build: tfparallel.model_parallel(build, TWO),
     "gpipe": lambda build: tfparallel.pipeline_parallel(build, TWO, 2, schedule="gpipe"),
     "1f1b": lambda build: tfparallel.pipeline_parallel(build, TWO, 2, schedule="1f1b"),
@@ -28,6 +30,11 @@ X = np.random.default_rng(0).normal(size=(9, 4))
 Y = X.sum(1, keepdims=True)
 
 pytestmark = pytest.mark.usefixtures("in_float64")
+
+
+@pytest.fixture(autouse=True)
+def shard_small_weights(monkeypatch):
+    monkeypatch.setattr(sharding, "_FEWEST", 4)
 
 
 @keras.saving.register_keras_serializable("tests")
@@ -78,7 +85,7 @@ def trained(model, unfreeze=None):
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize("from_model", [False, True])
-@pytest.mark.parametrize("form", also_slow(FORMS, {"model", "gpipe"}))
+@pytest.mark.parametrize("form", also_slow(FORMS, {"shares", "model", "gpipe"}))
 def test_a_weight_that_was_created_frozen_stays_so_as_in_keras(form, from_model):
     expected = trained(seeded(scaled))
     model = FORMS[form](seeded(scaled) if from_model else lambda: seeded(scaled))

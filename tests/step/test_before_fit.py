@@ -8,6 +8,7 @@ from keras import layers
 import tfparallel
 from tests.comparison import assert_equal, seeded
 from tests.suites import also_slow
+from tfparallel.replication import sharding
 
 DEVICES = ["CPU:0", "CPU:1"]
 FORMS = {
@@ -84,3 +85,41 @@ def test_single_batches_count_as_in_keras(form, first, make):
     expected = logs_of_batches(seeded(build), make(), first)
     logs = logs_of_batches(FORMS[form](lambda: seeded(build)), make(), first)
     assert_equal((logs, []), (expected, []))
+
+
+class Predicts(keras.callbacks.Callback):
+    def on_train_begin(self, logs=None):
+        self.model.predict_on_batch(X)
+
+
+def test_a_prediction_resets_no_metric():
+    histories = []
+    for model in (seeded(build), FORMS["data"](lambda: seeded(build))):
+        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=[counted_metric()])
+        histories.append(model.fit(X, Y, verbose=0, callbacks=[Predicts()]).history)
+    assert_equal((histories[1], []), (histories[0], []), rtol=1e-6)
+
+
+class BuiltByABatch(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = layers.Dense(6, "tanh"), layers.Dense(1)
+
+    def call(self, x):
+        return self.last(self.first(x))
+
+
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+def test_later_evaluations_read_the_weights_that_were_sharded(method, monkeypatch):
+    monkeypatch.setattr(sharding, "_FEWEST", 4)
+    results = []
+    for shard in (None, "parameters"):
+        model = tfparallel.data_parallel(
+            lambda: seeded(BuiltByABatch), devices=DEVICES, shard=shard
+        )
+        model.compile("adam", "mse")
+        arguments = (X, Y) if method == "evaluate" else (X,)
+        getattr(model, method)(*arguments, verbose=0)
+        model.fit(X, Y, epochs=3, verbose=0)
+        results.append(getattr(model, method)(*arguments, verbose=0))
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-9)

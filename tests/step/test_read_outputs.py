@@ -117,3 +117,11 @@ def test_one_that_a_metric_reads_is_judged(run_eagerly):
     model.compile("sgd", ["mse", None], metrics=[[], ["mae"]], run_eagerly=run_eagerly)
     with pytest.raises(ValueError, match="class Side .*output 1 does not have a row"):
         model.evaluate(X, [Y, NOT_READ], batch_size=11, verbose=0)
+
+
+def test_their_targets_may_be_left_out(in_float64):
+    loss, metrics = ["mse", None], [["mae"], None]
+    expected = trained(seeded(lambda: functional("table")), loss, Y, metrics)
+    model = tfparallel.data_parallel(lambda: seeded(lambda: functional("table")), devices=TWO)
+    for one, other in zip(trained(model, loss, Y, metrics), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)

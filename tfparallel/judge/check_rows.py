@@ -70,7 +70,7 @@ def check_rows(
     if reason is None:
         reason = why_not_called_again(layer)
     if reason is not None:
-        _forget_steps(layer)
+        forget_steps(layer)
         raise ValueError(reason)
     drawing = layer._proof.drawing
     if drawing and tells:
@@ -211,8 +211,8 @@ def _refusal(layer: keras.Layer, at_fault: keras.Layer, why: str) -> str:
     )
 
 
-def _forget_steps(layer) -> None:
-    """Makes a model trace its steps anew after an interrupted trace."""
+def forget_steps(layer: keras.Layer) -> None:
+    """Makes a model trace its steps anew, after an interrupted trace or with other weights."""
     for name in ("train_function", "test_function", "predict_function"):
         if isinstance(layer, keras.Model):
             setattr(layer, name, None)

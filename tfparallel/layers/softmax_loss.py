@@ -28,7 +28,8 @@ class LossInParts:
 
     def __call__(self, y_true, y_pred, sample_weight=None):
         parts = getattr(y_pred, "_tfparallel_logits", None)
-        object.__setattr__(self, "_parts", parts if self._finds_logits_of(y_pred) else None)
+        is_known = parts is not None and self._finds_logits_of(y_pred)
+        object.__setattr__(self, "_parts", parts if is_known else None)
         try:
             return super().__call__(y_true, y_pred, sample_weight)
         finally:

@@ -7,8 +7,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.judge.check_rows import forget_steps
 from tfparallel.replication.places import ReplicaPlaces
-from tfparallel.seams.keras import layers_in, weights_held_by
+from tfparallel.seams.keras import layers_in, storage_of, weights_held_by
 from tfparallel.update.built_optimizers import optimizers_of, trained_by
 from tfparallel.update.optimizer import UnitOptimizer
 from tfparallel.update.places import Places
@@ -41,7 +42,8 @@ def build_in_shares(function: Callable[[], Any], strategy) -> Any:
     large = {id(weight) for weight in large_weights(built.model)} if is_model else set()
     for variable in built.waiting():  # In order: a user's initializer may draw random numbers.
         if id(variable) in large:
-            shard(variable, places, built.value_of(variable))
+            is_watched = built.is_watched(variable)
+            shard(variable, places, built.value_of(variable), is_watched=is_watched)
         else:
             with strategy.scope():
                 built.initialize([variable])
@@ -63,6 +65,8 @@ def shard_weights(model: keras.Model) -> None:
     extended = [each for each in optimizers_of(model) if isinstance(each, UnitOptimizer)]
     in_optimizers = {key for optimizer in extended for key in trained_by(optimizer)}
     weights = [weight for weight in large_weights(model) if id(weight) not in in_optimizers]
+    if not all(isinstance(weight, ShardedVariable) for weight in weights):
+        forget_steps(model)  # An `evaluate` or `predict` may have read whole copies.
     shard_all(weights, places)
 
 
@@ -70,7 +74,8 @@ def shard_all(weights: Iterable[keras.Variable], places: Places) -> None:
     """Shards weights over places, except those that are sharded already."""
     for weight in weights:
         if not isinstance(weight, ShardedVariable):
-            shard(weight, places, tf.convert_to_tensor(weight.value))
+            is_watched = storage_of(weight).trainable
+            shard(weight, places, tf.convert_to_tensor(weight.value), is_watched=is_watched)
 
 
 def large_weights(model: keras.Layer) -> Iterator[keras.Variable]:

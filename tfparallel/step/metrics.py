@@ -9,6 +9,7 @@ Relies on how `CompileMetrics` stores its metrics by output (`docs/upstream.md`)
 """
 
 from collections.abc import Collection, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import keras
@@ -60,8 +61,9 @@ class StepMetrics(NamedTuple):
             return []
         indices = list(range(len(keras.tree.flatten(outputs))))
         indices = flat_targets(self.joined, keras.tree.pack_sequence_as(outputs, indices))
-        looked_at = [any(lists) for lists in zip(*metrics_by_output(self.joined), strict=True)]
-        return sorted(place for place, is_one in zip(indices, looked_at, strict=True) if is_one)
+        # Keras lists no metrics of the last outputs if the targets of unread outputs are left out.
+        looked_at = [any(lists) for lists in zip_longest(*metrics_by_output(self.joined))]
+        return sorted(place for place, is_one in zip(indices, looked_at, strict=False) if is_one)
 
     def update(
         self, growth: Sequence[tf.Tensor], y, outputs, rows: Sequence[tf.Tensor], sample_weight

@@ -103,7 +103,8 @@ class OneStep(ExtendedModel, CompiledByDevice):
     def _around_a_batch(self, kind):
         with super()._around_a_batch(kind):
             yield
-        attach(self, _metrics_built_ahead=None)  # Older versions of Keras have not reset them.
+        if kind != "predict":
+            attach(self, _metrics_built_ahead=None)  # Older versions of Keras have not reset them.
 
     def reset_metrics(self):
         """Resets the metrics, except those that Keras would only build in the first step.
