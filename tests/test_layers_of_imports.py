@@ -26,7 +26,7 @@ ROWS = [
     ["problems", "ray"],
     ["tracing"],
     ["judge", "variables", "xla"],
-    ["collectives", "step", "join_job"],
+    ["collectives", "draws", "step", "join_job"],
     ["update"],
     ["cloning"],
     ["bench"],

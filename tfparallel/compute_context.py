@@ -18,7 +18,7 @@ class ComputeContext:
 
     Attributes:
         shard: The rows of the batch (`data/rows_of_replica.py`).
-        replica: The replica of a mesh (`variables/replica.py`).
+        replica: The replica of a mesh (`variables/mesh_replica.py`).
         stage_pass: The pass of a stage (`pipeline/pass_context.py`).
         hand_on_parts: How a layer passes on a tensor in parts (`layers/parts.py`).
         trace: Records the operations of layers (`tracing/audit.py`).

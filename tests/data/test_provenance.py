@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfparallel.data.provenance import NUMBER, ROWS, made_of
+from tfparallel.tracing.provenance import NUMBER, ROWS, made_of
 
 TABLE = tf.constant(np.arange(4000))  # Too large for TensorFlow to copy into a graph.
 

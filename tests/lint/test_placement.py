@@ -16,8 +16,9 @@ from tests.lint import edges
 from tests.lint.edges import GPUS, HOST
 from tests.lint.sizes import Sizes
 from tfparallel.data import rows_of_replica as shard
+from tfparallel.draws import row_draws
 from tfparallel.layers import softmax_loss
-from tfparallel.replication import inputs, row_draws
+from tfparallel.replication import inputs
 from tfparallel.step import row_counts
 
 pytestmark = pytest.mark.slow

@@ -12,9 +12,9 @@ from keras import layers
 import tfparallel
 from tests.comparison import assert_equal, seeded, state_of
 from tfparallel.data.partition import row_ranges
-from tfparallel.data.provenance import made_of
 from tfparallel.data.rows_of_replica import Shard, of_any_number
 from tfparallel.pipeline.traced_once import TracedOnce
+from tfparallel.tracing.provenance import made_of
 
 NUM_MICRO_BATCHES = 3
 

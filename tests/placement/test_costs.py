@@ -11,10 +11,10 @@ from keras import layers
 import tfparallel
 from tests.commands.command_line import ROOT
 from tests.commands.command_line import tfparallel as run
+from tfparallel.cloning.storageless import StoragelessModel
 from tfparallel.placement import layer_timing
 from tfparallel.placement.layer_costs import layer_costs, model_costs
 from tfparallel.placement.layer_timing import measured_seconds
-from tfparallel.variables.deferred_build import StoragelessModel
 
 MIB = 2**20
 

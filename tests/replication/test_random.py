@@ -11,9 +11,9 @@ import tfparallel
 from tests.comparison import seeded
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.data.partition import row_ranges
+from tfparallel.draws.replica_seeds import ReplicaSeedGenerator
+from tfparallel.draws.row_draws import narrowed, uniform_of_rows
 from tfparallel.extend import extend
-from tfparallel.replication.random import ReplicaSeedGenerator
-from tfparallel.replication.row_draws import narrowed, uniform_of_rows
 from tfparallel.seams.keras import seed_generators_of
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]

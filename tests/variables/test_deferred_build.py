@@ -12,7 +12,7 @@ from keras import layers
 from keras.src.saving import saving_lib
 
 import tfparallel
-from tfparallel.variables.deferred_build import NeedsStorage, StoragelessModel
+from tfparallel.cloning.storageless import NeedsStorage, StoragelessModel
 
 DEVICES = ["CPU:0", "CPU:1"]
 

@@ -17,7 +17,7 @@ from tfparallel.callbacks.chief_only import path_of_chief
 from tfparallel.collectives.compression import compression_of
 from tfparallel.replication import sharding
 from tfparallel.strategies.variables import copies
-from tfparallel.update import files
+from tfparallel.update import whole_slots
 
 ROWS, STEPS, WORDS = 8, 3, 6
 
@@ -569,7 +569,7 @@ def saved_by_all(model, one, path):
 
 def saved_by_one(workers, model, path):
     """The chief alone saves; when it has waited long enough, the others come too late."""
-    waited, files._SAVE_SECONDS = files._SAVE_SECONDS, 5.0
+    waited, whole_slots._SAVE_SECONDS = whole_slots._SAVE_SECONDS, 5.0
     messages = {}
     for worker in range(workers.num_workers):
         if workers.worker_index == worker:
@@ -578,7 +578,7 @@ def saved_by_one(workers, model, path):
             except RuntimeError as error:
                 messages["saved by one"] = str(error)
         workers.exchange(None, "what each has done")
-    files._SAVE_SECONDS = waited
+    whole_slots._SAVE_SECONDS = waited
     return messages
 
 

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfparallel.collectives.chief_alone import on_chief_alone
 from tfparallel.collectives.group import workers_of
 from tfparallel.seams.keras import begin_at, first_epoch
-from tfparallel.update.files import is_in_pieces
+from tfparallel.update.whole_slots import is_in_pieces
 
 _PATH_OF = {
     keras.callbacks.ModelCheckpoint: "filepath",

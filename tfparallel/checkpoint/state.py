@@ -36,7 +36,7 @@ from tfparallel.seams.keras import (
 )
 from tfparallel.tracing.trial_trace import traced_apart
 from tfparallel.update.built_optimizers import optimizers_of, wrapped_by
-from tfparallel.update.files import assign, holds_pieces, value, wait_to_save
+from tfparallel.update.whole_slots import assign, holds_pieces, value, wait_to_save
 
 GROUPS = ("training", "metrics", "seeds", "unsent", "losses")
 _SHOWN = 8

@@ -19,7 +19,7 @@ from tfparallel.seams.optimizers import (
     rate_of,
     weights_of,
 )
-from tfparallel.update.files import holds_pieces
+from tfparallel.update.whole_slots import holds_pieces
 
 
 def compile_alike(

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import tensorflow as tf
 
-from tfparallel.collectives.custom_gradient import call_with_gradient
+from tfparallel.tracing.custom_gradient import call_with_gradient
 
 
 class Ranks(Protocol):

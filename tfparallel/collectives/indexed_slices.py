@@ -12,8 +12,8 @@ lookups ("readings"). For one lookup, the gradient of the whole batch has
 * "distinct": one slice for each feature in the batch, if a sparse tensor multiplies a kernel
   (`tf.nn.embedding_lookup_sparse` looks up every feature once). Slices of equal index are added.
 
-In a graph, the operations that produced the indices determine the kind (`data/provenance.py`). For
-an eager step, a trace of the same call does (`kinds_of`).
+In a graph, the operations that produced the indices determine the kind (`tracing/provenance.py`).
+For an eager step, a trace of the same call does (`kinds_of`).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +22,9 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.collectives.custom_gradient import is_differentiable
 from tfparallel.compute_context import within
-from tfparallel.data import provenance
+from tfparallel.tracing import provenance
+from tfparallel.tracing.custom_gradient import is_differentiable
 from tfparallel.tracing.trial_trace import traced_apart
 
 ROWS, ONCE, DISTINCT = "rows", "once", "distinct"

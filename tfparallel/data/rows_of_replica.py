@@ -217,7 +217,7 @@ def of_any_number(rows):
     """Hides the static number of rows of a tensor in a trace; returns other values unchanged.
 
     With a static number of rows, a value that depends on the number alone is a constant in the
-    graph, and cannot be distinguished from one that depends on nothing (`provenance.py`).
+    graph, and cannot be distinguished from one that depends on nothing (`tracing/provenance.py`).
     """
     is_known = tf.is_symbolic_tensor(rows) and rows.shape.rank and rows.shape[0] is not None
     if not is_known:

@@ -16,7 +16,7 @@ from tfparallel.seams.keras import layers_in, seed_generators_of
 from tfparallel.update.built_optimizers import wrapped_by
 from tfparallel.update.place_optimizer import prepare
 from tfparallel.update.places import Places
-from tfparallel.variables.replica import device_at_work, replicas_of
+from tfparallel.variables.mesh_replica import device_at_work, replicas_of
 from tfparallel.variables.split import parts_of
 
 

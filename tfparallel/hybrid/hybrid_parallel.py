@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tfparallel import devices as device_lib
 from tfparallel.callbacks.chief_only import send_state
+from tfparallel.cloning.storageless import StoragelessModel
 from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.collectives.compression_name import CompressionName
 from tfparallel.extend import attach
@@ -33,8 +34,7 @@ from tfparallel.seams.keras import layers_in
 from tfparallel.texts import first_to_last
 from tfparallel.update.shares import shard as shard_over
 from tfparallel.user_log import notice
-from tfparallel.variables.deferred_build import StoragelessModel
-from tfparallel.variables.replica import replicas_of
+from tfparallel.variables.mesh_replica import replicas_of
 
 
 def hybrid_parallel(

@@ -13,7 +13,7 @@ from tfparallel.seams.keras import storage_of
 from tfparallel.strategies import variables
 from tfparallel.strategies.replica_trace import MeshTrace
 from tfparallel.update.places import Places
-from tfparallel.variables.replica import Replica, at_work
+from tfparallel.variables.mesh_replica import Replica, at_work
 from tfparallel.variables.sharded import ShardedVariable
 
 

@@ -30,7 +30,7 @@ from tfparallel.seams.keras import clear_losses, mask_of, set_mask
 from tfparallel.step.row_counts import rows_of_examples
 from tfparallel.strategies.replica_trace import MeshTrace
 from tfparallel.user_log import notice
-from tfparallel.variables.replica import replicas_of
+from tfparallel.variables.mesh_replica import replicas_of
 
 _IN_BOLD = re.compile(r"\x1b\[1m(.*?)\x1b\[0m", re.DOTALL)
 

@@ -51,7 +51,7 @@ def check_rows(
     """Raises an error if a layer's call gives other results in pieces.
 
     Prints the layers that draw other random values than on one device, since their draws do not say
-    which values belong to which row (`replication/row_draws.py`).
+    which values belong to which row (`draws/row_draws.py`).
 
     Args:
         layer: The built layer, its inner layers extended.

@@ -10,10 +10,10 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data import rows_of_replica as shards
+from tfparallel.draws.row_draws import for_both_passes, narrowed
 from tfparallel.extend import extend
 from tfparallel.layers.layer import PartwiseLayer
 from tfparallel.layers.parts import Parts, on_devices
-from tfparallel.replication.row_draws import for_both_passes, narrowed
 
 
 class PartwiseDropout(PartwiseLayer):

@@ -18,7 +18,7 @@ from tfparallel.layers.parts import (
     whole,
 )
 from tfparallel.problems import PlacementError
-from tfparallel.variables.replica import device_at_work
+from tfparallel.variables.mesh_replica import device_at_work
 from tfparallel.variables.split import split_variable
 
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfparallel.collectives.custom_gradient import is_differentiable
 from tfparallel.data.partition import row_ranges
 from tfparallel.judge.positions import AXIS
 from tfparallel.layers.parts import Parts, on_devices, on_each
 from tfparallel.seams.tensorflow import not_recording, record_operation
+from tfparallel.tracing.custom_gradient import is_differentiable
 
 # Operations that compute each element from the same element of their inputs, with broadcasting.
 # `Identity` is excluded: a step differentiates by one, at a stage's inputs, and must find it.

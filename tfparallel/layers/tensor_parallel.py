@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfparallel.cloning.compiled import compile_alike
 from tfparallel.cloning.copy_state import copy_state
 from tfparallel.cloning.layers import copy_layers, is_its_graph, like, rebuilt
+from tfparallel.cloning.storageless import NeedsStorage, StoragelessModel
 from tfparallel.extend import extend, original_class
 from tfparallel.layers import featurewise, sequence_plan, spatial_plan, split_plan
 from tfparallel.layers.attention import ParallelMultiHeadAttention
@@ -34,7 +35,6 @@ from tfparallel.placement.model_parallel import check_model, model_of, refuse_sc
 from tfparallel.problems import PlacementError, Problems, usable_devices
 from tfparallel.seams.functional import has_graph
 from tfparallel.seams.keras import layers_in
-from tfparallel.variables.deferred_build import NeedsStorage, StoragelessModel
 
 # By the layer's name, or a function that returns this for a model, which may lack storage.
 Split = Mapping[str, str | int | None] | Callable[[keras.Model], Mapping[str, str | int | None]]

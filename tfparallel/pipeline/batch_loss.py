@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.collectives.custom_gradient import is_differentiable
 from tfparallel.pipeline.gradient_sums import OF_LOSS, GradientSums, read_by
 from tfparallel.pipeline.micro_batches import Batch, Joined
 from tfparallel.pipeline.remote_replicas import Others
 from tfparallel.seams.compiled import compiled_loss, loss_of_batch, with_losses
 from tfparallel.seams.keras import storage_of
-from tfparallel.step.loss_placement import of_the_batch
 from tfparallel.step.piece_sums import whole_loss
+from tfparallel.step.where_rows_meet import of_the_batch
+from tfparallel.tracing.custom_gradient import is_differentiable
 from tfparallel.variables.sharded import ShardedVariable
 
 _BESIDE = -1  # The reader of a weight that is regularized: no stage.

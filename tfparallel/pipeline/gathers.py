@@ -20,7 +20,7 @@ from tfparallel.replication.gathers import Gathers, unsummed
 from tfparallel.seams.tensorflow import not_recording
 from tfparallel.strategies.replica_trace import MeshTrace
 from tfparallel.tracing.graphs import operations_here, writes_variable
-from tfparallel.variables.replica import at_work
+from tfparallel.variables.mesh_replica import at_work
 from tfparallel.variables.sharded import ShardedVariable, joined_rows
 
 

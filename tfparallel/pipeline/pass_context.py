@@ -3,7 +3,7 @@
 On one device, a layer is called once per step; here M times, and again in a recompute. So
 
 * a seed is drawn with the first micro-batch, and the others reuse it: each draws the values of its
-  rows of the whole batch (`replication/row_draws.py`);
+  rows of the whole batch (`draws/row_draws.py`);
 * in a recompute, each draw repeats its first result.
 """
 
@@ -16,10 +16,10 @@ import tensorflow as tf
 
 from tfparallel.compute_context import context, within
 from tfparallel.data import rows_of_replica as shards
+from tfparallel.draws.replica_seeds import drawing_by, global_seed_generator, in_pieces
+from tfparallel.draws.row_draws import DividedSeeds
 from tfparallel.extend import extend
 from tfparallel.problems import PlacementError
-from tfparallel.replication.random import drawing_by, global_seed_generator, in_pieces
-from tfparallel.replication.row_draws import DividedSeeds
 from tfparallel.seams.keras import layers_in, seed_generators_of
 
 _FOLD = 0x9E3779B1  # Odd, so that m ↦ m·_FOLD is one-to-one modulo 2³².

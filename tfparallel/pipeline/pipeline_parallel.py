@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import keras
 
 from tfparallel import devices as device_lib
+from tfparallel.cloning.storageless import StoragelessModel
 from tfparallel.extend import extend
 from tfparallel.judge.check_rows import exchange_moments
 from tfparallel.layout.layout import RECOMPUTES, Layout
@@ -21,7 +22,6 @@ from tfparallel.placement.model_parallel import place, seen_model
 from tfparallel.problems import PlacementError, Problems, usable_devices
 from tfparallel.replication.sync_option import Synchronization
 from tfparallel.texts import counted
-from tfparallel.variables.deferred_build import StoragelessModel
 
 
 class TooFewLayersError(PlacementError):

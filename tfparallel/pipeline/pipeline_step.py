@@ -35,12 +35,12 @@ from tfparallel.pipeline.remote_replicas import Others
 from tfparallel.pipeline.schedule_executor import PassOutputs, ReplicaStep
 from tfparallel.pipeline.stages import Values
 from tfparallel.seams.keras import clear_losses
-from tfparallel.step.loss_placement import of_the_batch
 from tfparallel.step.one_step import PassResult
 from tfparallel.step.row_counts import aligned
+from tfparallel.step.where_rows_meet import of_the_batch
 from tfparallel.strategies.replica_trace import MeshTrace
 from tfparallel.strategies.variables import copies
-from tfparallel.variables.replica import Replica
+from tfparallel.variables.mesh_replica import Replica
 from tfparallel.variables.sharded import ShardedVariable
 
 

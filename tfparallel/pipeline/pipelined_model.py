@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import tensorflow as tf
 
 from tfparallel.data.batch_size import KERAS_BATCH_SIZE
+from tfparallel.draws.replica_seeds import drawing_by_row, global_seed_generator
 from tfparallel.extend import attach
 from tfparallel.judge.check_rows import check_rows
 from tfparallel.layout.schedule import Schedule
@@ -20,14 +21,13 @@ from tfparallel.pipeline.stages import cut_stages
 from tfparallel.pipeline.traced_once import MustTraceEach
 from tfparallel.placement.placed_model import PlacedModel
 from tfparallel.problems import PlacementError
-from tfparallel.replication.random import drawing_by_row, global_seed_generator
 from tfparallel.replication.sync_policy import EveryStep, HasPolicy
 from tfparallel.seams.compiled import compiled_loss
 from tfparallel.seams.functional import as_outputs
-from tfparallel.step.loss_placement import WhereRowsMeet, said_in
 from tfparallel.step.one_step import PassResult
 from tfparallel.step.row_counts import why_unaligned
-from tfparallel.variables.replica import replicas_of
+from tfparallel.step.where_rows_meet import WhereRowsMeet, said_in
+from tfparallel.variables.mesh_replica import replicas_of
 
 
 class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):

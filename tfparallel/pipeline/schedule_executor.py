@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfparallel.collectives.custom_gradient import is_differentiable
 from tfparallel.compute_context import within
 from tfparallel.data.rows_of_replica import Shard
 from tfparallel.layout.schedule import Instruction
@@ -45,9 +44,10 @@ from tfparallel.placement.gradients import gradients_of_a_part
 from tfparallel.replication.dummy_rows import zeros_without_rows
 from tfparallel.strategies.replica_trace import MeshTrace
 from tfparallel.strategies.variables import copies
+from tfparallel.tracing.custom_gradient import is_differentiable
 from tfparallel.tracing.graphs import operations_here
 from tfparallel.tracing.replay import DrawnApart
-from tfparallel.variables.replica import device_at_work
+from tfparallel.variables.mesh_replica import device_at_work
 
 
 class PassOutputs(NamedTuple):

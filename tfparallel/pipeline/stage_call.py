@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.collectives.custom_gradient import is_differentiable
 from tfparallel.data.rows_of_replica import Shard
 from tfparallel.pipeline.allowed_writes import PassScope
 from tfparallel.pipeline.divided_outputs import note_parts
@@ -19,6 +18,7 @@ from tfparallel.pipeline.pass_context import Pass, StepMemory, computing
 from tfparallel.pipeline.stages import Key, Stage, Values, with_mask_of
 from tfparallel.pipeline.traced_once import MustTraceEach, TracedOnce
 from tfparallel.seams.keras import storage_of
+from tfparallel.tracing.custom_gradient import is_differentiable
 
 
 class StageOutputs(NamedTuple):

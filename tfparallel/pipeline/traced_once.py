@@ -13,13 +13,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.collectives.custom_gradient import is_differentiable
-from tfparallel.data import provenance
 from tfparallel.data.rows_of_replica import Shard
 from tfparallel.pipeline.as_function import computes_the_same
 from tfparallel.problems import PlacementError
 from tfparallel.seams.keras import mask_of, set_mask
 from tfparallel.seams.tensorflow import InaccessibleTensorError
+from tfparallel.tracing import provenance
+from tfparallel.tracing.custom_gradient import is_differentiable
 
 
 class MustTraceEach(Exception):

@@ -10,6 +10,7 @@ from tfparallel.cloning.attributes import CannotCarry
 from tfparallel.cloning.compiled import compile_alike
 from tfparallel.cloning.copy_state import copy_state
 from tfparallel.cloning.layers import copy_layers, is_its_graph, like, rebuilt
+from tfparallel.cloning.storageless import NeedsStorage, StoragelessModel, move_variables
 from tfparallel.cloning.verify_clone import NotAlike
 from tfparallel.extend import extend, is_own
 from tfparallel.layout.layout import Layout
@@ -18,7 +19,6 @@ from tfparallel.placement import layer_devices
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.placed_model import PlacedLayer, PlacedModel
 from tfparallel.problems import PlacementError, Problems, usable_devices
-from tfparallel.variables.deferred_build import NeedsStorage, StoragelessModel, move_variables
 
 _INSTEAD = " Pass the function that builds the model instead."  # Here, it was passed already.
 

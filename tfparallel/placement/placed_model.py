@@ -26,7 +26,7 @@ from tfparallel.tracing.audit import noting
 from tfparallel.update.built_optimizers import check_known
 from tfparallel.update.place_optimizer import prepare
 from tfparallel.update.places import Places
-from tfparallel.variables.replica import device_at_work
+from tfparallel.variables.mesh_replica import device_at_work
 from tfparallel.variables.split import share_in_parts
 
 

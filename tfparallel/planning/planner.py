@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 
+from tfparallel.cloning.storageless import NeedsStorage, StoragelessModel
 from tfparallel.cluster.environment import available_cores
 from tfparallel.collectives.cost_model import CostModel
 from tfparallel.devices import list_devices
@@ -40,7 +41,6 @@ from tfparallel.problems import PlacementError
 from tfparallel.replication.sharding import large_weights
 from tfparallel.seams.keras import layers_in
 from tfparallel.update.optimizer_kinds import check_elementwise
-from tfparallel.variables.deferred_build import NeedsStorage, StoragelessModel
 
 _NUM_PIECES = 8  # The default number of micro-batches of a pipeline.
 

@@ -16,13 +16,13 @@ from typing import NamedTuple, Protocol
 
 import tensorflow as tf
 
-from tfparallel.collectives.custom_gradient import call_with_gradient, is_differentiable
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.replication.dummy_rows import zeros_without_rows
 from tfparallel.replication.weight_gradients import WeightGradients
 from tfparallel.seams.tapes import recording_on
 from tfparallel.seams.tensorflow import is_recording, needs_gradient
 from tfparallel.strategies.replica_trace import ReplicaTrace
+from tfparallel.tracing.custom_gradient import call_with_gradient, is_differentiable
 
 Tensors = list[tf.Tensor | None]
 

@@ -19,10 +19,10 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives import differentiable
-from tfparallel.collectives.custom_gradient import call_with_gradient
 from tfparallel.collectives.in_replica import Replicas, of_all_here
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.seams.keras import reduced_axes
+from tfparallel.tracing.custom_gradient import call_with_gradient
 
 
 class SynchronizedBatchNormalization:

@@ -5,9 +5,10 @@ import weakref
 
 import keras
 
+from tfparallel.draws import replica_seeds
 from tfparallel.extend import extend, original_class
 from tfparallel.judge.check_rows import exchange_moments
-from tfparallel.replication import batch_norm, random
+from tfparallel.replication import batch_norm
 from tfparallel.replication.places import ReplicaPlaces
 from tfparallel.replication.replicated_layer import ReplicatedLayer
 from tfparallel.replication.sharding import shard_weights
@@ -34,8 +35,8 @@ def extend_parts(model: keras.Model) -> None:
                 synchronize=model._synchronize_batch_norm,
             )
         for generator in seed_generators_of(layer):
-            random.hold_state(generator, strategy)
-            random.by_replica(generator)
+            replica_seeds.hold_state(generator, strategy)
+            replica_seeds.by_replica(generator)
     exchange_moments(model)
     cls = original_class(model)
     if any(getattr(cls, step) is not getattr(keras.Model, step) for step in _STEPS):

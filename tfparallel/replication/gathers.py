@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import keras
 import tensorflow as tf
 
-from tfparallel.collectives.custom_gradient import is_differentiable
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.problems import PlacementError
@@ -32,6 +31,7 @@ from tfparallel.seams.tensorflow import (
     set_input,
     waiting_for,
 )
+from tfparallel.tracing.custom_gradient import is_differentiable
 from tfparallel.tracing.graphs import is_in_function
 from tfparallel.tracing.static_shapes import concatenated, reshaped, split
 from tfparallel.variables.sharded import (

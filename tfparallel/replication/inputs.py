@@ -6,10 +6,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.collectives.custom_gradient import is_differentiable
 from tfparallel.data import partition
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.seams.keras import mask_of, set_mask
+from tfparallel.tracing.custom_gradient import is_differentiable
 
 
 class BatchInputs:

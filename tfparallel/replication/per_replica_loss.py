@@ -29,16 +29,16 @@ from tfparallel.replication.row_sums import Summed, Sums
 from tfparallel.seams.compiled import compiled_loss, loss_tracker
 from tfparallel.seams.functional import Functional
 from tfparallel.seams.keras import compute_output_spec, mask_of, takes_training
-from tfparallel.step.loss_placement import (
-    WhereRowsMeet,
-    of_the_batch,
-    type_of,
-)
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.one_step import OneStep, PassResult
 from tfparallel.step.piece_sums import growth, terms, whole_loss
 from tfparallel.step.read_outputs import returning_read_outputs
 from tfparallel.step.row_counts import aligned, as_many_rows
+from tfparallel.step.where_rows_meet import (
+    WhereRowsMeet,
+    of_the_batch,
+    type_of,
+)
 from tfparallel.tracing.trial_trace import traced_apart
 
 

@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.collectives.custom_gradient import call_with_gradient, is_differentiable
 from tfparallel.collectives.packing import is_summable
 from tfparallel.collectives.traffic import ROWS
 from tfparallel.compute_context import within
@@ -48,6 +47,7 @@ from tfparallel.seams.keras import mask_of, set_mask
 from tfparallel.seams.tensorflow import needs_gradient, recording
 from tfparallel.step.row_counts import rows_of_examples
 from tfparallel.strategies.replica_trace import ReplicaTrace
+from tfparallel.tracing.custom_gradient import call_with_gradient, is_differentiable
 from tfparallel.tracing.graphs import operations_here
 from tfparallel.update.pending_sums import PendingSums
 

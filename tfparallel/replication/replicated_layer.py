@@ -6,9 +6,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.draws.replica_seeds import drawing_by_row
 from tfparallel.extend import attach
 from tfparallel.judge.check_rows import check_rows
-from tfparallel.replication.random import drawing_by_row
 from tfparallel.replication.replicated_call import ReplicatedCall
 from tfparallel.seams.keras import clear_losses, compute_output_spec, in_stateless_scope
 from tfparallel.tracing.trial_trace import traced_apart

@@ -9,7 +9,7 @@ Use it if the data does not fit, or is not readable, on every worker: each opens
 workers only exchange their row counts; each row is trained on where it was read. No example is
 dropped or counted twice. A worker whose examples have run out takes part without rows: it borrows a
 row of another worker, and drops the results. Batches padded to different lengths are padded to the
-longest. If losses or metrics need the outputs of all rows (`step/loss_placement.py`), and in a
+longest. If losses or metrics need the outputs of all rows (`step/where_rows_meet.py`), and in a
 user's own step, the workers gather the batches before the step sees them.
 """
 

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.cloning.storageless import NeedsStorage, StoragelessModel
 from tfparallel.judge.check_rows import forget_steps
 from tfparallel.replication.places import ReplicaPlaces
 from tfparallel.seams.keras import layers_in, storage_of, weights_held_by
@@ -14,7 +15,6 @@ from tfparallel.update.built_optimizers import optimizers_of, trained_by
 from tfparallel.update.optimizer import UnitOptimizer
 from tfparallel.update.places import Places
 from tfparallel.update.shares import shard
-from tfparallel.variables.deferred_build import NeedsStorage, StoragelessModel
 from tfparallel.variables.sharded import ShardedVariable
 
 # A weight of fewer elements is not worth a collective, like DeepSpeed's

@@ -17,8 +17,8 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data import rows_of_replica as shards
+from tfparallel.draws.replica_seeds import ReplicaSeedGenerator, global_seed_generator, in_pieces
 from tfparallel.problems import PlacementError
-from tfparallel.replication.random import ReplicaSeedGenerator, global_seed_generator, in_pieces
 from tfparallel.seams.keras import (
     DTYPE_POLICY,
     GLOBAL_SEED_GENERATOR,

@@ -35,7 +35,7 @@ from tfparallel.seams.compiled import class_weighting
 from tfparallel.step.build import types_of_batches
 from tfparallel.step.call import Call
 from tfparallel.strategies.distributed_data import whole_batches
-from tfparallel.update.files import wait_to_save
+from tfparallel.update.whole_slots import wait_to_save
 
 _ON_BATCH = {"fit": "train_on_batch", "evaluate": "test_on_batch", "predict": "predict_on_batch"}
 

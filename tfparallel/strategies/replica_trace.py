@@ -21,7 +21,7 @@ from tfparallel.seams.tensorflow import not_recording, recording
 from tfparallel.strategies import variables
 from tfparallel.tracing.one_trace import OneTrace
 from tfparallel.tracing.replay import Again, DrawnApart
-from tfparallel.variables.replica import Replica, at_work
+from tfparallel.variables.mesh_replica import Replica, at_work
 
 
 class ReplicaTrace(OneTrace):

@@ -24,7 +24,7 @@ from tfparallel.seams.optimizers import (
     rate_of,
     weights_of,
 )
-from tfparallel.update import files
+from tfparallel.update import whole_slots
 from tfparallel.update.built_optimizers import own_variables, trained_by, wrapped_by
 from tfparallel.update.clipping import clip_parts, clip_shares
 from tfparallel.update.constraints import apply_constraints
@@ -32,7 +32,7 @@ from tfparallel.update.optimizer_kinds import is_keras_class, is_keras_object, u
 from tfparallel.update.pending_sums import PendingSums
 from tfparallel.update.places import Places
 from tfparallel.update.shares import Shares
-from tfparallel.variables.replica import is_in_replica
+from tfparallel.variables.mesh_replica import is_in_replica
 from tfparallel.variables.split import cut_all, parts_of, whole_of
 
 
@@ -64,7 +64,7 @@ class UnitOptimizer:
         self._leave_out_units()
         with places.make():
             super().build(units)
-        self._mark_sums(files.mark_sum)
+        self._mark_sums(whole_slots.mark_sum)
         places.copy([*units, *own_variables(self)])
         if self._in_shares and original_class(self) is ScheduleFreeAdamW:
             with tf.init_scope(), places.all():
@@ -285,7 +285,7 @@ class UnitOptimizer:
         """Creates a slot beside its unit, and marks the slot of a part or share with its weight."""
         with self._places.beside(reference_variable):
             slot = super().add_variable_from_reference(reference_variable, name, initializer)
-        files.mark_slot(slot, reference_variable, name, self._slots)
+        whole_slots.mark_slot(slot, reference_variable, name, self._slots)
         return slot
 
     def finalize_variable_values(self, var_list):
@@ -307,8 +307,8 @@ class UnitOptimizer:
 
     @property
     def variables(self):
-        """The variables of the optimizer, as on one device (`update/files.py`)."""
-        return files.shown(self._held_variables)
+        """The variables of the optimizer, as on one device (`update/whole_slots.py`)."""
+        return whole_slots.shown(self._held_variables)
 
     @property
     def _held_variables(self) -> list[keras.Variable]:
@@ -316,8 +316,8 @@ class UnitOptimizer:
         units = {}
         for inner in wrapped_by(self):
             if isinstance(inner, UnitOptimizer):
-                for group in files.grouped(inner._held_variables):
-                    units[id(files.shown(group)[0])] = group
+                for group in whole_slots.grouped(inner._held_variables):
+                    units[id(whole_slots.shown(group)[0])] = group
         return [unit for each in super().variables for unit in units.get(id(each), [each])]
 
     def save_own_variables(self, store):
@@ -326,15 +326,15 @@ class UnitOptimizer:
         Raises:
             RuntimeError: If every worker must call it, and not all do within two minutes.
         """
-        if self._places.workers is not None and files.holds_pieces(self):
-            files.wait_to_save(self._places.workers, "optimizer")
-        for index, group in enumerate(files.grouped(self._held_variables)):
-            store[str(index)] = files.value(group, self._places)
+        if self._places.workers is not None and whole_slots.holds_pieces(self):
+            whole_slots.wait_to_save(self._places.workers, "optimizer")
+        for index, group in enumerate(whole_slots.grouped(self._held_variables)):
+            store[str(index)] = whole_slots.value(group, self._places)
 
     def in_pieces(self) -> dict[int, tuple[list[keras.Variable], Places]]:
-        """The arguments of `files.value` and `files.assign`, by the `id` of each of `variables`."""
-        groups = files.grouped(self._held_variables)
-        return {id(files.shown(group)[0]): (group, self._places) for group in groups}
+        """The arguments of functions in `whole_slots`, by the `id` of each of `variables`."""
+        groups = whole_slots.grouped(self._held_variables)
+        return {id(whole_slots.shown(group)[0]): (group, self._places) for group in groups}
 
     def load_own_variables(self, store):
         """Loads the optimizer; each place takes its share.
@@ -345,9 +345,9 @@ class UnitOptimizer:
             super().load_own_variables(store)  # Keras reports what is missing.
             return
         values = [np.asarray(store[str(index)]) for index in range(len(store.keys()))]
-        if self._places.workers is not None and files.holds_pieces(self):
+        if self._places.workers is not None and whole_slots.holds_pieces(self):
             attach(self, _loaded=values)
-        files.assign_all(self._held_variables, values, self._places)
+        whole_slots.assign_all(self._held_variables, values, self._places)
 
     def loaded_values(self) -> list[np.ndarray] | None:
         """Returns the last loaded values once; None if there are none."""
@@ -372,13 +372,13 @@ class UnitOptimizer:
                 f"A value for each is required. Received: {len(weights)} values of shapes "
                 f"{shapes[1]}."
             )
-        files.assign_all(self._held_variables, map(np.asarray, weights), self._places)
+        whole_slots.assign_all(self._held_variables, map(np.asarray, weights), self._places)
 
     def _trackable_children(self, save_type="checkpoint", **kwargs):
         """Lets `tf.train.Checkpoint` write whole variables, as on any number of devices."""
         children = dict(super()._trackable_children(save_type, **kwargs))
         lists = vars(self).setdefault("_whole_lists", {})
-        return children | files.trackable_lists(self, children, lists)
+        return children | whole_slots.trackable_lists(self, children, lists)
 
 
 def extend_for(optimizer: keras.Optimizer, places: Places, shares: bool) -> None:
@@ -393,6 +393,6 @@ def extend_for(optimizer: keras.Optimizer, places: Places, shares: bool) -> None
     object.__setattr__(optimizer, "_distribution_strategy", strategy)
     if optimizer.built:
         places.copy(own_variables(optimizer))
-        optimizer._mark_sums(files.change_sum)
+        optimizer._mark_sums(whole_slots.change_sum)
     for each in inner:
         extend_for(each, places, shares)

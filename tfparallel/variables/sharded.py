@@ -27,7 +27,7 @@ from tfparallel.seams.keras import autocast, in_stateless_scope, set_storage, va
 from tfparallel.seams.tensorflow import not_recording, record_operation
 from tfparallel.tracing.static_shapes import concatenated, reshaped
 from tfparallel.variables.composed import ComposedVariable
-from tfparallel.variables.replica import is_in_replica
+from tfparallel.variables.mesh_replica import is_in_replica
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfparallel.data.provenance import DRAW_OF_BATCH
 from tfparallel.judge.placements import OF_REPLICA, Mixed, Replicate, Shard
 from tfparallel.judge.rules.call import Call, first_mixed, spread
 from tfparallel.judge.size import depends_on_rows
+from tfparallel.tracing.provenance import DRAW_OF_BATCH
 
 GLOBAL_SEED = "global"  # The name of Keras's global generator.
 

@@ -10,7 +10,7 @@ import tfparallel
 from tests.comparison import assert_equal, seeded, state_of
 from tfparallel.data import EpochBatches
 from tfparallel.device_names import canonical
-from tfparallel.step import loss_placement
+from tfparallel.step import where_rows_meet
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_float64")]
 
@@ -255,7 +255,7 @@ def test_what_does_not_fit_is_refused_in_fit(form, device, message, monkeypatch)
     model = placed(form, one)
     model.compile("sgd", own_loss)
     sizes = {"GPU:1": 127, "GPU:2": None, None: 100 if device == "GPU:2" else 127}
-    monkeypatch.setattr(loss_placement, "memory_bytes", lambda name=None: sizes[name])
+    monkeypatch.setattr(where_rows_meet, "memory_bytes", lambda name=None: sizes[name])
     monkeypatch.setattr(type(model), "_meeting_device", device)
     for _ in range(2):
         with pytest.raises(ValueError, match=message + r".* a batch of 8 rows of 16 bytes"):

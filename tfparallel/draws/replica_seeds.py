@@ -14,9 +14,9 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data import rows_of_replica as shards
+from tfparallel.draws.row_draws import DividedSeeds
 from tfparallel.extend import extend
 from tfparallel.judge.rules.draws import GLOBAL_SEED
-from tfparallel.replication.row_draws import DividedSeeds
 from tfparallel.seams.keras import (
     GLOBAL_SEED_GENERATOR,
     get_global,

@@ -18,10 +18,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.data import provenance
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.judge.rules.draws import as_number, by_row
 from tfparallel.seams.keras import is_in_call
+from tfparallel.tracing import provenance
 
 _PHILOX_WORDS = 4  # 32-bit numbers per step of the counter (Salmon et al., SC 2011).
 _UNKNOWN, _NONE = -2, -1  # Axes of a `Seed`.
