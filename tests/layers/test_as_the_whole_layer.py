@@ -124,10 +124,10 @@ def test_rows_that_were_joined_are_cut_again(form):
     np.testing.assert_allclose(model.predict(x), plain.predict(x), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("word", [-13, 10])
-def test_a_word_outside_of_the_vocabulary_raises(word):
+@pytest.mark.parametrize(("word", "dtype"), [(-13, "int32"), (-13, "int64"), (10, "int64")])
+def test_a_word_outside_of_the_vocabulary_raises(word, dtype):
     def build():
-        inputs = keras.Input((1,), dtype="int32")
+        inputs = keras.Input((1,), dtype=dtype)
         return keras.Model(inputs, layers.Embedding(10, 4)(inputs))
 
     for make in (build, lambda: split(build)):

@@ -65,7 +65,7 @@ class VocabParallelEmbedding(ParallelHint, SplitLayer):
             flat = tf.reshape(ids, [-1])
             flat = tf.where(flat < 0, flat + self.input_dim, flat)
             # The last part gets all ids outside of the table, and treats them like the whole table.
-            flat = tf.where(flat < 0, self.input_dim, flat)
+            flat = tf.where(flat < 0, tf.constant(self.input_dim, flat.dtype), flat)
             starts = tf.constant(self._starts, flat.dtype)
             owners = tf.searchsorted(starts, flat, side="right") - 1
             number = len(self._devices)
