@@ -12,9 +12,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfparallel.callbacks.passed_steps import PassedSteps
+from tfparallel.callbacks.passed_steps import PassedSteps, problems_of_position
 from tfparallel.checkpoint import state
 from tfparallel.checkpoint.folder import CheckpointFolder
+from tfparallel.checkpoint.history import as_logged, as_numbers
 from tfparallel.checkpoint.stored import CheckpointError, ForeignCheckpointError, StoredCheckpoint
 from tfparallel.collectives.group import workers_of
 from tfparallel.data.batches import EpochBatches
@@ -118,6 +119,7 @@ class Checkpoint(keras.callbacks.Callback):
         self.is_passing = False
         self._written_on: Layout | None = None
         self._epoch = 0
+        self._first_epoch: int | None = None  # That `fit` was called with.
         self._epoch_start = 0  # Steps done when the epoch began.
         self._steps_in_epoch = 0
         self.written_at = 0
@@ -134,6 +136,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
+        begin_at(model, None)  # An interrupted `fit` may have left it.
         callbacks, _ = getattr(model, "_callbacks_of_fit", None) or (None, None)
         earlier = itertools.takewhile(
             lambda each: each is not self, getattr(callbacks, "callbacks", ())
@@ -162,16 +165,17 @@ class Checkpoint(keras.callbacks.Callback):
         self.resumed = {name: content[name] for name in ("step", "epoch", "step_in_epoch")}
         self.written_at = content["step"]
         self._epoch_start = content["step"] - content["step_in_epoch"]
+        self._first_epoch = content.get("first_epoch", 0)
         written_on = content.get("layout")
         self._written_on = written_on and Layout.from_json(written_on)
         # As in Keras's BackupAndRestore; `fit` reads it next.
         begin_at(self.model, content["epoch"])
-        self._history().history = content["history"]
+        self._history().history = as_logged(content["history"])
         if self._is_chief:
             print(self._announcement(), flush=True)
         self._restore_again = functools.partial(self._restore, content, specs)
         if self._goes_on and content["epoch"] < self.params["epochs"]:
-            pass_epochs(self.model._batches_of_fit, content["epoch"])
+            pass_epochs(self.model._batches_of_fit, content["epoch"] - (self._first_epoch or 0))
 
     def _restore(self, content, specs) -> list[np.ndarray]:
         """Restores the state of the checkpoint, except for the metrics, which it returns."""
@@ -188,10 +192,14 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """In the interrupted epoch, prepares to skip the completed steps."""
-        self._epoch = epoch
+        self._epoch, self._steps_in_epoch = epoch, 0
+        if self._first_epoch is None:
+            self._first_epoch = epoch
+        begin_at(self.model, None)  # `fit` has read it.
         if self.resumed is None or epoch != self.resumed["epoch"] or self._passed is not None:
             return
-        self._history().epoch = list(range(epoch))  # Keras cleared it when training began.
+        # Keras cleared it when training began.
+        self._history().epoch = list(range(self._first_epoch, epoch))
         done = self.resumed["step_in_epoch"]
         self._passed = PassedSteps(self.model, done, self._metrics, self._restore_again)
         if self._batches is not None:
@@ -223,6 +231,8 @@ class Checkpoint(keras.callbacks.Callback):
         """Writes the state at the start of the next epoch."""
         # With several steps per execution, the last number may exceed the epoch.
         num_steps = min(self._steps_in_epoch, self.params.get("steps") or self._steps_in_epoch)
+        if self._passed is not None:
+            self._passed.end_epoch(num_steps)
         self._epoch_start += num_steps
         history = {name: list(values) for name, values in self._history().history.items()}
         for name, value in (logs or {}).items():
@@ -232,15 +242,16 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Waits for the last write, and resets the initial epoch for the next `fit`."""
         self._by_chief(self._folder.release)
-        begin_at(self.model, None)
+        begin_at(self.model, None)  # Without any epoch, nothing has yet.
 
     def _write(self, step, epoch, step_in_epoch, history):
         content = {
             "step": step,
             "epoch": epoch,
+            "first_epoch": self._first_epoch,
             "step_in_epoch": step_in_epoch,
             "steps_per_epoch": self.params.get("steps"),
-            "history": {name: [float(value) for value in history[name]] for name in history},
+            "history": as_numbers(history),
             "configuration": self._configuration,
             "layout": self._layout and self._layout.to_json(),
         }
@@ -275,7 +286,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _check(self, content, specs):
         """Raises if the checkpoint belongs to another model, dataset or configuration."""
-        old, done = content["configuration"], content["step_in_epoch"]
+        old = content["configuration"]
         problems = [
             f"{name}={value!r} (the checkpoint has {old.get(name)!r})"
             for name, value in self._configuration.items()
@@ -293,16 +304,7 @@ class Checkpoint(keras.callbacks.Callback):
                     f"read. They keep the values that they have: {names}.",
                     stacklevel=3,
                 )
-        if done and self.params.get("steps") != content["steps_per_epoch"]:
-            problems.append(
-                f"{self.params.get('steps')} steps per epoch (the checkpoint, written in "
-                f"mid-epoch, has {content['steps_per_epoch']})"
-            )
-        if done % self.model.steps_per_execution:
-            problems.append(
-                f"steps_per_execution={self.model.steps_per_execution} (the checkpoint was written "
-                f"after {done} steps of an epoch)"
-            )
+        problems += problems_of_position(content, self.model, self.params.get("steps"))
         if problems:
             raise ForeignCheckpointError(
                 f"The checkpoint in {self._folder.directory} belongs to another run; to resume, "
@@ -333,7 +335,7 @@ class Checkpoint(keras.callbacks.Callback):
             return f"nothing to do: {epoch} of {self.params['epochs']} epochs are done"
         at_step = f", step {done + 1}" if done else ""
         text = f"resuming at epoch {epoch + 1}{at_step} ({self.resumed['step']} steps are done)"
-        if self._goes_on and epoch:
+        if self._goes_on and epoch > (self._first_epoch or 0):
             text += "; reading and skipping the batches of all completed steps"
         elif done and (self._batches is None or not self._batches.starts_anywhere):
             text += f"; reading and skipping the first {done} batches of the epoch"

@@ -22,6 +22,7 @@ from tfparallel.callbacks.flight import FlightRecorder
 from tfparallel.callbacks.nan import NaNGuard, NaNLossError
 from tfparallel.callbacks.preemption import Preemption
 from tfparallel.callbacks.step_measures import SentBytes, StepTime
+from tfparallel.checkpoint.history import as_numbers
 from tfparallel.checkpoint.stored import CheckpointError, ForeignCheckpointError
 from tfparallel.collectives.lost_worker import WorkerLostError
 from tfparallel.collectives.process_group import ProcessGroup
@@ -179,10 +180,7 @@ def _train(path, values, options: TrainOptions) -> tuple[dict[str, Any], bool]:
         "model": {"name": model.name, "num_parameters": model.count_params()},
         "data": _report_of_data(parallelism, batches, model, values.global_batch_size),
         "versions": versions(),
-        "history": {
-            name: [float(value) for value in of_epochs]
-            for name, of_epochs in model.history.history.items()
-        },
+        "history": as_numbers(model.history.history),
         "step_time_seconds": step_time.summary(),
         "sent_bytes_in_a_step": sent_bytes.in_a_step,
         "peak_memory_bytes": peak_memory_bytes(),

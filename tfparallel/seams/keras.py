@@ -326,8 +326,9 @@ def pass_epochs(batches: Any, number: int) -> None:
     for _ in range(number):
         with batches.catch_stop_iteration():
             for *_, iterator in batches:
-                for _ in range(batches.steps_per_execution):
-                    next(iterator)
+                next(iterator)
+                for _ in range(batches.steps_per_execution - 1):
+                    next(iterator, None)  # The last execution may be short.
 
 
 def untrack(holder: Any, value: Any) -> None:
