@@ -240,6 +240,59 @@ def resumed(workers, folder, every, policy="local_sgd"):
     }
 
 
+class Interruption(Exception):
+    pass
+
+
+class Interrupts(keras.callbacks.Callback):
+    """Before a step of the first epoch, once."""
+
+    def __init__(self, step):
+        super().__init__()
+        self._step = step
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == self._step:
+            self._step = None
+            raise Interruption
+
+
+def resumed_within_an_epoch(workers, folder):
+    """12 steps: 3 exact, then averages every 4, and one for the checkpoint before the sixth."""
+    x, y = data(12)
+
+    def made():
+        keras.utils.set_random_seed(5)
+        model = tfparallel.data_parallel(build, sync="post_local_sgd:3,4")
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.5), loss, metrics=["accuracy"])
+        return model
+
+    def run(model, name, *callbacks):
+        checkpoint = tfparallel.callbacks.Checkpoint(f"{folder}/{name}", every_steps=5)
+        callbacks = [checkpoint, *callbacks]
+        model.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0, callbacks=callbacks)
+        return checkpoint
+
+    whole, found = made(), {}
+    run(whole, "whole")
+    for name, makes_anew in (("new model", True), ("same model", False)):
+        model = made()
+        try:
+            run(model, name, Interrupts(7))
+        except Interruption:
+            # No `fit` begins with the weights that it left, which differ by worker.
+            model.set_weights(made().get_weights())
+            model = made() if makes_anew else model
+        checkpoint = run(model, name)
+        found[name] = {
+            "passed": checkpoint.num_passed,
+            "weights": apart(whole.get_weights(), model.get_weights()),
+            "history": largest(model.history.history, whole.history.history),
+        }
+    return found
+
+
 def options_of_keras(workers, folder):
     plain, differences = trained("diloco:2")[0].get_weights(), {}
     for option, value in (("jit_compile", True), ("steps_per_execution", 2)):
@@ -281,6 +334,7 @@ PARTS = {
     "every 3": lambda workers, folder: resumed(workers, folder, 3),
     "every 5": lambda workers, folder: resumed(workers, folder, 5),
     "diloco: every 3": lambda workers, folder: resumed(workers, folder, 3, "diloco"),
+    "within an epoch": resumed_within_an_epoch,
     "options": options_of_keras,
     "masks": lambda workers, folder: masks(),
     "refused": refusals,

@@ -135,6 +135,7 @@ def restore_training(
         if seeds and not _seed_variables():
             with without_draws():  # A new generator would draw its seed from Python's.
                 make_global_seed_generator()
+    getattr(model, "state_was_restored", lambda: None)()
     for seed in seeds:  # Outside the scope: an earlier model's strategy may own the variable.
         _seed_variables()[0].assign(seed)
 

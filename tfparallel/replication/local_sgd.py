@@ -94,6 +94,8 @@ class LocalSgd(EveryStep):
 
     def begin_epoch(self) -> None:
         """Begins an epoch: the next outer step is taken from the current weights."""
+        # A restored run may be beyond `start`. Later, `Checkpoint` replaces the train function.
+        self.before_step()
         super().begin_epoch()
         if self._outer is not None and self.is_silent:
             with self.model.strategy.program():
@@ -102,6 +104,11 @@ class LocalSgd(EveryStep):
     def resumable_state(self) -> dict[str, tf.Variable]:
         """The variables by name that a resumed run needs, equal on all workers."""
         return self._outer.momentums(self.model.trainable_weights) if self._outer else {}
+
+    def state_was_restored(self) -> None:
+        """Starts counting anew: a checkpoint holds averages."""
+        for since in self._since:
+            since.forget()
 
     def before_step(self) -> None:
         """Switches to local steps after `start` updates; waits for their count until then."""

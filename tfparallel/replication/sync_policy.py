@@ -126,6 +126,9 @@ class EveryStep:
         """The variables by name that a resumed run needs, equal on all workers."""
         return {}
 
+    def state_was_restored(self) -> None:
+        """Called when the weights and the optimizer are restored, the same on all workers."""
+
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
         """Synchronizes the weights and metrics of all workers within the block."""
@@ -288,6 +291,10 @@ class HasPolicy:
     def kept_between_updates(self) -> dict[str, tf.Variable]:
         """The variables by name that a resumed run needs, equal on all workers."""
         return self._policy.resumable_state()
+
+    def state_was_restored(self) -> None:
+        """Drops what was counted before the weights and the optimizer were restored."""
+        self._policy.state_was_restored()
 
     def settled_workers(self) -> contextlib.AbstractContextManager[None]:
         """Synchronizes the weights and metrics of all workers within the block."""
