@@ -71,6 +71,17 @@ def test_an_execution_of_several_steps_may_pass_the_last_one():
     assert float(model.optimizer.learning_rate) == pytest.approx(0.1)
 
 
+def test_a_later_fit_ends_a_warmup_whose_last_update_was_passed():
+    model = build()
+    model.compile(keras.optimizers.SGD(7.0), "mse", steps_per_execution=4)
+    for expected in (0.09, 0.1):  # Of steps 8 to 11, and later.
+        model.fit(*data(48), batch_size=4, callbacks=[LearningRateWarmup(0.1, 10)], verbose=0)
+        assert float(model.optimizer.learning_rate) == pytest.approx(expected)
+    model.optimizer.learning_rate = 0.05  # A rate of the warmup, too, but not its last one.
+    model.fit(*data(48), batch_size=4, callbacks=[LearningRateWarmup(0.1, 10)], verbose=0)
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.05)
+
+
 def test_an_accumulating_model_warms_up_by_updates():
     model = tfparallel.data_parallel(build, devices=["CPU:0", "CPU:1"], sync="accumulate:3")
     seen = rates_of(LearningRateWarmup(0.3, 3), model)

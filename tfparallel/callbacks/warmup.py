@@ -104,9 +104,16 @@ class LearningRateWarmup(keras.callbacks.Callback):
             return
         update = int(self.model.optimizer.iterations)
         was_warm, self._is_over = self._has_begun, update >= self._num_steps
-        if not self._is_over or was_warm:  # An execution of several steps may skip the last one.
+        # An execution of several steps may skip the last one.
+        if not self._is_over or was_warm or self._is_left_below():
             self.model.optimizer.learning_rate = self.rate(update)
         self._has_begun = True
+
+    def _is_left_below(self) -> bool:
+        """Whether the rate is that of an execution in which an earlier `fit` ended the warmup."""
+        now, end = float(self.model.optimizer.learning_rate), self._num_steps
+        updates = range(max(0, end - self.model.steps_per_execution), end - 1)
+        return any(math.isclose(now, self.rate(update), rel_tol=1e-6) for update in updates)
 
 
 def _check(learning_rate, num_steps, initial):
