@@ -65,11 +65,16 @@ class Server(threading.Thread):
 
     def run(self) -> None:
         """Answers requests until `close`."""
-        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
-            runner.run(self._serve())
+        try:
+            with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+                runner.run(self._serve())
+        except BaseException as error:
+            if not self._begun.done():  # The event loop could not be created.
+                self._begun.set_exception(error)
+            raise
 
     def close(self) -> None:
-        """Ends the thread and all connections."""
+        """Ends the thread and all connections; `OSError` if the thread could not begin."""
         loop, closing = self._begun.result()
         loop.call_soon_threadsafe(closing.set)
         self.join()
