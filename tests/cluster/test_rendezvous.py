@@ -5,10 +5,13 @@ import contextlib
 import errno
 import itertools
 import json
+import os
 import resource
 import selectors
 import signal
 import socket
+import sys
+import threading
 import time
 
 import pytest
@@ -21,8 +24,9 @@ from tfparallel.cluster.control_channel import ControlChannel
 from tfparallel.cluster.listener import is_loopback_here_only
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.rendezvous import meet
-from tfparallel.cluster.supervisor import StopRequest
+from tfparallel.cluster.supervisor import Job, Program, StopRequest
 from tfparallel.cluster.wire import Secret, Session, encoded, unproved
+from tfparallel.cluster.worker_exit import Departure
 
 
 def start(pool, endpoint, node, **changes):
@@ -620,3 +624,30 @@ def test_node_0_is_missed_though_its_own_workers_have_succeeded():
         pass
     assert news.departure is not None and not news.all_succeeded
     news.close()
+
+
+def test_a_stop_of_another_host_explains_why_a_worker_has_saved():
+    """Its message may come after the end of the worker here, and of one on a third host."""
+    connection, there = connected()
+    news = ControlChannel(1, 3, {0: admitted(connection, is_caller=True)})
+    saved = {"failed": 2, "worker": 2, "returncode": 75, "time_seconds": 1.0}
+    told = threading.Event()
+
+    def tell(*_):
+        if not told.is_set():
+            told.set()
+            there.sendall(b"".join(said(saved, {"stopped": 0, "signum": signal.SIGTERM})))
+
+    codes = [
+        "import time; time.sleep(1); raise SystemExit(75)",
+        "import signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('!'), sys.exit(75)))\n"
+        "signal.pause()",
+    ]
+    commands = [[sys.executable, "-c", code] for code in codes]
+    programs = [Program(k, command, os.environ) for k, command in enumerate(commands)]
+    with there, news:
+        outcome = Job(programs, news=news, on_output=tell, grace_seconds=20).wait(30)
+    assert [exit_.returncode for exit_ in outcome.exits] == [75, 75]
+    assert outcome.culprit.returncode == 75
+    assert outcome.departure == Departure(0, signal.SIGTERM)
