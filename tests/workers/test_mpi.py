@@ -220,3 +220,35 @@ def test_workers_of_other_hosts_reach_worker_0_that_knows_its_own_name_as_a_loop
             pmi.connect(("127.0.0.2", server.port), "secret", 1, "watch", 1.0).close()
     finally:
         server.close()
+
+
+ONE_ENDS = """
+import os
+import time
+
+import tensorflow as tf
+import tfparallel
+
+def main():
+    workers = tfparallel.MultiWorkerMirroredStrategy(all_reduce="mpi").workers
+    group = tfparallel.new_group([0, 1])
+    if workers.worker_index == 2:
+        return None
+    deadline = time.monotonic() + 20
+    while not workers.communicator._waiting._lost() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    rows = tf.ones([300_000])
+    (total,) = tfparallel.all_reduce([rows], group=group)
+    try:
+        workers.all_reduce([rows])
+    except RuntimeError as error:
+        return float(total[-1]), str(error)
+"""
+
+
+def test_a_group_goes_on_after_the_end_of_a_worker_outside_of_it():
+    *members, outside = run_workers(ONE_ENDS, 3)
+    assert outside is None
+    for total, error in members:
+        assert total == 2.0
+        assert "The connection to worker 2 was lost" in error
