@@ -172,6 +172,33 @@ def test_an_interrupt_as_the_task_ends(error):
         connection.run(last_words())
 
 
+WITHOUT_DESCRIPTORS = """
+import asyncio, os, resource
+from tfparallel.cluster import connection, pmi
+
+server = pmi.Server("127.0.0.1", ["a"], "secret")
+limit = len(os.listdir("/proc/self/fd")) - 1  # The listing itself needs one.
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+try:
+    connection.run(asyncio.sleep(0), in_another_thread=True)
+except OSError as error:
+    print(error.strerror)
+server.start()
+try:
+    server.close()
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_without_free_descriptors_it_fails_and_does_not_hang():
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_DESCRIPTORS], capture_output=True, text=True, timeout=20
+    )
+    assert done.stdout == "Too many open files\n" * 2, done.stderr
+
+
 IN_A_NOTEBOOK = """
 import asyncio, signal
 from tfparallel.cluster import connection

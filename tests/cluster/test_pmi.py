@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.cluster.processes import wait_for
 from tfparallel.cluster import acceptor, pmi
 
 TOKEN = "secret"
@@ -153,23 +154,28 @@ def test_strangers_are_few_and_none_stays_for_long(server, monkeypatch, num_stra
         assert "rc=0" in ask(belongs, "cmd=get_my_kvsname")
 
 
-def test_all_watches_learn_who_has_ended_first(server):
+def test_all_watches_learn_who_has_ended():
+    server = pmi.Server("127.0.0.1", ["a", "a", "b", "b"], TOKEN)
+    server.start()
     watches = [pmi.Watch(client(server, worker, "watch")) for worker in (0, 2)]
     for watch in watches:
         watch._socket.settimeout(None)
         watch.start()
-    ending = client(server, 1, "watch")
+    both = [client(server, worker, "watch") for worker in (1, 3)]
     time.sleep(0.1)
-    assert [watch.lost for watch in watches] == [None, None]
-    ending.shutdown(socket.SHUT_RDWR)
-    ending.close()
-    for watch in watches:
-        watch.join(5)
-        assert watch.lost == 1
+    assert [watch.lost for watch in watches] == [(), ()]
+    for number, ending in enumerate(both, 1):
+        ending.shutdown(socket.SHUT_RDWR)
+        ending.close()
+        wait_for(lambda n=number: [len(watch.lost) for watch in watches] == [n, n], "the news")
     late = pmi.Watch(client(server, 0, "watch"))
+    late._socket.settimeout(None)
     late.start()
-    late.join(5)
-    assert late.lost == 1
+    wait_for(lambda: late.lost == (1, 3), "what happened before")
+    server.close()
+    for watch in (*watches, late):
+        watch.join(5)
+        assert watch.lost == (1, 3, 0)
 
 
 def test_a_watch_whose_server_ends_has_lost_worker_0():
@@ -179,4 +185,4 @@ def test_a_watch_whose_server_ends_has_lost_worker_0():
     watch.start()
     server.close()
     watch.join(5)
-    assert watch.lost == 0
+    assert watch.lost == (0,)

@@ -5,22 +5,28 @@ import contextlib
 import errno
 import itertools
 import json
+import os
 import resource
 import selectors
 import signal
 import socket
+import sys
+import threading
 import time
 
 import pytest
 
+from tests.cluster.test_worker_rendezvous import name_of_the_loopback
 from tfparallel.cluster import rendezvous, wire
 from tfparallel.cluster.address import join_address, split_address
 from tfparallel.cluster.connection import Connection, run
 from tfparallel.cluster.control_channel import ControlChannel
+from tfparallel.cluster.listener import is_loopback_here_only
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.rendezvous import meet
-from tfparallel.cluster.supervisor import StopRequest
+from tfparallel.cluster.supervisor import Job, Program, StopRequest
 from tfparallel.cluster.wire import Secret, Session, encoded, unproved
+from tfparallel.cluster.worker_exit import Departure
 
 
 def start(pool, endpoint, node, **changes):
@@ -106,6 +112,33 @@ def test_node_0_behind_a_gateway_listens_on_its_own_addresses(pool, endpoint):
     first = start(pool, f"192.0.2.1:{port}", 0, local_address="192.0.2.1")
     assert start(pool, endpoint, 1).result(30) == first.result(30)
     assert first.result().addresses[0] == ("192.0.2.1:1000", "192.0.2.1:1001")
+
+
+def test_node_0_that_knows_its_own_name_as_a_loopback_is_reached_from_other_hosts(pool, endpoint):
+    """Debian writes `127.0.1.1 name` into /etc/hosts; the others connect to another address."""
+    name, port = name_of_the_loopback(), split_address(endpoint)[1]
+    first = start(pool, f"{name}:{port}", 0, timeout_seconds=5)
+    second = start(pool, f"127.0.0.2:{port}", 1, timeout_seconds=5)
+    assert second.result(30) == first.result(30)
+    assert first.result().addresses[0] == (f"{name}:1000", f"{name}:1001")
+
+
+@pytest.mark.parametrize(
+    ("name", "addresses", "expected"),
+    [
+        ("node-a", ["127.0.1.1"], True),
+        ("node-a", ["127.0.1.1", "::1"], True),
+        ("node-a", ["127.0.1.1", "10.0.0.1"], False),
+        ("node-a", ["10.0.0.1"], False),
+        ("localhost", ["127.0.0.1"], False),
+        ("127.0.1.1", ["127.0.1.1"], False),
+    ],
+)
+def test_only_a_name_that_others_resolve_differently_is_listened_for_everywhere(
+    name, addresses, expected
+):
+    places = [(socket.AF_INET, (address, 80)) for address in addresses]
+    assert is_loopback_here_only(name, places) == expected
 
 
 def test_ipv6(pool):
@@ -591,3 +624,30 @@ def test_node_0_is_missed_though_its_own_workers_have_succeeded():
         pass
     assert news.departure is not None and not news.all_succeeded
     news.close()
+
+
+def test_a_stop_of_another_host_explains_why_a_worker_has_saved():
+    """Its message may come after the end of the worker here, and of one on a third host."""
+    connection, there = connected()
+    news = ControlChannel(1, 3, {0: admitted(connection, is_caller=True)})
+    saved = {"failed": 2, "worker": 2, "returncode": 75, "time_seconds": 1.0}
+    told = threading.Event()
+
+    def tell(*_):
+        if not told.is_set():
+            told.set()
+            there.sendall(b"".join(said(saved, {"stopped": 0, "signum": signal.SIGTERM})))
+
+    codes = [
+        "import time; time.sleep(1); raise SystemExit(75)",
+        "import signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('!'), sys.exit(75)))\n"
+        "signal.pause()",
+    ]
+    commands = [[sys.executable, "-c", code] for code in codes]
+    programs = [Program(k, command, os.environ) for k, command in enumerate(commands)]
+    with there, news:
+        outcome = Job(programs, news=news, on_output=tell, grace_seconds=20).wait(30)
+    assert [exit_.returncode for exit_ in outcome.exits] == [75, 75]
+    assert outcome.culprit.returncode == 75
+    assert outcome.departure == Departure(0, signal.SIGTERM)

@@ -3,6 +3,7 @@
 import collections
 import os
 import signal
+import subprocess
 import sys
 import threading
 
@@ -352,3 +353,77 @@ def test_a_command_that_is_not_there():
     assert outcome.culprit.tail == (
         "Cannot run '/no/such/program': No such file or directory.",
     )
+
+
+# Of a user who may have as many processes as the argument says.
+LIMITED = """
+import os, resource, sys, time
+from tfparallel.cluster.worker_process import Program, WorkerProcess
+resource.setrlimit(resource.RLIMIT_NPROC, (int(sys.argv[1]),) * 2)
+try:
+    worker = WorkerProcess(Program(0, ["true"], os.environ))
+except OSError as error:
+    raise SystemExit(str(error))
+while worker.listen():
+    time.sleep(0.01)
+sys.stderr.buffer.write(worker.reaper.stderr.read())
+worker.close()
+sys.exit(worker.returncode)
+"""
+
+
+@pytest.mark.parametrize(("num_processes", "code"), [(1, 1), (2, 127), (3, 127), (4, 0)])
+def test_a_full_process_table_is_named(num_processes, code):
+    """Story: the launcher said that memory ran out."""
+    new_user = ["setpriv", f"--ruid={1_000_000 + os.getpid()}", "--bounding-set"]
+    new_user.append("-sys_admin,-sys_resource")  # They lift the limit.
+    try:
+        subprocess.run([*new_user, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("only root on Linux becomes a user without processes")
+    done = subprocess.run(
+        [*new_user, sys.executable, "-c", LIMITED, str(num_processes)],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    if code:
+        assert done.stderr.startswith(
+            "Cannot start 'true': Resource temporarily unavailable. Each worker needs three "
+            "processes, and the user or the container has too many."
+        )
+
+
+# In a process namespace of its own, a stranger gets the number of a worker that has ended, while
+# its reaper waits for the child that it left.
+NUMBER_TAKEN = """
+import os, pathlib, subprocess, sys, time
+from tfparallel.cluster.worker_process import Program, WorkerProcess
+
+leaves = "import subprocess; subprocess.Popen(['sleep', '0.5'], start_new_session=True)"
+worker = WorkerProcess(Program(0, [sys.executable, "-c", leaves], os.environ))
+while worker.returncode is None:
+    worker.listen()
+    time.sleep(0.01)
+while os.path.exists(f"/proc/{worker.pid}"):
+    time.sleep(0.01)
+pathlib.Path("/proc/sys/kernel/ns_last_pid").write_text(str(worker.pid - 1))
+stranger = subprocess.Popen(["sleep", "600"], start_new_session=True)
+assert stranger.pid == worker.pid, (stranger.pid, worker.pid)
+while worker.listen():
+    time.sleep(0.01)
+worker.close()
+assert stranger.poll() is None, stranger.returncode
+stranger.kill()
+"""
+
+
+def test_who_gets_the_number_of_an_ended_worker_lives():
+    alone = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc"]
+    try:
+        subprocess.run([*alone, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this user or system makes no process namespaces")
+    done = subprocess.run(
+        [*alone, sys.executable, "-c", NUMBER_TAKEN], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr

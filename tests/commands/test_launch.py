@@ -527,6 +527,16 @@ def test_two_nodes_restart(endpoint):
     assert [shown[rank]["TFPARALLEL_RESTART_COUNT"] for rank in (0, 1)] == ["1", "1"]
 
 
+def wait_until_it_listens(endpoint):
+    host, _, port = endpoint.rpartition(":")
+
+    def listens():
+        with socket.socket() as probe:
+            return probe.connect_ex((host, int(port))) == 0
+
+    wait_for(listens, "node 0 to listen")
+
+
 def ends(processes):
     """How launchers ended: their exit codes, and what they said."""
     said = [process.communicate(timeout=DEADLINE_SECONDS)[1] for process in processes]
@@ -598,6 +608,57 @@ def test_workers_that_saved_because_another_node_is_stopped_say_so(endpoint):
     assert said[0].startswith("tfparallel launch: the launcher of node 1 was stopped by SIGTERM")
 
 
+STOP_TOGETHER = """
+import os, pathlib, sys, time, signal
+stopping = pathlib.Path(sys.argv[1])
+
+def save(*_):
+    stopping.touch()
+    time.sleep(1)
+    sys.exit(75)
+
+signal.signal(signal.SIGTERM, save if os.environ["RANK"] == "1" else signal.SIG_IGN)
+print("ready", flush=True)
+while not stopping.exists():
+    time.sleep(0.01)
+while os.environ["RANK"] == "1":
+    time.sleep(1)
+sys.exit(75)
+"""
+
+
+def test_a_host_whose_workers_save_before_those_of_the_stopped_one_does_not_restart(
+    endpoint, tmp_path
+):
+    """Story: the workers agree to stop; the other launcher waited for the stopped one, code 1."""
+    flags = ["--max_restarts=3", "--start_timeout=5"]
+    processes = [
+        start(nodes(endpoint, rank, *flags), STOP_TOGETHER, tmp_path / "stopping")
+        for rank in (0, 1)
+    ]
+    assert [process.stdout.readline() for process in processes] == ["[0] ready\n", "[1] ready\n"]
+    processes[1].send_signal(signal.SIGTERM)
+    codes, said = ends(processes)
+    assert codes == [75, 75], said
+    assert said[0].startswith("tfparallel launch: the launcher of node 1 was stopped by SIGTERM")
+
+
+def test_a_signal_while_nodes_meet_again_keeps_what_is_saved(endpoint):
+    """Node 1 gives up; node 0, which waits for it, is stopped meanwhile."""
+    processes = [
+        start(nodes(endpoint, rank, f"--max_restarts={1 - rank}"), "raise SystemExit(75)")
+        for rank in (0, 1)
+    ]
+    assert processes[1].wait(DEADLINE_SECONDS) == 75
+    for line in processes[0].stderr:
+        if "restarting all workers" in line:
+            break
+    wait_until_it_listens(endpoint)
+    processes[0].send_signal(signal.SIGTERM)
+    codes, said = ends(processes)
+    assert codes == [75, 75], said
+
+
 @pytest.mark.slow
 def test_a_missing_node_is_named(endpoint):
     code, _, errors = launch(nodes(endpoint, 0, "--start_timeout=0.5"), TELL)
@@ -612,13 +673,7 @@ def test_a_missing_node_is_named(endpoint):
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_nodes_are_missing(endpoint, signum):
     process = start(nodes(endpoint, 0), TELL)
-    host, _, port = endpoint.rpartition(":")
-
-    def listens():
-        with socket.socket() as probe:
-            return probe.connect_ex((host, int(port))) == 0
-
-    wait_for(listens, "node 0 to listen")
+    wait_until_it_listens(endpoint)
     process.send_signal(signum)
     process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 128 + signum

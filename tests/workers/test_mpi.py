@@ -1,5 +1,6 @@
 """All-reduce through MPI between real workers: `mpi.py` is what each of them runs."""
 
+import contextlib
 import glob
 import json
 import os
@@ -9,7 +10,10 @@ import sys
 
 import pytest
 
+from tests.cluster.test_worker_rendezvous import name_of_the_loopback
 from tests.commands.command_line import ROOT, TASKS
+from tfparallel.cluster import pmi
+from tfparallel.collectives.mpi import workers
 
 from .jobs import run_workers
 from .mpi import CHECKS
@@ -204,3 +208,47 @@ def test_workers_of_several_hosts_take_the_librarys_own_way():
         assert default == ["ring_tuned", "the workers are on several hosts"]
         assert (transport, sums) == ("mpi_library", [2.0, 2.0, 2.0])
         assert "Received: 2 workers that do not all share memory." in refusal
+
+
+@pytest.mark.parametrize(("hosts", "is_reached"), [(["a", "b"], True), (["a", "a"], False)])
+def test_workers_of_other_hosts_reach_worker_0_that_knows_its_own_name_as_a_loopback(
+    hosts, is_reached
+):
+    server = workers._serve(name_of_the_loopback(), hosts, "secret")
+    try:
+        with contextlib.nullcontext() if is_reached else pytest.raises(OSError):
+            pmi.connect(("127.0.0.2", server.port), "secret", 1, "watch", 1.0).close()
+    finally:
+        server.close()
+
+
+ONE_ENDS = """
+import os
+import time
+
+import tensorflow as tf
+import tfparallel
+
+def main():
+    workers = tfparallel.MultiWorkerMirroredStrategy(all_reduce="mpi").workers
+    group = tfparallel.new_group([0, 1])
+    if workers.worker_index == 2:
+        return None
+    deadline = time.monotonic() + 20
+    while not workers.communicator._waiting._lost() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    rows = tf.ones([300_000])
+    (total,) = tfparallel.all_reduce([rows], group=group)
+    try:
+        workers.all_reduce([rows])
+    except RuntimeError as error:
+        return float(total[-1]), str(error)
+"""
+
+
+def test_a_group_goes_on_after_the_end_of_a_worker_outside_of_it():
+    *members, outside = run_workers(ONE_ENDS, 3)
+    assert outside is None
+    for total, error in members:
+        assert total == 2.0
+        assert "The connection to worker 2 was lost" in error

@@ -292,6 +292,8 @@ def _run_in_another_thread(coroutine):
         try:
             result.set_result(_run_in_this_thread(announced()))
         except BaseException as error:
+            if not begun.done():  # The event loop could not be created.
+                begun.set_exception(error)
             result.set_exception(error)
 
     thread = threading.Thread(target=work, name="rendezvous", daemon=True)
@@ -299,8 +301,8 @@ def _run_in_another_thread(coroutine):
     try:
         return result.result()
     except BaseException:  # Also of a signal handler in this thread: cancel the task in the other.
-        loop, task = begun.result()
-        with contextlib.suppress(RuntimeError):  # The loop is closed already.
+        with contextlib.suppress(Exception):  # The loop is closed already, or was never created.
+            loop, task = begun.result()
             loop.call_soon_threadsafe(task.cancel)
         raise
     finally:

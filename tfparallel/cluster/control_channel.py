@@ -4,8 +4,8 @@
 
 The connections of the rendezvous (rendezvous.py) stay open: a star around node 0, which forwards
 messages. The first failure ends the job on all hosts, with the same culprit; the job succeeds once
-it has on every host. A launcher that is stopped announces it. One that is killed closes its
-connection; TCP's keep-alive detects a vanished host within half a minute.
+it has on every host. A launcher that is stopped announces it before it stops its workers. One that
+is killed closes its connection; TCP's keep-alive detects a vanished host within half a minute.
 
 Launchers authenticate when they join, and with each message (wire.py).
 """
@@ -57,7 +57,7 @@ class ControlChannel:
         if error is not None:
             interrupted = signal.SIGINT if isinstance(error, KeyboardInterrupt) else None
             signum = getattr(error, "signum", interrupted)
-            self._send({"stopped": self._node, "signum": signum})
+            self.tell_stop(signum)
         self.close()
 
     @property
@@ -81,6 +81,10 @@ class ControlChannel:
         failed = {"worker": worker, "returncode": returncode, "time_seconds": time_seconds}
         failed |= {} if lost is None else {"lost": lost}
         self._send({"failed": self._node, **failed})
+
+    def tell_stop(self, signum: int | None) -> None:
+        """Announces that this launcher leaves the job, because of a signal or an error."""
+        self._send({"stopped": self._node, "signum": signum})
 
     def close(self) -> None:
         """Closes the connections; idempotent."""
@@ -106,7 +110,7 @@ class ControlChannel:
                 )
                 self.failures.append((failure, time.monotonic()))
             case {"stopped": int(node), "signum": int() | None as signum}:
-                if not self.failures and self.departure is None:
+                if self.departure is None and (signum is not None or not self.failures):
                     self.departure = Departure(node, signum)
 
     def _lost(self, line):

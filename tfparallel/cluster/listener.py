@@ -41,7 +41,8 @@ async def listen(
     try:
         async with asyncio.timeout(timeout_seconds):
             places = await connection.resolve(address)
-        if not listen_host and _is_loopback_to_itself_only(host, places, workers):
+        several = len({split_address(each)[0] for each in workers}) > 1
+        if not listen_host and several and is_loopback_here_only(host, places):
             places = [(socket.AF_INET, ("0.0.0.0", port))]
         return await _bind(places, port)
     except OSError as error:
@@ -80,16 +81,20 @@ def everywhere(address: str) -> str | None:
         return "::" if family == socket.AF_INET6 else "0.0.0.0"
 
 
-def _is_loopback_to_itself_only(host, places, workers):
-    """Whether a host name resolves to the loopback here, and peers have other names."""
+def is_loopback_here_only(host: str, places: Sequence[tuple[int, tuple]]) -> bool:
+    """Whether a host's own name resolves to its loopback, as with Debian's `127.0.1.1 name`.
+
+    If peers are on other hosts, it must listen on every address then.
+
+    Args:
+        host: The name; an address or `localhost` means the same on every host.
+        places: What it resolves to here: address families and socket addresses.
+    """
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(host)
         return False
-    hosts = {split_address(address)[0] for address in workers}
-    return (
-        host != "localhost"
-        and len(hosts) > 1
-        and all(ipaddress.ip_address(location[0]).is_loopback for _, location in places)
+    return host != "localhost" and all(
+        ipaddress.ip_address(location[0]).is_loopback for _, location in places
     )
 
 

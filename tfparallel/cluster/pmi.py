@@ -65,11 +65,16 @@ class Server(threading.Thread):
 
     def run(self) -> None:
         """Answers requests until `close`."""
-        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
-            runner.run(self._serve())
+        try:
+            with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+                runner.run(self._serve())
+        except BaseException as error:
+            if not self._begun.done():  # The event loop could not be created.
+                self._begun.set_exception(error)
+            raise
 
     def close(self) -> None:
-        """Ends the thread and all connections."""
+        """Ends the thread and all connections; `OSError` if the thread could not begin."""
         loop, closing = self._begun.result()
         loop.call_soon_threadsafe(closing.set)
         self.join()
@@ -143,24 +148,20 @@ class Server(threading.Thread):
 
 
 class Watch(threading.Thread):
-    """Reports the first worker of the job to end. Its connection has the role "watch"."""
+    """Reports which workers of the job have ended. Its connection has the role "watch"."""
 
     def __init__(self, connected: socket.socket):
         super().__init__(name="tfparallel-watch", daemon=True)
         self._socket = connected
-        self.lost: int | None = None  # The first worker that ended; read by other threads.
+        self.lost: tuple[int, ...] = ()  # In the order of their ends; read by other threads.
 
     def run(self) -> None:
-        """Listens until a worker ends."""
-        heard = b""
-        with contextlib.suppress(OSError), self._socket:
-            while b"\n" not in heard:
-                more = self._socket.recv(4096)
-                if not more:
-                    break
-                heard += more
-        line = heard.partition(b"\n")[0].split()
-        self.lost = int(line[1]) if line else 0
+        """Listens until worker 0 ends."""
+        with contextlib.suppress(OSError), self._socket, self._socket.makefile("rb") as lines:
+            for line in lines:
+                if line.endswith(b"\n"):
+                    self.lost += (int(line.split()[1]),)
+        self.lost += (0,)
 
 
 def connect(

@@ -22,6 +22,7 @@ killed.
 
 import contextlib
 import ctypes
+import errno
 import os
 import select
 import signal
@@ -37,6 +38,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _LEFTOVER_SECONDS = 1.0
 # A process in an uninterruptible kernel wait cannot be killed: give up.
 _KILL_SECONDS = 5.0
+_CANNOT_RUN = 127  # As in a shell.
 
 
 def main(cores: str, command: list[str]) -> None:
@@ -46,7 +48,7 @@ def main(cores: str, command: list[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    first = os.fork()
+    first = _fork(command)
     if first != 0:
         _second(first)
         return
@@ -57,7 +59,7 @@ def main(cores: str, command: list[str]) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
     reaper = os.getpid()
-    worker = os.fork()
+    worker = _fork(command)
     if worker == 0:
         _become_worker(reaper, cores, command)
     _close_output()
@@ -66,9 +68,31 @@ def main(cores: str, command: list[str]) -> None:
     if returncode is not None:
         _say(f"ended {returncode} {time.monotonic()}")
         _wait_for_leftovers()
-    returncode_when_killed = _kill_all(worker)
+    returncode_when_killed = _kill_all(worker, returncode)
     if returncode is None:
         _say(f"ended {returncode_when_killed} {time.monotonic()}")
+
+
+def refusal(command: list[str], error: OSError) -> str:
+    """Returns the message for a worker whose processes the system refuses to create."""
+    text = f"Cannot start {command[0]!r}: {error.strerror}."
+    if error.errno == errno.EAGAIN:
+        text += (
+            " Each worker needs three processes, and the user or the container has too many. End "
+            "some, or raise the limit (`ulimit -u`, or the pids limit of the container or of its "
+            "control group)."
+        )
+    return text
+
+
+def _fork(command):
+    """Forks; if the system refuses, reports that the worker cannot run, and exits."""
+    try:
+        return os.fork()
+    except OSError as error:
+        os.write(2, f"{refusal(command, error)}\n".encode())
+        _say(f"ended {_CANNOT_RUN} {time.monotonic()}")
+        sys.exit()
 
 
 def _second(first):
@@ -101,7 +125,7 @@ def _become_worker(reaper, cores, command):
     except OSError as error:
         os.write(2, f"Cannot run {command[0]!r}: {error.strerror}.\n".encode())
     finally:
-        os._exit(127)
+        os._exit(_CANNOT_RUN)
 
 
 def _watch(worker, woken):
@@ -128,15 +152,19 @@ def _wait_for_leftovers():
         time.sleep(0.01)
 
 
-def _kill_all(worker):
-    """Kills the worker and its descendants; returns the worker's return code, if collected."""
+def _kill_all(worker, returncode=None):
+    """Kills the worker and its descendants; returns its return code, None if not collected."""
     deadline = time.monotonic() + _KILL_SECONDS
-    returncode = None
     while True:
-        # Children of a killed process become the reaper's, and are killed in the next round.
-        if worker is not None:
+        children = _children()
+        if worker is not None and returncode is None:
             _signal_group(worker, signal.SIGKILL)
-        for child in _children():
+        elif worker is not None and children is None:
+            # Its number may be another process's by now; that of its group is not, while it lives.
+            with contextlib.suppress(OSError):
+                os.killpg(worker, signal.SIGKILL)
+        # Children of a killed process become the reaper's, and are killed in the next round.
+        for child in children or ():
             with contextlib.suppress(OSError):
                 os.kill(child, signal.SIGKILL)
         reaped = _reap(worker)
@@ -181,9 +209,10 @@ def _has_children():
 
 
 def _children():
+    """Returns the process ids of all children; None if the system does not list them."""
     with contextlib.suppress(OSError), open("/proc/thread-self/children") as file:
         return [int(pid) for pid in file.read().split()]
-    return []
+    return None
 
 
 def _hear():

@@ -5,8 +5,9 @@
 
 Each launcher authenticates with the job's secret (wire.py), from which all derive the workers'
 secret. The connections stay open as the control channel while the job runs (control_channel.py).
-Node 0 listens (acceptor.py) on the endpoint's address alone, and only until all have joined or the
-deadline. A launcher that cannot join gets an error, and the others keep waiting.
+Node 0 listens (acceptor.py) on the endpoint's address alone, or on all if its name resolves to the
+loopback there, and only until all have joined or the deadline. A launcher that cannot join gets an
+error, and the others keep waiting.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from tfparallel.cluster.address import join_address, split_address
 from tfparallel.cluster.connection import Connection, connect, reason, resolve, run
 from tfparallel.cluster.control_channel import ControlChannel
 from tfparallel.cluster.environment import too_many_workers
-from tfparallel.cluster.listener import everywhere
+from tfparallel.cluster.listener import everywhere, is_loopback_here_only
 from tfparallel.cluster.wire import RefusedError, Secret, new_nonce
 
 _SEND_SECONDS = 2.0
@@ -185,7 +186,10 @@ class _Host:
         listen_host = (self._hello["local_address"] and everywhere(host)) or host
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                family, location = (await resolve(join_address(listen_host, port)))[0]
+                places = await resolve(join_address(listen_host, port))
+            family, location = places[0]
+            if is_loopback_here_only(listen_host, places):
+                family, location = socket.AF_INET, ("0.0.0.0", port)
             return socket.create_server(location, family=family)
         except OSError as error:
             place, by = join_address(host, port), ""

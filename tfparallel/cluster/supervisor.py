@@ -131,8 +131,9 @@ class Job:
 
     def __exit__(self, kind, error, traceback) -> None:
         interrupted = isinstance(error, KeyboardInterrupt)
+        signum = signal.SIGINT if interrupted else getattr(error, "signum", signal.SIGTERM)
         try:
-            self.stop(signal.SIGINT if interrupted else getattr(error, "signum", signal.SIGTERM))
+            self.stop(signum, leaves=interrupted or isinstance(error, StopRequest))
         except StopRequest as request:
             error = request
             raise
@@ -164,7 +165,9 @@ class Job:
         exits = tuple(self._exit_of(worker) for worker in self._workers)
         if isinstance(culprit, WorkerProcess):
             culprit = exits[self._workers.index(culprit)]
-        departure = self._news.departure if culprit is None else None
+        departure = self._news.departure
+        if culprit is not None and not _explains(departure, culprit):
+            departure = None
         return Outcome(exits, culprit, timed_out, departure)
 
     def end(self, grace_seconds: float) -> None:
@@ -209,8 +212,11 @@ class Job:
         by_cause = sorted(local + remote, key=lambda failure: root_cause_first(*failure[:2]))
         return by_cause[0][2] if by_cause else None
 
-    def stop(self, signum: int = signal.SIGTERM) -> None:
+    def stop(self, signum: int = signal.SIGTERM, *, leaves: bool = False) -> None:
         """Stops the running workers: `signum` first, SIGKILL after the grace period.
+
+        If this launcher `leaves` the job, it tells the other hosts before. Otherwise they would
+        take the end of its workers for a failure, and restart without it.
 
         A second Ctrl-C, or any exception that arrives meanwhile, cuts the grace period short. A
         scheduler's signals do not: the workers may be saving their state.
@@ -219,6 +225,8 @@ class Job:
             self._stopping_at = time.monotonic()
         with held_back(_OF_SCHEDULERS):
             try:
+                if leaves:
+                    self._news.tell_stop(signum)
                 for worker in self._workers:
                     worker.send(signum)
                 self._wait_until(self._all_ended, self._grace_seconds, check_output=False)
@@ -279,3 +287,9 @@ class Job:
             name=worker.program.name,
             lost=self._lost_by(worker.program.worker) if worker.returncode else None,
         )
+
+
+def _explains(departure, culprit):
+    """Whether a worker saved its state because another host's launcher was stopped."""
+    planned = departure is not None and departure.signum is not None
+    return planned and culprit.returncode == TRY_AGAIN

@@ -10,7 +10,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-_GUARDIAN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "reaper.py")
+from tfparallel.cluster import reaper
+
+_GUARDIAN = os.path.abspath(reaper.__file__)
 _SECOND_SECONDS = 6.0  # The second reaper kills within 5 s.
 
 
@@ -73,8 +75,10 @@ class WorkerProcess:
                 # Otherwise Ctrl-C at the terminal would reach it before this process reacts.
                 start_new_session=True,
             )
-        except BaseException:
+        except BaseException as error:
             self.control.close()
+            if isinstance(error, BlockingIOError):
+                raise OSError(reaper.refusal(program.command, error)) from error
             raise
         finally:
             reaper_end.close()

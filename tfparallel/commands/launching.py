@@ -99,10 +99,12 @@ def _joined(alone: Sequence[int], nnodes: int) -> int:
 
 def _run_with_restarts(values, command, nnodes, environment, standbys):
     back_off = RestartBackOff(min(_MOST_WAIT_SECONDS, values.start_timeout / 2))
+    outcome = None
     for attempt in range(values.max_restarts + 1):
         if standbys is not None and attempt == values.max_restarts:
             standbys.stop_preparing()
-        outcome = _run_once(values, command, nnodes, attempt, environment, standbys)
+        between = _between_attempts(outcome)
+        outcome = _run_once(values, command, nnodes, attempt, environment, standbys, between)
         if outcome.departure is not None:
             # The others cannot meet again without it.
             _report(outcome.departure.describe(), outcome)
@@ -115,17 +117,27 @@ def _run_with_restarts(values, command, nnodes, environment, standbys):
             seconds = back_off.failed(outcome.culprit.time_seconds)
             when = f" in {seconds:g} s" if seconds else ""
             say(f"restarting all workers{when} ({attempt + 1} of {values.max_restarts})")
-            try:
+            with _between_attempts(outcome):
                 time.sleep(seconds)
-            except StopRequest as request:
-                # No worker is running, and workers that end with this code have saved their state.
-                can_go_on = outcome.culprit.returncode == TRY_AGAIN
-                request.has_saved |= can_go_on and request.signum in SIGNALS
-                raise
     return outcome.culprit.exit_code
 
 
-def _run_once(values, command, nnodes, attempt, environment, standbys):
+@contextlib.contextmanager
+def _between_attempts(outcome: Outcome | None):
+    """No worker runs in the block; those that ended with TRY_AGAIN before have saved their state.
+
+    Args:
+        outcome: That of the last attempt, if there was one.
+    """
+    try:
+        yield
+    except StopRequest as request:
+        can_go_on = outcome is not None and outcome.culprit.returncode == TRY_AGAIN
+        request.has_saved |= can_go_on and request.signum in SIGNALS
+        raise
+
+
+def _run_once(values, command, nnodes, attempt, environment, standbys, between):
     if values.num_ps is not None:
         programs = programs_with_servers(
             command,
@@ -135,7 +147,8 @@ def _run_once(values, command, nnodes, attempt, environment, standbys):
             restart_count=attempt,
         )
         return _run(values, programs, attempt)
-    meeting = _meet(values, command, nnodes, attempt)
+    with between:
+        meeting = _meet(values, command, nnodes, attempt)
     with meeting.news:
         programs = _programs(values, command, meeting, environment, attempt)
         return _run(values, programs, attempt, meeting, standbys)

@@ -92,7 +92,7 @@ class Communicator:
             comm = self._comm.Split(color, key=self._comm.Get_rank())
         if not is_member:
             return None
-        waiting = self._waiting.with_timeout(timeout_seconds)
+        waiting = self._waiting.with_timeout(timeout_seconds).for_members(workers)
         return Communicator(self._mpi, comm, self.algorithm, waiting, workers)
 
     def use(self, algorithm: str) -> None:

@@ -3,7 +3,7 @@
 import copy
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tfparallel.collectives.lost_worker import WorkerLostError, lost_error
 
@@ -23,18 +23,19 @@ class Waiting:
     """Waits for other workers.
 
     Args:
-        lost: Returns the index of a worker that has ended, or None.
+        lost: Returns the indices of the workers that have ended.
         timeout_seconds: How long a collective waits for the other workers; 0 means forever.
         has_core: Whether every worker has its own core.
     """
 
     def __init__(
         self,
-        lost: Callable[[], int | None],
+        lost: Callable[[], Sequence[int]],
         timeout_seconds: float = 0.0,
         has_core: bool = False,
     ):
         self._lost = lost
+        self._members: Sequence[int] | None = None
         self._spin_seconds = _SPIN_SECONDS if has_core else 0.0
         self.timeout_seconds = timeout_seconds
 
@@ -42,6 +43,12 @@ class Waiting:
         """Returns the same with another deadline."""
         waiting = copy.copy(self)
         waiting.timeout_seconds = seconds
+        return waiting
+
+    def for_members(self, workers: Sequence[int]) -> "Waiting":
+        """Returns the same for some workers; the end of another one is no error."""
+        waiting = copy.copy(self)
+        waiting._members = workers
         return waiting
 
     def until(
@@ -75,9 +82,9 @@ class Waiting:
                 os.sched_yield()
 
     def _look(self, waited, late):
-        lost = self._lost()
-        if lost is not None:
-            raise lost_error(lost, "its connection was closed")
+        for lost in self._lost():
+            if self._members is None or lost in self._members:
+                raise lost_error(lost, "its connection was closed")
         if 0 < self.timeout_seconds < waited:
             raise WorkerLostError(
                 f"A collective waited {self.timeout_seconds:g} s for the other workers. All are "

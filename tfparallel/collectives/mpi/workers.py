@@ -27,6 +27,7 @@ import tensorflow as tf
 from tfparallel.cluster import pmi
 from tfparallel.cluster.address import join_address
 from tfparallel.cluster.environment import available_cores
+from tfparallel.cluster.listener import is_loopback_here_only
 from tfparallel.cluster.loopback import are_loopback
 from tfparallel.cluster.wire import Secret, new_nonce
 from tfparallel.collectives.chief_alone import check_all_take_part
@@ -276,6 +277,10 @@ def join(group: ProcessGroup, algorithm: str) -> MpiProcessGroup:
 
 def _serve(host, memories, token):
     try:
+        resolved = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        places = [(family, location) for family, _, _, _, location in resolved]
+        if len(set(memories)) > 1 and is_loopback_here_only(host, places):
+            host = "0.0.0.0"
         server = pmi.Server(host, memories, token)
     except OSError:  # The name or address is not one of this host's own.
         server = pmi.Server("0.0.0.0", memories, token)
