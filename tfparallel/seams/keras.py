@@ -46,6 +46,7 @@ __all__ = [
     "initialize",
     "initializer_of",
     "is_in_call",
+    "key_of_storage",
     "layers_held_by",
     "layers_in",
     "layout_map_of",
@@ -138,6 +139,11 @@ def variables_held_by(holder: keras.Layer | keras.Optimizer) -> list[keras.Varia
 def storage_of(variable: keras.Variable) -> tf.Variable | None:
     """Returns the TensorFlow variable of a Keras variable; None before it has a value."""
     return variable._value
+
+
+def key_of_storage(variable: keras.Variable) -> str | None:
+    """Returns the name by which an optimizer knows a variable's storage; None without."""
+    return getattr(variable._value, "_unique_id", None)
 
 
 def set_storage(variable: keras.Variable, storage: tf.Variable | None) -> None:

@@ -15,10 +15,12 @@ __all__ = [
     "forget_places",
     "has_a_table",
     "key_of",
+    "leaves_out",
     "left_out_of_decay",
     "left_out_pattern",
     "momentums_of",
     "rate_of",
+    "set_decay",
     "weights_of",
 ]
 
@@ -39,13 +41,28 @@ def weights_of(optimizer: keras.Optimizer | None) -> Sequence[keras.Variable]:
 
 
 def left_out_of_decay(optimizer: keras.Optimizer) -> set:
-    """Returns the variables without weight decay, by `key_of`; you can add to the set."""
+    """Returns the variables without weight decay, by `key_of`."""
     return getattr(optimizer, "_exclude_from_weight_decay", set())
 
 
 def left_out_pattern(optimizer: keras.Optimizer) -> re.Pattern | None:
     """Returns the pattern of the names of further variables without weight decay."""
     return getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
+
+
+def leaves_out(optimizer: keras.Optimizer, variable: keras.Variable) -> bool:
+    """Returns whether a variable was excluded from weight decay, by key or by name."""
+    keys, pattern = left_out_of_decay(optimizer), left_out_pattern(optimizer)
+    if keys and key_of(optimizer, variable) in keys:
+        return True
+    # On one device, Keras searches the name of the variable's storage, which is its path.
+    return pattern is not None and pattern.search(f"{variable.path}:0") is not None
+
+
+def set_decay(optimizer: keras.Optimizer, variable: keras.Variable, decays: bool) -> None:
+    """Decides whether a variable decays, before Keras looks at its key and name."""
+    decisions = vars(optimizer).setdefault("_exclude_from_weight_decay_cache", {})
+    decisions[key_of(optimizer, variable)] = decays
 
 
 def key_of(optimizer: keras.Optimizer, variable: keras.Variable) -> Any:

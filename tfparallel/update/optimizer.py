@@ -18,10 +18,10 @@ from tfparallel.seams.optimizers import (
     apply_in_replica,
     check_known,
     count_of,
-    key_of,
-    left_out_of_decay,
+    leaves_out,
     momentums_of,
     rate_of,
+    set_decay,
     weights_of,
 )
 from tfparallel.update import whole_slots
@@ -80,10 +80,10 @@ class UnitOptimizer:
 
     def _leave_out_units(self) -> None:
         """Excludes the units of excluded weights, too."""
-        left_out = left_out_of_decay(self)
         for part, unit in self._units:
-            if left_out & {key_of(self, whole_of(part)), key_of(self, part)}:
-                left_out.add(key_of(self, unit))
+            whole = whole_of(part)
+            if unit is not whole:
+                set_decay(self, unit, not (leaves_out(self, whole) or leaves_out(self, part)))
 
     def apply(self, grads, trainable_variables=None):
         """Applies gradients over all rows, for weights or for parts of weights, in order."""

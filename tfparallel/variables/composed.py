@@ -54,8 +54,10 @@ class ComposedVariable:
         pieces: The TensorFlow variables in this process that hold the value.
         gradient_of: Takes the gradients of the pieces, some of which may be None, and returns the
             gradient of the whole.
+        storage_key: The name by which an optimizer knew the variable's storage, if it had its own.
     """
 
+    storage_key: str | None = None
     pieces: Sequence[tf.Variable]
     gradient_of: Callable[[Sequence], Any]
 
@@ -65,7 +67,7 @@ class ComposedVariable:
         return _Handle(self)
 
     def _as_variable(self, value: tf.Tensor) -> tf.Tensor:
-        stand_for(value, self, f"composed_{id(self)}")
+        stand_for(value, self, self.storage_key or f"composed_{id(self)}")
         return value
 
     @property

@@ -23,7 +23,13 @@ import tensorflow as tf
 from tfparallel.compute_context import context
 from tfparallel.extend import extend
 from tfparallel.problems import PlacementError
-from tfparallel.seams.keras import autocast, in_stateless_scope, set_storage, value_in_scope
+from tfparallel.seams.keras import (
+    autocast,
+    in_stateless_scope,
+    key_of_storage,
+    set_storage,
+    value_in_scope,
+)
 from tfparallel.seams.tensorflow import not_recording, record_operation
 from tfparallel.tracing.static_shapes import concatenated, reshaped
 from tfparallel.variables.composed import ComposedVariable
@@ -155,8 +161,9 @@ def shard_variable(variable: keras.Variable, share: keras.Variable, places: Any)
         share: The variable of its shares, which hold its value.
         places: The places.
     """
+    key = key_of_storage(variable)  # An optimizer may have noted it already.
     set_storage(variable, None)
-    extend(variable, ShardedVariable, share=share, places=places)
+    extend(variable, ShardedVariable, share=share, places=places, storage_key=key)
 
 
 def joined(shares: Sequence[keras.Variable], places: Any) -> list[tf.Tensor]:
