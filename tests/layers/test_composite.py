@@ -155,9 +155,9 @@ def with_blocks(block, number=1):
     return build
 
 
-def train(model):
+def train(model, optimizer=None):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(0.01), loss)
+    model.compile(optimizer or keras.optimizers.Adam(0.01), loss)
     ids = np.random.default_rng(0).integers(0, WORDS, (10, LENGTH))
     ids[::3, 3:] = 0
     losses = model.fit(ids, ids[:, ::-1], batch_size=4, epochs=2, shuffle=False, verbose=0).history
@@ -200,6 +200,16 @@ def test_weights_are_those_of_one_device(block):
     ends = {"words": "vocabulary", "head": "column, gathered"}
     assert model.split == KINDS[block] | ends
     assert_equal(train(model), expected, rtol=1e-9, atol=1e-11)
+
+
+def test_what_weight_decay_leaves_out_by_the_name_of_a_block():
+    """Story: a part's own name, `attend/query/kernel:0`, lacks that of the block."""
+    results = []
+    for make in (seeded, lambda build: tfparallel.tensor_parallel(build, DEVICES[:2])):
+        optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.5)
+        optimizer.exclude_from_weight_decay(var_names=["block0/"])
+        results.append(train(seeded(lambda make=make: make(with_blocks(Written))), optimizer))
+    assert_equal(*results, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.slow

@@ -214,6 +214,22 @@ def test_decay_leaves_out_what_it_is_told_to(in_float64):
     assert apart(*models) < 1e-9
 
 
+@pytest.mark.parametrize("name", ["last", "^kernel", "first/kernel:0"])
+def test_decay_leaves_out_names_as_one_device_has_them(in_float64, name):
+    """Story: a share is called `kernel:0`, so the name of its layer was not found."""
+
+    def named():
+        x = keras.Input((5,))
+        return keras.Model(x, layers.Dense(3, name="last")(layers.Dense(7, name="first")(x)))
+
+    models = []
+    for model in (seeded(named), on_replicas(2, named)):
+        optimizer = optimizers.AdamW(0.05, weight_decay=0.3)
+        optimizer.exclude_from_weight_decay(var_names=[name])
+        models.append(trained(model, optimizer, epochs=1))
+    assert apart(*models) < 1e-9
+
+
 @pytest.mark.slow
 def test_accumulated_steps(in_float64):
     one = seeded(build)
