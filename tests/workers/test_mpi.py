@@ -252,3 +252,24 @@ def test_a_group_goes_on_after_the_end_of_a_worker_outside_of_it():
     for total, error in members:
         assert total == 2.0
         assert "The connection to worker 2 was lost" in error
+
+
+ALONE = """
+import mpi4py.MPI  # Starts MPI in each worker alone, as Open MPI does without its mpiexec.
+import tensorflow as tf
+import tfparallel
+
+def main():
+    try:
+        workers = tfparallel.MultiWorkerMirroredStrategy(all_reduce="mpi").workers
+    except RuntimeError as error:
+        return str(error)
+    return float(workers.all_reduce([tf.ones([1])])[0][0])
+"""
+
+
+def test_an_mpi_that_connects_fewer_processes_than_the_job_has_workers_is_refused():
+    """Story: each worker was alone, and an error about shapes was all that it said."""
+    for worker, error in enumerate(run_workers(ALONE, 2)):
+        assert "MPI connects 1 processes, but the job has 2 workers." in str(error)
+        assert f"Received: worker {worker}, with MPICH Version: " in error

@@ -257,13 +257,15 @@ def join(group: ProcessGroup, algorithm: str) -> MpiProcessGroup:
         mpi = _load_by(address, token, worker, len(peers))
     else:
         mpi = library.load()
-        if mpi.COMM_WORLD.Get_size() != len(peers):
-            raise RuntimeError(
-                f"MPI started {mpi.COMM_WORLD.Get_size()} processes, but the job has {len(peers)} "
-                f"workers. The numbers must be equal. Received: worker {worker}. Start all workers "
-                "with one mpiexec or srun, of the MPI library that mpi4py uses, or with "
-                "`tfparallel launch`."
-            )
+    num_processes = mpi.COMM_WORLD.Get_size()
+    if num_processes != len(peers):
+        version = " ".join(mpi.Get_library_version().split()[:3])
+        raise RuntimeError(
+            f"MPI connects {num_processes} processes, but the job has {len(peers)} workers. The "
+            f"numbers must be equal. Received: worker {worker}, with {version}. Start all workers "
+            "with one mpiexec or srun, of the MPI library that mpi4py uses; or with `tfparallel "
+            "launch`, MPICH or Intel MPI, and no `import mpi4py.MPI` before."
+        )
     watch = pmi.Watch(pmi.connect(address, token, worker, "watch", _CONNECT_SECONDS))
     watch.start()
     comm = mpi.COMM_WORLD.Split(0, key=worker)
