@@ -115,6 +115,26 @@ class Boosts(keras.optimizers.SGD):
         super().update_step(self.boost * gradient, variable, learning_rate)
 
 
+class Lowers(keras.optimizers.SGD):
+    """Stores its argument under another name, and a flag that says what has been built."""
+
+    def __init__(self, learning_rate=0.01, factor=1.0, **options):
+        super().__init__(learning_rate, **options)
+        self._lowered_by = factor
+        self._has_sums = False
+
+    def build(self, variables):
+        super().build(variables)
+        if not self._has_sums:
+            self._sums = [self.add_variable_from_reference(v, "sum") for v in variables]
+        self._has_sums = True
+
+    def update_step(self, gradient, variable, learning_rate):
+        sums = self._sums[self._get_variable_index(variable)]
+        self.assign_add(sums, gradient)
+        super().update_step(self._lowered_by * sums, variable, learning_rate)
+
+
 class Within(keras.metrics.MeanMetricWrapper):
     """Without a `get_config` that says its tolerance."""
 
@@ -226,6 +246,45 @@ def test_an_optimizer_whose_config_says_too_little():
     model = around()
     model.compile(Boosts(boost=3.0), "mse")
     assert_trains_alike(tfparallel.data_parallel(model, devices=["CPU:0", "CPU:1"]), model)
+
+
+@pytest.mark.parametrize("is_built", [False, True])
+def test_an_argument_that_is_stored_under_another_name(is_built):
+    """Story: the clone had the default of the constructor."""
+    model = around()
+    model.compile(Lowers(factor=0.1), "mse")
+    if is_built:
+        x, y = data()
+        model.fit(x, y, batch_size=5, shuffle=False, verbose=0)
+    copy = tfparallel.data_parallel(model, devices=["CPU:0", "CPU:1"])
+    assert copy.optimizer._lowered_by == 0.1
+    assert_trains_alike(copy, model)
+
+
+def test_an_optimizer_that_was_built_in_another_order():
+    """Story: slots of one shape went to each other's weights."""
+    x = keras.Input((6,))
+    first, second = (layers.Dense(6, use_bias=False) for _ in range(2))
+    model = keras.Model(x, layers.Dense(4, use_bias=False)(second(first(x))))
+    optimizer = keras.optimizers.Adam(0.01)
+    optimizer.build([second.kernel, first.kernel, model.layers[-1].kernel])
+    model.compile(optimizer, "mse")
+    inputs, outputs = data()
+    model.fit(inputs, outputs, batch_size=5, shuffle=False, verbose=0)
+    assert_trains_alike(tfparallel.data_parallel(model, devices=["CPU:0", "CPU:1"]), model)
+
+
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has no MultiOptimizer"
+)
+def test_an_optimizer_that_a_table_names_twice():
+    """Story: the config holds it twice; the clone would have two, with separate counts."""
+    adam, sgd = keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1)
+    table = keras.optimizers.OptimizerMap(sgd, {".*kernel": adam, ".*bias": adam})
+    model = around()
+    model.compile(keras.optimizers.MultiOptimizer(table), "mse")
+    with pytest.raises(ValueError, match="holds 2 optimizers, and 3 when rebuilt from its config"):
+        tfparallel.data_parallel(model, devices=["CPU:0", "CPU:1"])
 
 
 def test_an_optimizer_that_accumulates():

@@ -7,9 +7,11 @@ its `get_config` omits.
 
 import copy as copy_lib
 import dataclasses
+import dis
 import enum
 import functools
 import inspect
+import itertools
 import re
 import types
 from typing import Any
@@ -261,16 +263,40 @@ def _closed_over(function) -> list:
 def carry_arguments(source: Any, target: Any) -> None:
     """Copies the constructor arguments of a user's own class to a new object.
 
-    An optimizer or metric stores the arguments under their names; a config may omit some.
+    An optimizer or metric stores them under their names or others; a config may omit some.
     """
-    for cls in original_class(source).__mro__:
-        if cls.__module__.startswith("keras."):
-            return
-        for name in list(inspect.signature(cls.__init__).parameters)[1:]:
-            value, copy = (vars(each).get(name, _ABSENT) for each in (source, target))
-            if value is not _ABSENT and _is_value(value) and not same(value, copy):
-                if not holds_layer(value):
-                    setattr(target, name, value)
+    for name in _names_of_arguments(original_class(source)):
+        value, copy = (vars(each).get(name, _ABSENT) for each in (source, target))
+        if value is not _ABSENT and _is_value(value) and not same(value, copy):
+            if not holds_layer(value):
+                setattr(target, name, value)
+
+
+def _names_of_arguments(cls: type) -> list[str]:
+    """The names under which a user's class may store its constructor's arguments.
+
+    Those of the parameters, and what constructors and setters of properties assign; without what
+    a method that Keras calls assigns, too, such as a flag that says what has been built.
+    """
+    mro = cls.__mro__
+    classes = list(itertools.takewhile(lambda c: not c.__module__.startswith("keras."), mro))
+    of_keras = {name for each in mro[len(classes) :] for name in vars(each)}
+    names = [name for c in classes for name in list(inspect.signature(c.__init__).parameters)[1:]]
+    stored, changed = [], {"built"}
+    for method, member in [pair for each in classes for pair in vars(each).items()]:
+        is_property = isinstance(member, property)
+        if method == "__init__" or is_property:
+            stored += _stored_in(member.fset if is_property else member)
+        elif method in of_keras:
+            changed.update(_stored_in(member))
+    return list(dict.fromkeys([*names, *(name for name in stored if name not in changed)]))
+
+
+def _stored_in(function: Any) -> list[str]:
+    """The attributes that a function assigns, of any object."""
+    if not isinstance(function, types.FunctionType):
+        return []
+    return [each.argval for each in dis.get_instructions(function) if each.opname == "STORE_ATTR"]
 
 
 def _assign(name, value, copy) -> None:

@@ -17,8 +17,8 @@ from tfparallel.seams.optimizers import (
     left_out_of_decay,
     left_out_pattern,
     rate_of,
-    weights_of,
 )
+from tfparallel.update.built_optimizers import trained_by, wrapped_by
 from tfparallel.update.whole_slots import holds_pieces
 
 
@@ -51,10 +51,7 @@ def compile_alike(
     arguments["optimizer"] = _optimizer_like(model, copy)
     for name in ("metrics", "weighted_metrics"):
         arguments[name] = keras.tree.map_structure(metric_like, arguments[name])
-    trained = {
-        id(getattr(variable, "_sharded", getattr(variable, "_whole", variable)))
-        for variable in weights_of(model.optimizer)
-    }
+    trained = trained_by(model.optimizer)
     if not trained:
         copy.compile(**arguments, auto_scale_loss=False)
         return
@@ -81,7 +78,9 @@ def _carry_state(model, copy) -> None:
     if model.optimizer is None or not model.optimizer.built:
         return
     if not copy.optimizer.built:
-        copy.optimizer.build(copy.trainable_variables)
+        copies = {id(source): target for source, target in _pairs(model, copy)}
+        # In the order of the slots, which may not be that of the model.
+        copy.optimizer.build([copies[i] for i in trained_by(model.optimizer) if i in copies])
     slots, copied = model.optimizer.variables, copy.optimizer.variables
     if _shapes(slots) != _shapes(copied):
         raise NotAlike(
@@ -129,15 +128,17 @@ def _carry_beside_config(source, target, pairs) -> None:
             var_list=[copied for variable, copied in pairs if key_of(source, variable) in excluded],
             var_names=[pattern.pattern] if pattern else None,
         )
-    for inner, copied in zip(_inner(source), _inner(target), strict=True):
+    wrapped, copies = wrapped_by(source), wrapped_by(target)
+    if len(wrapped) != len(copies):
+        raise NotAlike(
+            f"The model is compiled with the optimizer '{source.name}', which holds {len(wrapped)} "
+            f"optimizers, and {len(copies)} when rebuilt from its config. An optimizer of its own "
+            "for each entry of its map, and for the default, is required. Received: a map that "
+            "holds an optimizer twice, or that is a function. Clone the model before it is "
+            "compiled, and compile the clone."
+        )
+    for inner, copied in zip(wrapped, copies, strict=True):
         _carry_beside_config(inner, copied, pairs)
-
-
-def _inner(optimizer) -> list[keras.Optimizer]:
-    """The optimizers that an optimizer wraps."""
-    if hasattr(optimizer, "inner_optimizer"):
-        return [optimizer.inner_optimizer]
-    return list(getattr(optimizer, "optimizers", ()))
 
 
 def metric_like(metric):
