@@ -631,11 +631,11 @@ def test_a_stop_of_another_host_explains_why_a_worker_has_saved():
     connection, there = connected()
     news = ControlChannel(1, 3, {0: admitted(connection, is_caller=True)})
     saved = {"failed": 2, "worker": 2, "returncode": 75, "time_seconds": 1.0}
-    told = threading.Event()
+    sent = threading.Event()
 
     def tell(*_):
-        if not told.is_set():
-            told.set()
+        if not sent.is_set():
+            sent.set()
             there.sendall(b"".join(said(saved, {"stopped": 0, "signum": signal.SIGTERM})))
 
     codes = [

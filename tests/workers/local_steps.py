@@ -261,7 +261,7 @@ def resumed_within_an_epoch(workers, folder):
     """12 steps: 3 exact, then averages every 4, and one for the checkpoint before the sixth."""
     x, y = data(12)
 
-    def made():
+    def new_model():
         keras.utils.set_random_seed(5)
         model = tfparallel.data_parallel(build, sync="post_local_sgd:3,4")
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -274,23 +274,23 @@ def resumed_within_an_epoch(workers, folder):
         model.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0, callbacks=callbacks)
         return checkpoint
 
-    whole, found = made(), {}
+    whole, differences = new_model(), {}
     run(whole, "whole")
     for name, makes_anew in (("new model", True), ("same model", False)):
-        model = made()
+        model = new_model()
         try:
             run(model, name, Interrupts(7))
         except Interruption:
             # No `fit` begins with the weights that it left, which differ by worker.
-            model.set_weights(made().get_weights())
-            model = made() if makes_anew else model
+            model.set_weights(new_model().get_weights())
+            model = new_model() if makes_anew else model
         checkpoint = run(model, name)
-        found[name] = {
+        differences[name] = {
             "passed": checkpoint.num_passed,
             "weights": apart(whole.get_weights(), model.get_weights()),
             "history": largest(model.history.history, whole.history.history),
         }
-    return found
+    return differences
 
 
 def options_of_keras(workers, folder):
