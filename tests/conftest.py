@@ -5,6 +5,12 @@ import os
 import pathlib
 import signal
 
+from hypothesis import HealthCheck, settings
+
+# That a machine is slow is no fault of a test.
+settings.register_profile("any", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any")
+
 # Small thread pools: the tests share their cores with each other and with the
 # workers they start. TensorFlow reads both when it starts, in sub-processes too.
 os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "2")
