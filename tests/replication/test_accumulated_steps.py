@@ -391,6 +391,18 @@ def test_sums_of_half_precision_are_kept_in_float32():
     np.testing.assert_allclose(*kernels, rtol=0.02, atol=0.01)
 
 
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has no MultiOptimizer"
+)
+def test_an_optimizer_that_accumulates_in_a_map_is_refused():
+    accumulating = keras.optimizers.SGD(gradient_accumulation_steps=2)
+    optimizer = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(accumulating))
+    model = tfparallel.data_parallel(build, devices=["CPU:0", "CPU:1"], sync="accumulate:2")
+    model.compile(optimizer, "mse")
+    with pytest.raises(ValueError, match="an optimizer with `gradient_accumulation_steps`"):
+        model.fit(np.ones((8, 5)), np.ones((8, 3)), verbose=0)
+
+
 class OwnStep(keras.Model):
     """Whatever it does in a step."""
 

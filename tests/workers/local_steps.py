@@ -301,6 +301,30 @@ def options_of_keras(workers, folder):
     return differences
 
 
+def of_a_map(workers, folder):
+    """How far apart a map of two optimizers ends from one; a worker has no rows in the last step.
+
+    Both have a momentum, which is averaged, and a schedule, which counts the steps.
+    """
+
+    def sgd(**options):
+        falls = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.9)
+        return keras.optimizers.SGD(falls, 0.9, **options)
+
+    def by_map(default, **others):
+        table = keras.optimizers.OptimizerMap(default, others)
+        return keras.optimizers.MultiOptimizer(table)
+
+    several = by_map(sgd(), **{".*kernel": sgd()})
+    models = [trained("local_sgd:2", 3, 1, optimizer=each)[0] for each in (sgd(), several)]
+    accumulating = by_map(sgd(gradient_accumulation_steps=2))
+    return {
+        "apart": apart(*(model.get_weights() for model in models)),
+        "steps": [int(each.iterations) for each in (several, *several.optimizers)],
+        "refused": refused(lambda: trained("local_sgd:2", optimizer=accumulating)),
+    }
+
+
 def refusals(workers, folder):
     sgd = keras.optimizers.SGD
     scaled = keras.optimizers.LossScaleOptimizer(sgd(0.1))
@@ -337,6 +361,7 @@ PARTS = {
     "within an epoch": resumed_within_an_epoch,
     "options": options_of_keras,
     "masks": lambda workers, folder: masks(),
+    "of a map": of_a_map,
     "refused": refusals,
 }
 

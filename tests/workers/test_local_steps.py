@@ -2,6 +2,7 @@
 
 import json
 
+import keras
 import pytest
 
 from tests.commands.command_line import TASKS, tfparallel
@@ -107,6 +108,19 @@ def test_options_of_keras(job, option):
 @pytest.mark.part("masks")
 def test_workers_draw_different_masks(job):
     assert job[0]["masks"] != job[1]["masks"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has no MultiOptimizer"
+)
+@pytest.mark.part("of a map")
+def test_a_map_of_optimizers_trains_as_one_of_them(job):
+    """Story: a map has no learning rate, and the average of its state raised an error."""
+    for seen in job:
+        figures = seen["of a map"]
+        assert figures["apart"] < 1e-12 and figures["steps"] == [6, 6, 6], figures
+        assert "Received: an optimizer that accumulates gradients" in figures["refused"]
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ from tfparallel.seams.compiled import compiled_loss, loss_terms
 from tfparallel.seams.keras import layers_in
 from tfparallel.seams.tensorflow import ResourceVariable
 from tfparallel.step.one_step import PassResult
-from tfparallel.update.built_optimizers import wrapped_by
+from tfparallel.update.built_optimizers import with_wrapped, wrapped_by
 from tfparallel.update.places import Places
 from tfparallel.update.shares import in_shares, summed
 from tfparallel.user_log import notice
@@ -156,9 +156,9 @@ class Accumulate(EveryStep):
         check_activity(self.model)
         if is_own(self.model, "train_step"):
             cause = "a model with a custom `train_step`"
-        elif any(each.gradient_accumulation_steps for each in _with_inner(self.model.optimizer)):
+        elif any(each.gradient_accumulation_steps for each in with_wrapped(self.model.optimizer)):
             cause = "an optimizer with `gradient_accumulation_steps`"
-        elif self.sync.grows and len(_with_inner(self.model.optimizer)) > 1:
+        elif self.sync.grows and hasattr(self.model.optimizer, "inner_optimizer"):
             cause = "a LossScaleOptimizer, whose loss scale changes the gradients; use accumulate:N"
         elif (layer := self._looks_at_all_rows()) is not None:
             cause = f"batch normalization, with the statistics of one step, in '{layer.name}'"
@@ -386,11 +386,6 @@ class Accumulate(EveryStep):
                     f"in an update; each update now accumulates {2 * steps} steps instead of "
                     f"{steps}."
                 )
-
-
-def _with_inner(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
-    inner = getattr(optimizer, "inner_optimizer", None)
-    return [optimizer] if inner is None else [optimizer, inner]
 
 
 def _terms_of(gradient: Any) -> list:

@@ -26,7 +26,9 @@ from tfparallel.replication import sample_partition
 from tfparallel.replication.inputs import count_common_rows
 from tfparallel.replication.outer_step import OuterStep
 from tfparallel.replication.sync_policy import BeginsEpochs, EveryStep
+from tfparallel.seams.optimizers import rate_of
 from tfparallel.seams.tensorflow import ResourceVariable
+from tfparallel.update.built_optimizers import with_wrapped
 
 
 class _Since(NamedTuple):
@@ -132,7 +134,7 @@ class LocalSgd(EveryStep):
             cause = "a model with a custom `train_step`"
         elif isinstance(self.model.optimizer, keras.optimizers.LossScaleOptimizer):
             cause = "a LossScaleOptimizer, whose scale would differ between workers"
-        elif self.model.optimizer.gradient_accumulation_steps:
+        elif any(each.gradient_accumulation_steps for each in with_wrapped(self.model.optimizer)):
             cause = (
                 "an optimizer that accumulates gradients, which would be summed over the workers"
             )
@@ -176,7 +178,9 @@ class LocalSgd(EveryStep):
 
     def _idle_step(self):
         """A step without rows; it still counts, since a schedule may change the learning rate."""
-        self.model.optimizer.iterations.assign_add(1)
+        for optimizer in with_wrapped(self.model.optimizer):
+            if optimizer.built:  # One that a map gives no weights counts no steps.
+                optimizer.iterations.assign_add(1)
         return self.model.get_metrics_result()
 
     def _local_rows(self, data):
@@ -232,8 +236,8 @@ class LocalSgd(EveryStep):
         of_weights, of_state = self._since
         if not float(of_state.steps):
             return
-        rate = self.model.optimizer.learning_rate
-        state = [v for v in self.model.optimizer.variables if v is not rate]
+        rates = {id(rate_of(each)) for each in with_wrapped(self.model.optimizer)}
+        state = [v for v in self.model.optimizer.variables if id(v) not in rates]
         state = [v for v in state if tf.as_dtype(v.dtype).is_floating]
         groups = [(self._weights(), of_weights)] if float(of_weights.steps) else []
         with self.model.strategy.program():

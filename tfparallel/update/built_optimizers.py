@@ -30,6 +30,11 @@ def wrapped_by(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
     return [inner] if inner is not None else list(getattr(optimizer, "optimizers", []))
 
 
+def with_wrapped(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
+    """The optimizer and those that it wraps, at any depth."""
+    return [optimizer, *(each for inner in wrapped_by(optimizer) for each in with_wrapped(inner))]
+
+
 def own_variables(optimizer: keras.Optimizer) -> list[keras.Variable]:
     """The variables of an optimizer, without those of the model."""
     trained = {id(variable) for variable in weights_of(optimizer)}
