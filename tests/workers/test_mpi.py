@@ -270,6 +270,8 @@ def main():
 
 def test_an_mpi_that_connects_fewer_processes_than_the_job_has_workers_is_refused():
     """Story: each worker was alone, and an error about shapes was all that it said."""
+    before = set(glob.glob("/dev/shm/mpich_shm_*"))
     for worker, error in enumerate(run_workers(ALONE, 2)):
         assert "MPI connects 1 processes, but the job has 2 workers." in str(error)
         assert f"Received: worker {worker}, with MPICH Version: " in error
+    assert set(glob.glob("/dev/shm/mpich_shm_*")) <= before  # No memory is left behind.

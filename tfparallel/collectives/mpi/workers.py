@@ -259,6 +259,7 @@ def join(group: ProcessGroup, algorithm: str) -> MpiProcessGroup:
         mpi = library.load()
     num_processes = mpi.COMM_WORLD.Get_size()
     if num_processes != len(peers):
+        _forget_names()
         version = " ".join(mpi.Get_library_version().split()[:3])
         raise RuntimeError(
             f"MPI connects {num_processes} processes, but the job has {len(peers)} workers. The "
