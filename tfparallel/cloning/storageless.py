@@ -141,10 +141,6 @@ class StoragelessModel:
             if not _is_repeatable(initializer_of(variable).__wrapped__):
                 self.initialize([variable], device_of(variable))
 
-    def is_watched(self, variable: keras.Variable) -> bool:
-        """Whether tapes will watch a waiting variable, because it was created trainable."""
-        return self._trainable[id(variable)]
-
     def value_of(self, variable: keras.Variable) -> tf.Tensor:
         """Returns the value of a variable that is stored elsewhere, and stops waiting for it."""
         del self._waiting[id(variable)]

@@ -214,9 +214,8 @@ def _store_shares(built: StoragelessModel, layout: Layout, places: MeshPlaces) -
     for layer in layers_in_order(built.model):
         for weight in large_weights(layer):
             if built.waits_for(weight):
-                is_watched = built.is_watched(weight)
                 with tf.device(layout.placement[layer.name]):
-                    shard_over(weight, places, built.value_of(weight), is_watched=is_watched)
+                    shard_over(weight, places, built.value_of(weight))
 
 
 def _first_devices(mesh: Mesh, num_workers: int) -> list[str]:

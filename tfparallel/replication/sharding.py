@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfparallel.cloning.storageless import NeedsStorage, StoragelessModel
 from tfparallel.judge.check_rows import forget_steps
 from tfparallel.replication.places import ReplicaPlaces
-from tfparallel.seams.keras import layers_in, storage_of, weights_held_by
+from tfparallel.seams.keras import layers_in, weights_held_by
 from tfparallel.update.built_optimizers import optimizers_of, trained_by
 from tfparallel.update.optimizer import UnitOptimizer
 from tfparallel.update.places import Places
@@ -42,8 +42,7 @@ def build_in_shares(function: Callable[[], Any], strategy) -> Any:
     large = {id(weight) for weight in large_weights(built.model)} if is_model else set()
     for variable in built.waiting():  # In order: a user's initializer may draw random numbers.
         if id(variable) in large:
-            is_watched = built.is_watched(variable)
-            shard(variable, places, built.value_of(variable), is_watched=is_watched)
+            shard(variable, places, built.value_of(variable))
         else:
             with strategy.scope():
                 built.initialize([variable])
@@ -74,8 +73,7 @@ def shard_all(weights: Iterable[keras.Variable], places: Places) -> None:
     """Shards weights over places, except those that are sharded already."""
     for weight in weights:
         if not isinstance(weight, ShardedVariable):
-            is_watched = storage_of(weight).trainable
-            shard(weight, places, tf.convert_to_tensor(weight.value), is_watched=is_watched)
+            shard(weight, places, tf.convert_to_tensor(weight.value))
 
 
 def large_weights(model: keras.Layer) -> Iterator[keras.Variable]:

@@ -222,31 +222,27 @@ def _size_of_share(part: keras.Variable, places: Places) -> int:
     return -(-shape_shared_out(part.shape)[0] // places.number)
 
 
-def shard(
-    variable: keras.Variable, places: Places, value: tf.Tensor, *, is_watched: bool
-) -> None:
+def shard(variable: keras.Variable, places: Places, value: tf.Tensor) -> None:
     """Shards a weight over the places, instead of copying it; changes it in place.
 
     Args:
         variable: The weight.
         places: The places.
         value: The whole value of the weight.
-        is_watched: Whether the weight was created trainable: a tape watches no others, even if
-            they are unfrozen later.
     """
-    share = _share_of(variable, places, is_watched=is_watched)
+    share = _share_of(variable, places)
     places.copy([share])
     shard_variable(variable, share, places)
     variable.assign(value)
 
 
-def _share_of(part: keras.Variable, places: Places, *, is_watched=True) -> keras.Variable:
+def _share_of(part: keras.Variable, places: Places) -> keras.Variable:
     """The variable whose copies hold the places' shares of a weight, or of a part of one."""
     if isinstance(part, ShardedVariable):
         return part.share
     shape = (_size_of_share(part, places), *shape_shared_out(part.shape)[1:])
     with places.make(), places.beside(part):
-        share = keras.Variable("zeros", shape, part.dtype, trainable=is_watched, name=part.name)
+        share = keras.Variable("zeros", shape, part.dtype, trainable=True, name=part.name)
     share._path = part.path  # Slots are named by it.
     mark(share, part)
     return share
