@@ -1,6 +1,6 @@
 """Raises an error, before the first step, if a call mixes examples."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
@@ -211,8 +211,8 @@ def _refusal(layer: keras.Layer, at_fault: keras.Layer, why: str) -> str:
     )
 
 
-def forget_steps(layer: keras.Layer) -> None:
+def forget_steps(layer: keras.Layer, kinds: Sequence[str] = ("train", "test", "predict")) -> None:
     """Makes a model trace its steps anew, after an interrupted trace or with other weights."""
-    for name in ("train_function", "test_function", "predict_function"):
+    for kind in kinds:
         if isinstance(layer, keras.Model):
-            setattr(layer, name, None)
+            setattr(layer, f"{kind}_function", None)

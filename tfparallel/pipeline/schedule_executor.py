@@ -261,7 +261,10 @@ class ReplicaStep:
 
     def _add(self, variables, gradients, m, reader) -> list[Any]:
         """Adds a micro-batch's gradients of weights; returns what exists once they are added."""
-        added, gradients = [], zeros_without_rows(self._shards[m], gradients)
+        # The first micro-batch of all has rows. To select would be a program of its own for XLA.
+        shard, added = self._shards[m], []
+        if not isinstance(shard.replica, int) or shard.replica > 0:
+            gradients = zeros_without_rows(shard, gradients)
         for variable, gradient in zip(variables, gradients, strict=True):
             added += self._gathers.add(variable, gradient, reader)
         return added

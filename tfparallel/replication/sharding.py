@@ -65,7 +65,8 @@ def shard_weights(model: keras.Model) -> None:
     in_optimizers = {key for optimizer in extended for key in trained_by(optimizer)}
     weights = [weight for weight in large_weights(model) if id(weight) not in in_optimizers]
     if not all(isinstance(weight, ShardedVariable) for weight in weights):
-        forget_steps(model)  # An `evaluate` or `predict` may have read whole copies.
+        # They may have read whole copies. The training step may be running, eagerly.
+        forget_steps(model, kinds=("test", "predict"))
     shard_all(weights, places)
 
 

@@ -137,17 +137,20 @@ class CallState:
         rows = rows_of_workers() if written else ()
         own_terms = []
         for key, variable in written:
-            before = self._sums.get(key)
-            new = [tf.identity(copy) for copy in variables.copies(variable)]
-            own_terms.append(
-                averaged(new, [shard.num_rows for shard in own_shards])
-                if before is None
-                else _added(before, new, own_shards)
-            )
+            before, new = self._sums.get(key), variables.copies(variable)
+            # On one device: XLA's programs end where a value leaves its device.
+            with tf.device(new[0].device):
+                new = [tf.identity(copy) for copy in new]
+                own_terms.append(
+                    averaged(new, [shard.num_rows for shard in own_shards])
+                    if before is None
+                    else _added(before, new, own_shards)
+                )
         by_worker = of_workers(own_terms)
         for (key, variable), stacked in zip(written, by_worker, strict=True):
             if (before := self._sums.get(key)) is None:
-                average = averaged(tf.unstack(stacked, num=len(rows)), rows)
+                with tf.device(variables.copies(variable)[0].device):
+                    average = averaged(tf.unstack(stacked, num=len(rows)), rows)
                 variable.assign(tf.cast(average, variable.dtype))
                 continue
             variable.assign(before[0] + tf.reduce_sum(stacked, 0))

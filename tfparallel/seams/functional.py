@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
-from keras.src.backend import AutocastScope
+from keras.src.backend.common import AutocastScope
 from keras.src.layers.layer import CallContext
 from keras.src.models import functional
 from keras.src.models.functional import Functional
