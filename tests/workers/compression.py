@@ -67,24 +67,28 @@ def accounted(workers, kind, make, **of_optimizer):
 
 
 def of_an_overflow(workers, kind):
-    """A gradient with a number that is none on worker 1, after one without."""
-    compression = compression_of(kind)
-    weight = keras.Variable(np.zeros((WIDTH, WIDTH), "float32"))
+    """A gradient with a number that is none on worker 1, after one without, in two buckets."""
+    workers.compression, workers.bucket_bytes = compression_of(kind), 4 * WIDTH * WIDTH
+    weights = [keras.Variable(np.zeros((WIDTH, WIDTH), "float32")) for _ in range(2)]
     generator = np.random.default_rng(workers.worker_index)
     gradient = tf.constant(generator.normal(size=(WIDTH, WIDTH)).astype("float32"))
-    (first,) = compression.totals(workers, [gradient], [weight])
-    residual = compression.left_over(weight).numpy()
+    broken = gradient
     if workers.worker_index == 1:
-        broken = gradient + tf.one_hot(0, WIDTH, on_value=float("inf"))
-    else:
-        broken = gradient
-    (second,) = compression.totals(workers, [broken], [weight])
-    after = compression.left_over(weight).numpy()
-    (third,) = compression.totals(workers, [gradient], [weight])
+        broken += tf.one_hot(0, WIDTH, on_value=float("inf"))
+
+    def left_over():
+        return np.array([workers.compression.left_over(weight).numpy() for weight in weights])
+
+    first = workers.all_reduce_gradients([gradient, gradient], weights)
+    before = left_over()
+    second = workers.all_reduce_gradients([gradient, broken], weights)
+    after = left_over()
+    third = workers.all_reduce_gradients([gradient, gradient], weights)
+    workers.bucket_bytes = None
     return {
-        "is seen": [bool(np.isfinite(t.numpy()).all()) for t in (first, second, third)],
+        "is seen": [bool(np.isfinite(totals).all()) for totals in (first, second, third)],
         "left over is finite": bool(np.isfinite(after).all()),
-        "is kept": bool((residual == after).all()),
+        "is kept": bool((before == after).all()),
     }
 
 

@@ -29,7 +29,7 @@ import tensorflow as tf
 
 from tfparallel.cluster.differences import differences
 from tfparallel.collectives.chief_alone import check_all_take_part
-from tfparallel.collectives.compression import Compression
+from tfparallel.collectives.compression import Compression, keep_if_finite
 from tfparallel.collectives.packing import (
     buckets,
     by_dtype,
@@ -205,15 +205,19 @@ class ProcessGroup:
             weights: The weight of each gradient; None for other sums that travel with them.
         """
         results: list = [None] * len(gradients)
+        kept: list = []
         sizes = [(g.shape.num_elements() or 0) * g.dtype.size for g in gradients]
         for indices in buckets(sizes, self.bucket_bytes):
             bucket = [gradients[i] for i in indices]
             if self.compression is None:
                 summed = self.all_reduce(bucket)
             else:
-                summed = self.compression.totals(self, bucket, [weights[i] for i in indices])
+                of_bucket = [weights[i] for i in indices]
+                summed, states = self.compression.totals(self, bucket, of_bucket)
+                kept += states
             for i, total in zip(indices, summed, strict=True):
                 results[i] = total
+        keep_if_finite(kept, results)
         return results
 
     def reduce_scatter(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
