@@ -220,3 +220,53 @@ def test_what_a_loss_reads():
     model.compile("sgd", ["mse"])
     model.fidelity = [Distance(layer)]
     assert names_of(model) == ["fidelity/0/layer/inner/kernel", "fidelity/0/layer/inner/bias"]
+
+
+class Counts(keras.layers.Layer):
+    """Scales by the number of its calls in training, which Keras does not track."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = tf.Variable(0.0, trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            self.calls.assign_add(1.0)
+        return x * (1 + 0.1 * tf.cast(self.calls, x.dtype))
+
+
+class Falling(keras.optimizers.schedules.LearningRateSchedule):
+    """Falls by what a callback says."""
+
+    def __init__(self):
+        self.rate = tf.Variable(0.05)
+
+    def __call__(self, step):
+        return self.rate
+
+
+@pytest.mark.parametrize("form", [one_device, two_devices])
+def test_what_layers_and_schedules_keep_is_resumed(tmp_path, form):
+    def build_counting():
+        keras.utils.set_random_seed(3)
+        inputs = keras.Input((4,))
+        return keras.Model(inputs, keras.layers.Dense(1)(Counts()(inputs)))
+
+    def fit(*callbacks):
+        model, rate = form(build_counting), Falling()
+        model.compile(keras.optimizers.SGD(rate), "mse")
+
+        def fall(batch, logs):
+            rate.rate.assign(rate.rate * 0.9)
+
+        callbacks += (keras.callbacks.LambdaCallback(on_train_batch_end=fall),)
+        model.fit(
+            X, Y, batch_size=8, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=list(callbacks)
+        )
+        return [*model.get_weights(), float(rate.rate)]
+
+    undisturbed = fit()
+    with pytest.raises(Interruption):
+        fit(Checkpoint(tmp_path, every_steps=1), Interrupt())
+    for value, expected in zip(fit(Checkpoint(tmp_path, every_steps=1)), undisturbed, strict=True):
+        np.testing.assert_array_equal(value, expected)

@@ -9,7 +9,7 @@ Five groups, which are read and written at different times:
   variables of the synchronization policy: those that determine the number of steps per update
   (`replication/noise_scale.py`) or its learning rate (`replication/adascale.py`), or the momentum
   of the outer step (`replication/outer_step.py`);
-* `losses`: the variables that losses read (`loss_variables.py`).
+* `losses`: variables that Keras does not track: those that losses read, and others (`untracked_variables.py`).
 
 Keras's weights files hold only the first group, without the counters, so a run resumed from one
 would repeat its dropout masks.
@@ -26,7 +26,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.checkpoint.loss_variables import loss_variables
+from tfparallel.checkpoint.untracked_variables import untracked_variables
 from tfparallel.cloning.copy_state import without_draws
 from tfparallel.collectives.group import workers_of
 from tfparallel.seams.keras import (
@@ -279,7 +279,7 @@ def _metric_variables(model):
 def _loss_variables(model) -> list[tuple[str, keras.Variable | tf.Variable]]:
     """Returns the variables of losses that are in no other group, with their names."""
     others = {id(variable) for group in _variables(model).values() for variable in group}
-    return [pair for pair in loss_variables(model) if id(pair[1]) not in others]
+    return [pair for pair in untracked_variables(model) if id(pair[1]) not in others]
 
 
 def _seed_variables():

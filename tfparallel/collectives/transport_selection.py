@@ -156,7 +156,7 @@ def _joined(group, names) -> dict[str, ProcessGroup]:
     for name in names:
         try:
             joined = transport.joined(group, name)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:  # OSError: a socket's, or no answer in time.
             logging.warning("%s failed to start, so another transport is used: %s", name, error)
             joined = None
         if all(group.exchange(joined is not None, _WHAT)):

@@ -1,4 +1,8 @@
-"""The variables that losses read: Keras tracks those of layers, metrics and optimizers alone."""
+"""The variables that a step reads and that Keras does not track.
+
+It tracks its own variables in layers, metrics and optimizers. It does not track those of losses and
+of schedules, nor a `tf.Variable` in a layer.
+"""
 
 import functools
 import types
@@ -10,16 +14,20 @@ import tensorflow as tf
 
 from tfparallel.cloning.attributes import read_by
 from tfparallel.seams.compiled import compile_arguments
+from tfparallel.seams.keras import layers_in
+from tfparallel.seams.optimizers import rate_of
+from tfparallel.update.built_optimizers import optimizers_of, with_wrapped
 
 _LIBRARIES = {"builtins", "keras", "numpy", "tensorflow", "tfparallel"}
 
 Variable = keras.Variable | tf.Variable
 
 
-def loss_variables(model: keras.Model) -> list[tuple[str, Variable]]:
-    """Returns the variables of a model's losses, each with a name, always in the same order.
+def untracked_variables(model: keras.Model) -> list[tuple[str, Variable]]:
+    """Returns variables that Keras does not track, each with a name, always in the same order.
 
-    The losses are those of `compile`, also in lists and dictionaries, and objects of
+    Of layers and optimizers, these are each `tf.Variable` in an attribute, also in lists and
+    dictionaries, and the variables that a schedule of the learning rate reads. The losses are those of `compile`, also in lists and dictionaries, and objects of
     `keras.losses.Loss` in the model's own attributes. Of a loss, these are the variables in its
     attributes, in what its functions close over or are bound to, or read of their module, and those
     of layers in it, unless frozen.
@@ -34,6 +42,13 @@ def loss_variables(model: keras.Model) -> list[tuple[str, Variable]]:
         losses = [each for each in elements if isinstance(each, keras.losses.Loss)]
         if losses and not name.startswith("_"):
             roots.append((name, losses))
+    for layer in layers_in(model):
+        roots.append((layer.name, _of_tensorflow(layer)))
+    optimizers = [each for whole in optimizers_of(model) for each in with_wrapped(whole)]
+    for optimizer in optimizers:
+        roots.append((optimizer.name, _of_tensorflow(optimizer)))
+        if isinstance(rate_of(optimizer), keras.optimizers.schedules.LearningRateSchedule):
+            roots.append((f"{optimizer.name}/learning_rate", rate_of(optimizer)))
     by_id: dict[int, tuple[str, Variable]] = {}
     waiting, seen = roots[::-1], {}
     while waiting:
@@ -48,6 +63,18 @@ def loss_variables(model: keras.Model) -> list[tuple[str, Variable]]:
             children = [(f"{name}/{key}", each) for key, each in _read_by(value)]
             waiting += reversed(children)
     return list(by_id.values())
+
+
+def _of_tensorflow(owner: keras.Layer | keras.Optimizer) -> dict[str, Any]:
+    """Returns the attributes that hold a `tf.Variable`, directly or in a list or dictionary."""
+    attributes = {}
+    for name, value in vars(owner).items():
+        elements = list(value.values()) if isinstance(value, dict) else value
+        elements = elements if isinstance(elements, list | tuple) else [value]
+        variables = [each for each in elements if isinstance(each, tf.Variable)]
+        if variables and not name.startswith("_self_"):  # TensorFlow's own bookkeeping.
+            attributes[name] = variables
+    return attributes
 
 
 def _name_of(variable: Variable) -> str:
