@@ -75,7 +75,7 @@ def test_a_run_is_resumed_saved_and_made_of_a_built_model(results):
         ("XLA", "Received: jit_compile=True"),
         ("compiled", "Pass the function that builds it"),
         ("beside", "Received: compression='bf16'. Remove it"),
-        ("names", "adds 'staleness' to the model; its class must not"),
+        ("names", "adds 'staleness' to an object of class Named"),
         ("scaled", "must not wrap others. Received: a LossScaleOptimizer"),
     ],
 )
