@@ -6,14 +6,16 @@ import functools
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 
+from tfparallel.callbacks.callback_states import CallbackStates
 from tfparallel.callbacks.passed_steps import PassedSteps, problems_of_position
 from tfparallel.checkpoint import state
+from tfparallel.checkpoint.broadcast import broadcast
 from tfparallel.checkpoint.folder import CheckpointFolder
 from tfparallel.checkpoint.history import as_logged, as_numbers
 from tfparallel.checkpoint.stored import CheckpointError, ForeignCheckpointError, StoredCheckpoint
@@ -31,12 +33,13 @@ class Checkpoint(keras.callbacks.Callback):
 
     A checkpoint holds the weights, the optimizer (slots, step count, accumulated gradients), the
     counters of the random layers, the position in the data, the running sums of the metrics, the
-    variables that losses read, and the history. A run that is killed and restarted ends with the
-    same weights, logs and history as an uninterrupted one. Checkpoints are written atomically, with
-    checksums; if the newest one is damaged, `fit` warns and resumes from the one before it. A step
-    only waits for a copy of the state into host memory, and for the previous write if it has not
-    finished; the write itself runs in the background. For a model with stages or parts, which may
-    be larger than one device, arrays are written one by one while training waits.
+    variables that losses read, the state of Keras's callbacks, and the history. A run that is
+    killed and restarted ends with the same weights, logs and history as an uninterrupted one.
+    Checkpoints are written atomically, with checksums; if the newest one is damaged, `fit` warns
+    and resumes from the one before it. A step only waits for a copy of the state into host memory,
+    and for the previous write if it has not finished; the write itself runs in the background. For
+    a model with stages or parts, which may be larger than one device, arrays are written one by one
+    while training waits.
 
     `fit` restarts the interrupted epoch, so that step numbers and the progress bar match those of
     an uninterrupted run. It skips the steps that were already done: other callbacks see them with
@@ -52,7 +55,9 @@ class Checkpoint(keras.callbacks.Callback):
 
     Put it last in the list of callbacks, so that the checkpoint includes changes that other
     callbacks make at the end of an epoch (such as a learning rate); but before
-    `SwapEMAWeights(swap_on_epoch=True)`. The internal state of other callbacks is not saved.
+    `SwapEMAWeights(swap_on_epoch=True)`. For a model of a builder it also holds the state of each
+    `EarlyStopping`, `ReduceLROnPlateau` and `ModelCheckpoint` before it. That of your own callbacks
+    is not saved.
 
     Args:
         directory: The folder, which is created if needed. `fit` resumes from its newest checkpoint.
@@ -104,6 +109,7 @@ class Checkpoint(keras.callbacks.Callback):
                 f"every_steps={every_steps}, keep={keep}."
             )
         self._folder = CheckpointFolder(os.fspath(directory), keep)
+        self._earlier: list[keras.callbacks.Callback] = []  # Before this one in the list.
         self._every_steps = every_steps
         self._batches = batches
         self._configuration = configuration or {}
@@ -138,10 +144,12 @@ class Checkpoint(keras.callbacks.Callback):
         super().set_model(model)
         begin_at(model, None)  # An interrupted `fit` may have left it.
         callbacks, _ = getattr(model, "_callbacks_of_fit", None) or (None, None)
-        earlier = itertools.takewhile(
-            lambda each: each is not self, getattr(callbacks, "callbacks", ())
-        )
-        if any(isinstance(c, keras.callbacks.SwapEMAWeights) and c.swap_on_epoch for c in earlier):
+        all_callbacks = getattr(callbacks, "callbacks", ())
+        self._earlier = list(itertools.takewhile(lambda each: each is not self, all_callbacks))
+        if any(
+            isinstance(each, keras.callbacks.SwapEMAWeights) and each.swap_on_epoch
+            for each in self._earlier
+        ):
             raise ValueError(
                 "A checkpoint must be written before the weights are swapped with their averages, "
                 "since a resumed run would not swap them back. Received: "
@@ -152,6 +160,7 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Finds the newest checkpoint, and restores it into the model on every worker."""
         self._forget()
+        self._states = CallbackStates(self._earlier)
         state.build(self.model)
         newest = self._by_chief(self._find)
         if newest is None:
@@ -161,7 +170,8 @@ class Checkpoint(keras.callbacks.Callback):
             return
         content, specs = newest
         self._check(content, specs)
-        self._metrics = self._restore(content, specs)
+        self._metrics, arrays = self._restore(content, specs)
+        self._states.restore(content.get("callbacks", {}), arrays)
         self.resumed = {name: content[name] for name in ("step", "epoch", "step_in_epoch")}
         self.written_at = content["step"]
         self._epoch_start = content["step"] - content["step_in_epoch"]
@@ -169,17 +179,18 @@ class Checkpoint(keras.callbacks.Callback):
         written_on = content.get("layout")
         self._written_on = written_on and Layout.from_json(written_on)
         # As in Keras's BackupAndRestore; `fit` reads it next.
-        begin_at(self.model, content["epoch"])
+        has_stopped = self._states.has_stopped
+        begin_at(self.model, self.params["epochs"] if has_stopped else content["epoch"])
         self._history().history = as_logged(content["history"])
         if self._is_chief:
             print(self._announcement(), flush=True)
         self._restore_again = functools.partial(self._restore, content, specs)
-        if self._goes_on and content["epoch"] < self.params["epochs"]:
+        if self._goes_on and content["epoch"] < self.params["epochs"] and not has_stopped:
             pass_epochs(self.model._batches_of_fit, content["epoch"] - (self._first_epoch or 0))
 
-    def _restore(self, content, specs) -> list[np.ndarray]:
-        """Restores the state of the checkpoint, except for the metrics, which it returns."""
-        training, *others = self._send(content, specs)
+    def _restore(self, content, specs) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+        """Restores the model's state; returns the metrics, and the arrays of callbacks by name."""
+        training, *others = broadcast(self._stored, content, specs, self._workers)
         others = [list(group) for group in others]  # The large group is read lazily.
         metrics, seeds, *later = others
         state.restore_training(self.model, training, seeds)
@@ -188,7 +199,9 @@ class Checkpoint(keras.callbacks.Callback):
             state.restore_unsent(self.model, [name for name, *_ in unsent], later[0])
         if len(later) > 1:  # The same.
             state.restore_losses(self.model, later[1])
-        return metrics
+        of_callbacks = state.specs_of("callbacks", content["num_arrays"], specs) or ()
+        names = [name for name, *_ in of_callbacks]
+        return metrics, dict(zip(names, later[2] if names else (), strict=True))
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """In the interrupted epoch, prepares to skip the completed steps."""
@@ -237,6 +250,7 @@ class Checkpoint(keras.callbacks.Callback):
         history = {name: list(values) for name, values in self._history().history.items()}
         for name, value in (logs or {}).items():
             history.setdefault(name, []).append(value)  # Keras's History runs later.
+        self._states.take()
         self._write(self._epoch_start, epoch + 1, 0, history)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -254,12 +268,15 @@ class Checkpoint(keras.callbacks.Callback):
             "history": as_numbers(history),
             "configuration": self._configuration,
             "layout": self._layout and self._layout.to_json(),
+            "callbacks": self._states.numbers,
         }
         # The first write is synchronous, so that a failing disk shows before the first step.
         beside = step > 0 and not self._is_spread
         # Between averages, workers with local steps have different weights and metrics.
         with getattr(self.model, "settled_workers", contextlib.nullcontext)():
-            specs, captured = state.describe(self.model), state.capture(self.model)
+            of_callbacks = self._states.arrays
+            specs = state.describe(self.model) | {"callbacks": state.specs_of_arrays(of_callbacks)}
+            captured = state.capture(self.model) | {"callbacks": of_callbacks.values()}
             arrays: Iterator[np.ndarray] = itertools.chain.from_iterable(captured.values())
             if not self._is_spread:
                 arrays = iter(list(arrays))
@@ -312,27 +329,12 @@ class Checkpoint(keras.callbacks.Callback):
                 f"{'; '.join(problems)}. Use the original settings, or an empty folder."
             )
 
-    def _send(self, content, specs) -> list[Iterable[np.ndarray]]:
-        """Broadcasts the chief's arrays to all workers, group by group."""
-        ends = list(itertools.accumulate(content["num_arrays"], initial=0))
-
-        def sent(start, end):
-            if self._is_chief:
-                arrays = self._stored.arrays(start, end)
-            else:
-                arrays = (np.zeros(shape, np.dtype(kind)) for _, shape, kind in specs[start:end])
-            for array in arrays:
-                if self._workers is not None:
-                    tensor = keras.ops.convert_to_tensor(array, array.dtype.name)
-                    array = self._workers.broadcast([tensor])[0].numpy()
-                yield array
-
-        return [sent(*ends_of) for ends_of in itertools.pairwise(ends)]
-
     def _announcement(self) -> str:
         epoch, done = self.resumed["epoch"], self.resumed["step_in_epoch"]
         if epoch >= self.params["epochs"]:
             return f"nothing to do: {epoch} of {self.params['epochs']} epochs are done"
+        if self._states.has_stopped:
+            return f"nothing to do: EarlyStopping ended the training after {epoch} epochs"
         at_step = f", step {done + 1}" if done else ""
         text = f"resuming at epoch {epoch + 1}{at_step} ({self.resumed['step']} steps are done)"
         if self._goes_on and epoch > (self._first_epoch or 0):

@@ -1,6 +1,6 @@
 """The state of a run: its variables, as named arrays.
 
-Five groups, which are read and written at different times:
+Six groups, which are read and written at different times:
 
 * `training`: weights, the random layers' counters, the optimizers' slots, steps and accumulators;
 * `metrics`: the running sums of the epoch, which Keras resets at its start;
@@ -9,7 +9,9 @@ Five groups, which are read and written at different times:
   variables of the synchronization policy: those that determine the number of steps per update
   (`replication/noise_scale.py`) or its learning rate (`replication/adascale.py`), or the momentum
   of the outer step (`replication/outer_step.py`);
-* `losses`: variables that Keras does not track: those that losses read, and others (`untracked_variables.py`).
+* `losses`: variables that Keras does not track: those that losses read, and others
+  (`untracked_variables.py`);
+* `callbacks`: arrays of other callbacks (`callbacks/callback_states.py`).
 
 Keras's weights files hold only the first group, without the counters, so a run resumed from one
 would repeat its dropout masks.
@@ -19,7 +21,7 @@ import contextlib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -38,7 +40,7 @@ from tfparallel.tracing.trial_trace import traced_apart
 from tfparallel.update.built_optimizers import optimizers_of, wrapped_by
 from tfparallel.update.whole_slots import assign, holds_pieces, value, wait_to_save
 
-GROUPS = ("training", "metrics", "seeds", "unsent", "losses")
+GROUPS = ("training", "metrics", "seeds", "unsent", "losses", "callbacks")
 _SHOWN = 8
 
 
@@ -243,6 +245,11 @@ def specs_of(
     if index >= len(num_arrays):
         return None
     return specs[sum(num_arrays[:index]) : sum(num_arrays[: index + 1])]
+
+
+def specs_of_arrays(arrays: Mapping[str, np.ndarray]) -> list[list[Any]]:
+    """Returns `[name, shape, dtype]` of arrays by name."""
+    return [[name, list(array.shape), array.dtype.name] for name, array in arrays.items()]
 
 
 def _key(spec):

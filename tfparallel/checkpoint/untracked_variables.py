@@ -27,7 +27,9 @@ def untracked_variables(model: keras.Model) -> list[tuple[str, Variable]]:
     """Returns variables that Keras does not track, each with a name, always in the same order.
 
     Of layers and optimizers, these are each `tf.Variable` in an attribute, also in lists and
-    dictionaries, and the variables that a schedule of the learning rate reads. The losses are those of `compile`, also in lists and dictionaries, and objects of
+    dictionaries, and the variables that a schedule of the learning rate reads.
+
+    The losses are those of `compile`, also in lists and dictionaries, and objects of
     `keras.losses.Loss` in the model's own attributes. Of a loss, these are the variables in its
     attributes, in what its functions close over or are bound to, or read of their module, and those
     of layers in it, unless frozen.

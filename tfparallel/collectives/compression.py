@@ -37,7 +37,7 @@ from tfparallel.collectives.compression_name import CompressionName
 from tfparallel.collectives.packing import by_dtype
 from tfparallel.seams.tensorflow import ResourceVariable
 
-Kept = tuple[tf.Variable, tf.Tensor]  # A worker's state, and its next value.
+NewState = tuple[tf.Variable, tf.Tensor]  # A worker's state, and its next value.
 
 _COMPRESSED = (tf.float32, tf.float64)
 # `topk` sends tensors with fewer elements (biases, scales) whole.
@@ -140,7 +140,7 @@ class Compression(abc.ABC):
         workers,
         gradients: Sequence[tf.Tensor],
         weights: Sequence[keras.Variable | None],
-    ) -> tuple[list[tf.Tensor], list[Kept]]:
+    ) -> tuple[list[tf.Tensor], list[NewState]]:
         """Sums gradients over the workers; the totals are bitwise equal on all of them.
 
         Args:
@@ -150,7 +150,7 @@ class Compression(abc.ABC):
                 uncompressed.
 
         Returns:
-            The totals; and the new state of the worker, for `keep_if_finite` once the totals of
+            The totals; and the new state of the worker, for `assign_if_finite` once the totals of
             the whole step are known.
         """
         results: list = [None] * len(gradients)
@@ -173,10 +173,10 @@ class Compression(abc.ABC):
             workers, corrected, [weights[i] for i in places], [gradients[i] for i in rest]
         )
         parts = zip(corrected, sent, strict=True)
-        kept = list(zip(unsent, [whole - part for whole, part in parts], strict=True))
+        new_states = list(zip(unsent, [whole - part for whole, part in parts], strict=True))
         for i, total in zip([*places, *rest], [*totals, *others], strict=True):
             results[i] = total
-        return results, kept
+        return results, new_states
 
     def _takes(self, gradient, weight) -> bool:
         is_known = gradient.shape.is_fully_defined()
@@ -297,7 +297,7 @@ class PowerSgd(Compression):
             for matrix, each in zip(matrices, left_factors, strict=True)
         ]
         right_factors = workers.all_reduce(local_factors)
-        keep_if_finite(list(zip(factors, right_factors, strict=True)), right_factors)
+        assign_if_finite(list(zip(factors, right_factors, strict=True)), right_factors)
         totals, sent = [], []
         for i, gradient in enumerate(gradients):
             for results, factor in ((totals, right_factors[i]), (sent, local_factors[i])):
@@ -325,15 +325,15 @@ def _is_finite(tensor):
     return tf.reduce_all(tf.math.is_finite(tensor))
 
 
-def keep_if_finite(kept: Sequence[Kept], totals: Sequence[tf.Tensor]) -> None:
+def assign_if_finite(new_states: Sequence[NewState], totals: Sequence[tf.Tensor]) -> None:
     """Assigns new states unless a total is not finite: loss scaling skips such a step.
 
     All workers have the same totals. Were each to judge by its own gradients, those that sent
     finite ones would take them for sent, and the skipped step would lose them.
     """
-    if not kept:
+    if not new_states:
         return
-    variables, values = zip(*kept, strict=True)
+    variables, values = zip(*new_states, strict=True)
     # `tf.cond` returns existing tensors; `tf.where` would copy each of them.
     next_values = tf.cond(
         tf.reduce_all([_is_finite(total) for total in totals if total.dtype.is_floating]),

@@ -29,7 +29,7 @@ import tensorflow as tf
 
 from tfparallel.cluster.differences import differences
 from tfparallel.collectives.chief_alone import check_all_take_part
-from tfparallel.collectives.compression import Compression, keep_if_finite
+from tfparallel.collectives.compression import Compression, assign_if_finite
 from tfparallel.collectives.packing import (
     buckets,
     by_dtype,
@@ -205,7 +205,7 @@ class ProcessGroup:
             weights: The weight of each gradient; None for other sums that travel with them.
         """
         results: list = [None] * len(gradients)
-        kept: list = []
+        new_states: list = []
         sizes = [(g.shape.num_elements() or 0) * g.dtype.size for g in gradients]
         for indices in buckets(sizes, self.bucket_bytes):
             bucket = [gradients[i] for i in indices]
@@ -214,10 +214,10 @@ class ProcessGroup:
             else:
                 of_bucket = [weights[i] for i in indices]
                 summed, states = self.compression.totals(self, bucket, of_bucket)
-                kept += states
+                new_states += states
             for i, total in zip(indices, summed, strict=True):
                 results[i] = total
-        keep_if_finite(kept, results)
+        assign_if_finite(new_states, results)
         return results
 
     def reduce_scatter(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
