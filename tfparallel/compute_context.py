@@ -17,7 +17,7 @@ class ComputeContext:
     """The current context; None for unset attributes.
 
     Attributes:
-        shard: The rows of the batch (`data/rows_of_replica.py`).
+        piece: The rows of the batch (`piece.py`).
         replica: The replica of a mesh (`variables/mesh_replica.py`).
         stage_pass: The pass of a stage (`pipeline/pass_context.py`).
         hand_on_parts: How a layer passes on a tensor in parts (`layers/parts.py`).
@@ -26,7 +26,7 @@ class ComputeContext:
         gathers: Gathers the shares of a weight that is read (`replication/gathers.py`).
     """
 
-    shard: Any = None
+    piece: Any = None
     replica: Any = None
     stage_pass: Any = None
     hand_on_parts: Callable[[Any], Any] | None = None

@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 
 import tfparallel
 from tests.comparison import seeded
-from tfparallel.data import rows_of_replica as shards
 from tfparallel.data.partition import row_ranges
 from tfparallel.draws.replica_seeds import ReplicaSeedGenerator
 from tfparallel.draws.row_draws import narrowed, uniform_of_rows
 from tfparallel.extend import extend
+from tfparallel.piece import Piece, working_on
 from tfparallel.seams.keras import seed_generators_of
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 
 
-def shard_of_rows(start, num_rows, num_global_rows, replica=0):
-    return shards.Shard(replica, 4, start, num_rows, num_global_rows)
+def piece_of_rows(start, num_rows, num_global_rows, replica=0):
+    return Piece(replica, 4, start, num_rows, num_global_rows)
 
 
 def whole(shape, seed, dtype):
@@ -39,7 +39,7 @@ def test_rows_equal_the_slice_of_the_whole(dtype, data):
     expected = whole([num_rows, *row_shape], seed, dtype)[start : start + size]
     drawn = uniform_of_rows(
         [size, *row_shape], tf.as_dtype(dtype), tf.constant(seed, tf.int32),
-        shard_of_rows(start, size, num_rows),
+        piece_of_rows(start, size, num_rows),
     )
     np.testing.assert_array_equal(drawn.numpy(), expected)
 
@@ -52,7 +52,7 @@ def test_a_long_row_far_into_the_counter(dtype):
         if size:
             drawn = uniform_of_rows(
                 [size, 4099], tf.as_dtype(dtype), tf.constant([3, 5], tf.int32),
-                shard_of_rows(start, size, 7),
+                piece_of_rows(start, size, 7),
             )
             np.testing.assert_array_equal(drawn.numpy(), expected[start : start + size])
 
@@ -64,7 +64,7 @@ def test_a_seed_beyond_32_bits_is_narrowed_as_keras_does():
         [2, 3],
         tf.float32,
         narrowed(tf.constant([2**31 + 11, 0], tf.int64)),
-        shard_of_rows(4, 2, 6),
+        piece_of_rows(4, 2, 6),
     )
     np.testing.assert_array_equal(drawn, expected[4:])
 
@@ -196,17 +196,17 @@ class Folded(keras.layers.GaussianNoise):
         *("time first", "folded", "dropout", "dropped steps", "one mask", "short", "spatial"),
     ],
 )
-def test_draws_of_the_shards_join_to_those_of_the_batch(layer):
+def test_draws_of_the_pieces_join_to_those_of_the_batch(layer):
     inputs = tf.reshape(tf.range(7.0 * 5 * 3), (7, 5, 3))
     expected = tf.function(layer())(inputs, training=True).numpy()
     rows = []
     for start, size in row_ranges(7, 3):
-        part, shard = layer(), shard_of_rows(start, size, 7, start)
+        part, piece = layer(), piece_of_rows(start, size, 7, start)
         extend(next(iter(seed_generators_of(part))), ReplicaSeedGenerator)
 
         @tf.function(input_signature=[tf.TensorSpec((None, 5, 3))])
-        def call(x, part=part, shard=shard):
-            with shards.working_on(shard):
+        def call(x, part=part, piece=piece):
+            with working_on(piece):
                 return part(x, training=True)
 
         rows.append(call(inputs[start : start + size]).numpy())
@@ -279,7 +279,7 @@ def test_an_eager_step_draws_other_numbers_on_each_replica_and_the_same_in_each_
         for replica in range(3):
             noise = keras.layers.GaussianNoise(1.0, seed=5)
             extend(noise.seed_generator, ReplicaSeedGenerator)
-            with shards.working_on(shard_of_rows(2 * replica, 2, 6, replica)):
+            with working_on(piece_of_rows(2 * replica, 2, 6, replica)):
                 drawn.append(noise(tf.zeros((2, 4)), training=True).numpy())
         return drawn
 

@@ -15,7 +15,7 @@ import tfparallel
 from tests.lint import edges
 from tests.lint.edges import GPUS, HOST
 from tests.lint.sizes import Sizes
-from tfparallel.data import rows_of_replica as shard
+from tfparallel import piece as pieces
 from tfparallel.draws import row_draws
 from tfparallel.layers import softmax_loss
 from tfparallel.replication import inputs
@@ -235,7 +235,7 @@ def test_the_lint_sees_all_rows_sent_to_a_replica(monkeypatch):
 
 
 def test_the_lint_sees_all_rows_sent_to_each_replica(monkeypatch):
-    monkeypatch.setattr(shard.Shard, "rows_used", all_rows)
+    monkeypatch.setattr(pieces.Piece, "rows_used", all_rows)
     rows_and_sends = rows_and_sent(traced.__wrapped__("mlp", "data"), "mlp", "data")
     assert all(sent > 1.5 * rows for rows, sent in rows_and_sends)
 
@@ -246,9 +246,8 @@ def all_rows(piece, tensor):
 
 
 def cut_on_gpus(monkeypatch):
-    for module in (shard, row_counts):
+    for module in (pieces, inputs, row_counts):
         monkeypatch.setattr(module, "where_it_is", lambda tensor: contextlib.nullcontext())
-    assert inputs.shards is shard
 
 
 # A text for an error message is a constant of the host; the rest has kernels for CPUs alone, so

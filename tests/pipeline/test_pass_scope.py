@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from tfparallel.data.rows_of_replica import Shard, working_on
 from tfparallel.keras_compat import ACTIVITY_IS_SUMMED
+from tfparallel.piece import Piece, working_on
 from tfparallel.pipeline.allowed_writes import PassScope, check_state, writable
 from tfparallel.problems import PlacementError
 
@@ -57,7 +57,7 @@ def test_any_other_is_refused(variable):
 
 
 def test_a_micro_batch_without_rows_writes_nothing(variable):
-    with working_on(Shard(2, 3, 2, 0, 2)), PassScope({id(variable): variable}, is_recomputed=False):
+    with working_on(Piece(2, 3, 2, 0, 2)), PassScope({id(variable): variable}, is_recomputed=False):
         variable.assign([3.0, 4.0])
     np.testing.assert_array_equal(variable._value, [1.0, 2.0])
 

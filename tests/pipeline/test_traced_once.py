@@ -12,17 +12,17 @@ from keras import layers
 import tfparallel
 from tests.comparison import assert_equal, seeded, state_of
 from tfparallel.data.partition import row_ranges
-from tfparallel.data.rows_of_replica import Shard, of_any_number
+from tfparallel.piece import Piece, of_any_number
 from tfparallel.pipeline.traced_once import TracedOnce
 from tfparallel.tracing.provenance import made_of
 
 NUM_MICRO_BATCHES = 3
 
 
-def shards_of(num_rows):
+def pieces_of(num_rows):
     ranges = row_ranges(num_rows, NUM_MICRO_BATCHES)
     return [
-        Shard(m, NUM_MICRO_BATCHES, start, size, num_rows) for m, (start, size) in enumerate(ranges)
+        Piece(m, NUM_MICRO_BATCHES, start, size, num_rows) for m, (start, size) in enumerate(ranges)
     ]
 
 
@@ -31,9 +31,9 @@ def called(function, x, weights=()):
 
     @tf.function(autograph=False)
     def step(x):
-        shards = shards_of(x.shape[0])
-        once = TracedOnce(function, shards, weights)
-        return [once([of_any_number(shard.rows(x))], shard) for shard in shards]
+        pieces = pieces_of(x.shape[0])
+        once = TracedOnce(function, pieces, weights)
+        return [once([of_any_number(piece.rows(x))], piece) for piece in pieces]
 
     return step(tf.constant(x))
 
@@ -42,22 +42,22 @@ def called(function, x, weights=()):
 def test_it_is_traced_once_and_told_of_each_micro_batch(num_rows):
     traced = []
 
-    def function(tensors, shard):
-        traced.append(shard.num_rows)
-        num_rows = tf.convert_to_tensor(shard.num_rows)
-        return [tensors[0] * 2.0, shard.replica, shard.start, num_rows], [0]
+    def function(tensors, piece):
+        traced.append(piece.num_rows)
+        num_rows = tf.convert_to_tensor(piece.num_rows)
+        return [tensors[0] * 2.0, piece.replica, piece.start, num_rows], [0]
 
     x = np.arange(num_rows, dtype="float32")
     results = called(function, x)
     np.testing.assert_array_equal(np.concatenate([result[0] for result in results]), 2 * x)
-    shards = [tuple(int(each) for each in result[1:]) for result in results]
-    assert shards == [(shard.replica, shard.start, shard.num_rows) for shard in shards_of(num_rows)]
+    pieces = [tuple(int(each) for each in result[1:]) for result in results]
+    assert pieces == [(piece.replica, piece.start, piece.num_rows) for piece in pieces_of(num_rows)]
     assert len(traced) == 1
     assert (traced[0] == 2) if num_rows == 6 else tf.is_tensor(traced[0])
 
 
 def test_none_and_masks_pass_in_and_out():
-    def function(tensors, shard):
+    def function(tensors, piece):
         x, nothing = tensors
         assert nothing is None
         doubled = tf.identity(x)
@@ -66,13 +66,13 @@ def test_none_and_masks_pass_in_and_out():
 
     @tf.function(autograph=False)
     def step(x):
-        shards = shards_of(6)
-        once = TracedOnce(function, shards)
+        pieces = pieces_of(6)
+        once = TracedOnce(function, pieces)
         masks = []
-        for shard in shards:
-            rows = shard.rows(x)
+        for piece in pieces:
+            rows = piece.rows(x)
             rows._keras_mask = rows > 2.0
-            output, nothing = once([rows, None], shard)
+            output, nothing = once([rows, None], piece)
             assert nothing is None
             masks.append(output._keras_mask)
         return tf.concat(masks, 0)
@@ -83,14 +83,14 @@ def test_none_and_masks_pass_in_and_out():
 def test_what_an_argument_was_made_of_is_known_inside():
     sources = []
 
-    def function(tensors, shard):
+    def function(tensors, piece):
         sources.extend(made_of(tensor) for tensor in tensors)
         return [tensors[0]], []
 
     @tf.function(autograph=False)
     def step(x):
-        shards = shards_of(6)
-        TracedOnce(function, shards)([shards[0].rows(x), tf.range(tf.shape(x)[1])], shards[0])
+        pieces = pieces_of(6)
+        TracedOnce(function, pieces)([pieces[0].rows(x), tf.range(tf.shape(x)[1])], pieces[0])
 
     step(tf.ones((6, 2)))
     of_rows, constant = sources
@@ -101,16 +101,16 @@ def test_what_an_argument_was_made_of_is_known_inside():
 def test_what_is_no_target_has_no_gradient():
     kernel, other, gradients = tf.Variable(2.0), tf.Variable(3.0), []
 
-    def function(tensors, shard):
+    def function(tensors, piece):
         (x,) = tensors
         return [x * kernel, tf.math.log(x * other), tf.cast(x, tf.int32)], [0, 2]
 
     @tf.function(autograph=False)
     def step(x):
-        shards = shards_of(6)
-        once = TracedOnce(function, shards)
+        pieces = pieces_of(6)
+        once = TracedOnce(function, pieces)
         with tf.GradientTape() as tape:
-            product, logarithm, _ = once([shards[0].rows(x)], shards[0])
+            product, logarithm, _ = once([pieces[0].rows(x)], pieces[0])
         assert once.targets == {0}
         gradients.extend(tape.gradient([product, logarithm], [kernel, other]))
         return gradients[0]
@@ -181,8 +181,8 @@ def handed_on(table):
 def test_what_computes_something_else_in_a_function_is_traced_for_each(look_up):
     table, traced = tf.Variable(np.ones((5, 2), "float32")), []
 
-    def function(tensors, shard):
-        traced.append(shard.replica)
+    def function(tensors, piece):
+        traced.append(piece.replica)
         return [look_up(table, tensors[0])], [0]
 
     called(function, np.zeros((6, 2), "int32"), [table])
@@ -202,8 +202,8 @@ def test_what_computes_something_else_in_a_function_is_traced_for_each(look_up):
 def test_other_weights_are_in_a_function(call):
     kernel, traced = tf.Variable(np.eye(2, dtype="float32")), []
 
-    def function(tensors, shard):
-        traced.append(shard.replica)
+    def function(tensors, piece):
+        traced.append(piece.replica)
         return [call(kernel, tensors[0])], [0]
 
     called(function, np.ones((6, 2), "float32"), [kernel])
@@ -213,7 +213,7 @@ def test_other_weights_are_in_a_function(call):
 def test_its_graph_is_given_free():
     graphs = []
 
-    def function(tensors, shard):
+    def function(tensors, piece):
         graphs.append(weakref.ref(tensors[0].graph))
         return [tensors[0] * 2.0], [0]
 

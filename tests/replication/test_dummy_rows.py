@@ -11,7 +11,7 @@ from keras import ops
 
 import tfparallel
 from tests.comparison import seeded
-from tfparallel.data.rows_of_replica import Shard
+from tfparallel.piece import Piece
 from tfparallel.replication import sharding
 from tfparallel.replication.dummy_rows import zeros_without_rows
 
@@ -144,6 +144,6 @@ def compare(build, run_eagerly=False, pipeline=0, **options):
 
 def test_a_replica_that_always_has_rows_computes_nothing_more():
     gradient = tf.constant([1.0, np.nan])
-    assert zeros_without_rows(Shard(0, 2, 0, 1, 2), [gradient, None]) == [gradient, None]
-    zeros, _ = zeros_without_rows(Shard(0, 2, 0, 0, 1), [gradient, None])
+    assert zeros_without_rows(Piece(0, 2, 0, 1, 2), [gradient, None]) == [gradient, None]
+    zeros, _ = zeros_without_rows(Piece(0, 2, 0, 0, 1), [gradient, None])
     assert zeros.numpy().tolist() == [0.0, 0.0]

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import tfparallel
 from tests.comparison import seeded
-from tfparallel.data.rows_of_replica import Shard
+from tfparallel.piece import Piece
 from tfparallel.replication import sharding
 from tfparallel.replication.inputs import BatchInputs
 
@@ -19,7 +19,7 @@ def masked():
 
 
 def split(inputs, num_rows):
-    return inputs.split([Shard(k, 2, k * num_rows // 2, num_rows // 2, num_rows) for k in (0, 1)])
+    return inputs.split([Piece(k, 2, k * num_rows // 2, num_rows // 2, num_rows) for k in (0, 1)])
 
 
 def test_a_mask_that_a_call_takes_off_its_rows_is_off_the_batch():

@@ -6,12 +6,12 @@ import pytest
 import tensorflow as tf
 
 import tfparallel
-from tfparallel.data.rows_of_replica import Shard
+from tfparallel.piece import Piece
 from tfparallel.replication import state
 from tfparallel.strategies import variables
 
 # Four rows: one on the first replica, three on the second.
-SHARDS = [Shard(0, 2, 0, 1, 4), Shard(1, 2, 1, 3, 4)]
+PIECES = [Piece(0, 2, 0, 1, 4), Piece(1, 2, 1, 3, 4)]
 
 
 class Watching(keras.layers.Layer):
@@ -38,14 +38,14 @@ def one_worker(terms):
     return [term[None] for term in terms]
 
 
-def written(layer, write, own_shards=SHARDS, of_workers=one_worker, rows=(4,)):
+def written(layer, write, own_pieces=PIECES, of_workers=one_worker, rows=(4,)):
     """Has each replica write, as `write(k)` does, and combines what they wrote."""
     call_state, scopes = state.CallState(layer), []
     for k in range(2):
         with state.ReplicaScope(k) as scope:
             write(k)
         scopes.append(scope)
-    call_state.combine(scopes, own_shards, of_workers, lambda: rows)
+    call_state.combine(scopes, own_pieces, of_workers, lambda: rows)
 
 
 def copies(variable):
@@ -76,7 +76,7 @@ def test_a_metric_grows_by_what_all_replicas_add(layer):
 
 
 def test_a_replica_without_rows_adds_nothing(layer):
-    total, idle = layer.seen.variables[0], [Shard(0, 2, 0, 0, 1), Shard(1, 2, 0, 1, 1)]
+    total, idle = layer.seen.variables[0], [Piece(0, 2, 0, 0, 1), Piece(1, 2, 0, 1, 1)]
     written(layer, lambda k: total.assign(10.0**k), idle)
     assert copies(total)[0] == 10.0
 
@@ -90,7 +90,7 @@ def test_seeds_are_left_as_they_are(layer):
 
 def test_workers_join_their_terms(layer):
     """Of two workers with the same two replicas each, half of the batch each."""
-    whole = [Shard(0, 4, 0, 1, 8), Shard(1, 4, 1, 3, 8)]
+    whole = [Piece(0, 4, 0, 1, 8), Piece(1, 4, 1, 3, 8)]
 
     def of_both(terms):
         return [np.stack([term, term]) for term in terms]
@@ -109,7 +109,7 @@ def test_workers_weigh_in_with_their_rows(layer):
         return [np.stack([term, [7.0, 8.0]]) for term in terms]
 
     written(
-        layer, lambda k: layer.average.assign([4.0 * k, 8.0]), SHARDS, with_another, rows=(4, 12)
+        layer, lambda k: layer.average.assign([4.0 * k, 8.0]), PIECES, with_another, rows=(4, 12)
     )
     assert copies(layer.average) == [[6.0, 8.0]] * 2  # (4 · 3 + 12 · 7) / 16
 

@@ -5,8 +5,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.data.rows_of_replica import count_rows
 from tfparallel.extend import is_own
+from tfparallel.piece import count_rows
 from tfparallel.seams.compiled import added_loss, compiled_loss, loss_of_batch, loss_trackers_of
 from tfparallel.seams.keras import mask_of
 from tfparallel.step.loss_terms import call_with

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfparallel.collectives import differentiable
 from tfparallel.collectives.traffic import ROWS
-from tfparallel.data import rows_of_replica as shards
+from tfparallel.piece import current
 from tfparallel.tracing import static_shapes
 
 
@@ -27,9 +27,9 @@ class Replicas:
         self.rank = context.replica_id_in_sync_group
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str) -> Sequence[tf.Tensor]:
-        shard = shards.current()
-        if op == "sum" and shard is not None:
-            tensors = shard.terms_if_it_has_rows(tensors)
+        piece = current()
+        if op == "sum" and piece is not None:
+            tensors = piece.terms_if_it_has_rows(tensors)
         # Not `context.all_reduce`, which is a `tf.custom_gradient`.
         combine = {
             "sum": tf.add_n,
@@ -57,8 +57,8 @@ class Replicas:
 
     def own_rows(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns the rows to gather: all of them, minus the dummy row of an idle replica."""
-        shard = shards.current()
-        return tensor if shard is None else shard.without_dummy_row(tensor)
+        piece = current()
+        return tensor if piece is None else piece.without_dummy_row(tensor)
 
     def all_gather(self, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         def join(strategy, value):

@@ -34,8 +34,8 @@ from tfparallel.collectives.group import Group, Workers, agreed, find
 from tfparallel.collectives.in_replica import Replicas
 from tfparallel.collectives.packing import sendable
 from tfparallel.collectives.process_group import ProcessGroup
-from tfparallel.data import rows_of_replica as shards
 from tfparallel.judge.propagation import exchanged, is_judging
+from tfparallel.piece import current
 
 # Any structure that `tf.nest` can flatten into tensors.
 Value = Any
@@ -320,10 +320,10 @@ def _reduce(ranks, tensors, op):
     results = tensors
     if ranks.num_ranks > 1:
         terms = [sendable(tensor) for tensor in tensors]
-        shard = shards.current()
-        if isinstance(ranks, Replicas) and shard is not None and _some_may_be_idle(shard):
+        piece = current()
+        if isinstance(ranks, Replicas) and piece is not None and _some_may_be_idle(piece):
             # A dummy row does not belong to the batch.
-            has_rows = tf.greater(shard.num_rows, 0)
+            has_rows = tf.greater(piece.num_rows, 0)
             terms = [tf.where(has_rows, x, tf.cast(_neutral(x.dtype, op), x.dtype)) for x in terms]
             (count,) = ranks.all_reduce([tf.cast(has_rows, tf.int32)], "sum")
         ties = None if op in ("sum", "mean") else list(map(differentiable.number_of_ties, tensors))
@@ -338,10 +338,10 @@ def _as_float(tensor):
     return tensor if tensor.dtype.is_floating else tf.cast(tensor, tf.float64)
 
 
-def _some_may_be_idle(shard):
+def _some_may_be_idle(piece):
     # Not `may_be_idle`, which differs between replicas: all must make the same calls.
-    num_rows = shard.num_global_rows
-    return not isinstance(num_rows, int) or num_rows < shard.num_replicas
+    num_rows = piece.num_global_rows
+    return not isinstance(num_rows, int) or num_rows < piece.num_replicas
 
 
 def _neutral(dtype, op):

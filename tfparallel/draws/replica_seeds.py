@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 import keras
 import tensorflow as tf
 
-from tfparallel.data import rows_of_replica as shards
 from tfparallel.draws.row_draws import DividedSeeds
 from tfparallel.extend import extend
 from tfparallel.judge.rules.draws import GLOBAL_SEED
+from tfparallel.piece import current
 from tfparallel.seams.keras import (
     GLOBAL_SEED_GENERATOR,
     get_global,
@@ -32,12 +32,12 @@ class ReplicaSeedGenerator(DividedSeeds):
 
     def next(self, ordered=True):
         """Returns the next seed; in a replica, one that draws its rows of the whole batch."""
-        seed, shard = super().next(ordered), shards.current()
-        if shard is None:
+        seed, piece = super().next(ordered), current()
+        if piece is None:
             return seed if tf.executing_eagerly() else self._divided(seed, seed)
-        of_batch = seed if shard.stream == 0 else seed + _folded(0, shard.stream, seed.dtype)
-        is_first = isinstance(shard.replica, int) and shard.replica == 0
-        folded = 0 if is_first else _folded(shard.replica, 0, seed.dtype)
+        of_batch = seed if piece.stream == 0 else seed + _folded(0, piece.stream, seed.dtype)
+        is_first = isinstance(piece.replica, int) and piece.replica == 0
+        folded = 0 if is_first else _folded(piece.replica, 0, seed.dtype)
         return self._divided(of_batch, of_batch + folded)
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.data import rows_of_replica as shards
 from tfparallel.judge.rules.draws import as_number, by_row
+from tfparallel.piece import Piece, current
 from tfparallel.seams.keras import is_in_call
 from tfparallel.tracing import provenance
 
@@ -154,7 +154,7 @@ def _uniform(shape, seed, minval=0, maxval=None, dtype=tf.float32, name=None, al
         seed,
         shape,
         lambda sizes, numbers: tf.random.stateless_uniform(sizes, numbers, dtype=dtype, alg=alg),
-        lambda sizes, shard: uniform_of_rows(sizes, dtype, seed.of_batch, shard),
+        lambda sizes, piece: uniform_of_rows(sizes, dtype, seed.of_batch, piece),
     )
     low = tf.convert_to_tensor(minval, dtype)
     high = tf.convert_to_tensor(1 if maxval is None else maxval, dtype)
@@ -198,7 +198,7 @@ def _drawn(
     seed: Seed,
     shape: Sequence | tf.Tensor,
     draw: Callable[[Any, tf.Tensor], tf.Tensor],
-    draw_rows: Callable[[list, shards.Shard], tf.Tensor] | None = None,
+    draw_rows: Callable[[list, Piece], tf.Tensor] | None = None,
 ) -> tf.Tensor:
     """Draws the values of this piece's rows.
 
@@ -208,20 +208,20 @@ def _drawn(
         draw: Draws values of a shape with a seed of TensorFlow's.
         draw_rows: Draws only those of a piece's rows, on axis 0, if they can be drawn alone.
     """
-    sizes, shard = _sizes(shape), shards.current()
+    sizes, piece = _sizes(shape), current()
     if sizes is None or len(axes := _axes_with_rows(sizes, seed)) > 1:
         return draw(shape, seed.of_piece)
     axis = axes[0] if axes else None
-    if shard is None or axis is None:
+    if piece is None or axis is None:
         with by_row(axis, seed.source, seed.knows_rows or is_in_call()):
             return draw(shape, seed.of_batch)
     if axis == 0 and draw_rows is not None:
-        return draw_rows(sizes, shard)
-    of_row = sizes[axis] // shard.num_rows_used  # An axis may hold several values of each row.
-    num_rows = shard.num_global_rows if shard.num_drawn_rows is None else shard.num_drawn_rows
+        return draw_rows(sizes, piece)
+    of_row = sizes[axis] // piece.num_rows_used  # An axis may hold several values of each row.
+    num_rows = piece.num_global_rows if piece.num_drawn_rows is None else piece.num_drawn_rows
     whole = [*sizes[:axis], num_rows * of_row, *sizes[axis + 1 :]]
     begin = [0] * len(sizes)
-    begin[axis] = shard.first_row_used * of_row
+    begin[axis] = piece.first_row_used * of_row
     return tf.slice(draw(tf.stack(whole), seed.of_batch), tf.stack(begin), tf.stack(sizes))
 
 
@@ -248,24 +248,24 @@ def _sizes(shape) -> list | None:
     return [shape[axis] if size is None else int(size) for axis, size in enumerate(known)]
 
 
-def uniform_of_rows(shape, dtype, seed, shard: shards.Shard) -> tf.Tensor:
+def uniform_of_rows(shape, dtype, seed, piece: Piece) -> tf.Tensor:
     """Draws this replica's rows of the uniform tensor that one device draws for the batch.
 
     Philox numbers are a function of (key, counter), and element i of a tensor comes from counter
     i // w, with w elements per step; so a slice of a tensor can be drawn alone.
 
     Args:
-        shape: Sizes of this replica's part; axis 0 holds `shard.num_rows_used` rows, or a multiple.
+        shape: Sizes of this replica's part; axis 0 holds `piece.num_rows_used` rows, or a multiple.
         dtype: Floating-point type.
         seed: Seed of the whole tensor, shape `(2,)` and int32.
-        shard: The replica's part of the batch.
+        piece: The replica's part of the batch.
 
     Returns:
         Tensor of `shape` with values in [0, 1).
     """
     width = _PHILOX_WORDS // 2 if dtype == tf.float64 else _PHILOX_WORDS
     # Row counts stay in 32 bits, which TensorFlow keeps on the host: a GPU would wait for 64 bits.
-    before = shard.start * (shape[0] // shard.num_rows_used)
+    before = piece.start * (shape[0] // piece.num_rows_used)
     row_size = math.prod(shape[1:]) if all(isinstance(size, int) for size in shape[1:]) else None
     if not row_size:
         return _uniform_of_any_size(shape, dtype, seed, before, width)

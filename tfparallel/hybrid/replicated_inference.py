@@ -14,12 +14,11 @@ import keras
 import tensorflow as tf
 
 from tfparallel.compute_context import within
-from tfparallel.data import rows_of_replica as shards
 from tfparallel.data.partition import row_ranges
-from tfparallel.data.rows_of_replica import Shard
 from tfparallel.extend import attach
 from tfparallel.judge.check_rows import keeps_number_of_rows, why_not_in_pieces
 from tfparallel.logits import logits_of, output_of, sources_of
+from tfparallel.piece import Piece, for_replicas, of_known_number, working_on
 from tfparallel.pipeline.allowed_writes import other_writes
 from tfparallel.pipeline.gathers import MeshGathers
 from tfparallel.pipeline.remote_replicas import Others
@@ -114,29 +113,29 @@ class SpreadCall:
         replicas = MeshTrace(replicas_of(self._layout), others.first_replica)
         inputs, gathers = BatchInputs(args, kwargs), MeshGathers(replicas)
         number = others.num_replicas
-        all_shards = [
-            Shard(k, number, start, size, inputs.num_rows)
+        all_pieces = [
+            Piece(k, number, start, size, inputs.num_rows)
             for k, (start, size) in enumerate(row_ranges(inputs.num_rows, number))
         ]
-        own_shards = others.local(all_shards)
+        own_pieces = others.local(all_pieces)
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         before = 0 if graph is None else len(graph.get_operations())
 
-        def on_replica(shard, rows):
+        def on_replica(piece, rows):
             own_args, own_kwargs = inputs.pack(rows)
             gathers.begin()
-            with shards.working_on(shard), within(gathers=gathers), _Inference() as scope:
+            with working_on(piece), within(gathers=gathers), _Inference() as scope:
                 structure = call(*own_args, **own_kwargs)
             outputs = [checked_output(self, o) for o in keras.tree.flatten(structure)]
             logits = list(map(logits_of, outputs))
             sources = list(map(sources_of, outputs, logits))
             masks = list(map(mask_of, outputs))
-            numbers = rows_of_examples(self, outputs, shard)
-            losses = [loss * shard.weight(loss.dtype) for loss in scope.losses]
+            numbers = rows_of_examples(self, outputs, piece)
+            losses = [loss * piece.weight(loss.dtype) for loss in scope.losses]
             return _ReplicaOutputs(structure, logits, sources, masks, numbers, losses)
 
-        replica_shards, parts = shards.for_replicas(own_shards), inputs.split(own_shards)
-        results = replicas.run(on_replica, replica_shards, parts)
+        replica_pieces, parts = for_replicas(own_pieces), inputs.split(own_pieces)
+        results = replicas.run(on_replica, replica_pieces, parts)
         writes = [] if graph is None else list(other_writes(graph, before))
         for op in [op for op in writes if op.name not in gathers.writes]:
             # Too late for another way: the step already contains these operations.
@@ -149,12 +148,12 @@ class SpreadCall:
         with tf.device(self._last_device):
 
             def joined(parts, numbers):
-                each = zip(own_shards, parts, numbers, strict=True)
-                rows = [shard.without_dummy_row(part, number) for shard, part, number in each]
-                whole = others.joined(tf.concat(rows, 0), all_shards, numbers[0])
+                each = zip(own_pieces, parts, numbers, strict=True)
+                rows = [piece.without_dummy_row(part, number) for piece, part, number in each]
+                whole = others.joined(tf.concat(rows, 0), all_pieces, numbers[0])
                 if not keeps_number_of_rows(self):
                     return whole
-                return shards.of_known_number(whole, inputs.num_rows, numbers[0])
+                return of_known_number(whole, inputs.num_rows, numbers[0])
 
             logits, sources, masks, numbers, losses = (
                 [list(each) for each in zip(*(getattr(r, name) for r in results), strict=True)]

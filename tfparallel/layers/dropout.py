@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from tfparallel.data import rows_of_replica as shards
 from tfparallel.draws.row_draws import for_both_passes, narrowed
 from tfparallel.extend import extend
 from tfparallel.layers.layer import PartwiseLayer
 from tfparallel.layers.parts import Parts, on_devices
+from tfparallel.piece import current, working_on
 
 
 class PartwiseDropout(PartwiseLayer):
@@ -67,7 +67,7 @@ class Draw:
     def __init__(self, layer: keras.layers.Dropout, sizes: Sequence, axis: int):
         self._layer, self._sizes, self._axis = layer, sizes, axis
         self._seed = for_both_passes(narrowed(layer.seed_generator.next()))
-        self._shard = shards.current()  # Attention draws a block again in the backward pass.
+        self._piece = current()  # Attention draws a block again in the backward pass.
 
     def dropped(self, k: int, tensor: tf.Tensor) -> tf.Tensor:
         """Returns part k of the tensor with its share of the mask applied."""
@@ -88,7 +88,7 @@ class Draw:
             shape: The shape of the whole.
         """
         ones = tf.ones(tf.stack(shape), tensor.dtype)
-        with shards.working_on(self._shard):
+        with working_on(self._piece):
             return tf.nn.experimental.stateless_dropout(
                 ones, rate=self._layer.rate, seed=self._seed, noise_shape=shape
             )

@@ -3,11 +3,11 @@
 import keras
 import tensorflow as tf
 
-from tfparallel.data.rows_of_replica import where_it_is
 from tfparallel.judge.propagation import is_judged
 from tfparallel.layers.layer import SplitLayer, local_layer, sizes_of
 from tfparallel.layers.parallel_hints import ParallelHint
 from tfparallel.layers.parts import Parts, on_each, whole
+from tfparallel.piece import where_it_is
 from tfparallel.seams.keras import set_mask
 
 

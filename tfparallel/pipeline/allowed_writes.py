@@ -12,9 +12,9 @@ import keras
 import tensorflow as tf
 
 from tfparallel.compute_context import context
-from tfparallel.data import rows_of_replica as shards
 from tfparallel.extend import original_class
 from tfparallel.keras_compat import renormalizes
+from tfparallel.piece import current
 from tfparallel.pipeline.batch_norm import batch_norms
 from tfparallel.pipeline.remote_replicas import Others
 from tfparallel.problems import PlacementError
@@ -56,10 +56,10 @@ class PassScope(keras.StatelessScope):
         elif id(variable) not in self._allowed:
             raise PlacementError(_changes_state(f"a write to '{variable.path}'"))
         value = keras.ops.cast(value, variable.dtype)
-        shard = shards.current()
-        if shard is not None and shard.may_be_idle and not _is_seed(variable):
+        piece = current()
+        if piece is not None and piece.may_be_idle and not _is_seed(variable):
             # Ignore a dummy row.
-            value = tf.where(shard.num_rows > 0, value, storage_of(variable))
+            value = tf.where(piece.num_rows > 0, value, storage_of(variable))
         storage_of(variable).assign(value)
 
     @contextlib.contextmanager

@@ -197,8 +197,8 @@ def _average(batch: Batch, added: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tens
     """Returns the batch's average Σ_m n_m/B of each loss that layers added."""
     return [
         tf.add_n([
-            loss * shard.weight(loss.dtype)
-            for shard, loss in zip(batch.local_shards, terms, strict=True)
+            loss * piece.weight(loss.dtype)
+            for piece, loss in zip(batch.local_pieces, terms, strict=True)
         ])
         for terms in zip(*added, strict=True)
     ]  # fmt: skip

@@ -18,8 +18,8 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data.partition import row_ranges
-from tfparallel.data.rows_of_replica import Shard
 from tfparallel.extend import extend, original_class
+from tfparallel.piece import Piece
 from tfparallel.pipeline.pass_context import current_pass
 from tfparallel.pipeline.remote_replicas import Others
 from tfparallel.replication.batch_norm import SynchronizedBatchNormalization, in_rows
@@ -47,8 +47,8 @@ class DeferredBatchNormalization(SynchronizedBatchNormalization):
             count, mean, deviations = self._own_masked_moments(inputs, mask)
         # Keras adds its epsilon to the count of a masked input.
         correction = tf.constant(0.0 if mask is None else keras.config.epsilon(), count.dtype)
-        if stage_pass.shard.may_be_idle:
-            has_rows = stage_pass.shard.num_rows > 0
+        if stage_pass.piece.may_be_idle:
+            has_rows = stage_pass.piece.num_rows > 0
             count = tf.where(has_rows, count, 0)
             deviations = tf.where(has_rows, deviations, 0)
         stage_pass.moments[self, *stage_pass.key(self)] = (count, mean, deviations, correction)
@@ -99,11 +99,11 @@ class GroupedBatchNormalization:
         with keras.StatelessScope():
             for k, (start, size) in enumerate(row_ranges(num_rows, number)):
                 # An empty group computes one row of another, and drops it.
-                shard = Shard(k, number, start, size, num_rows)
-                rows = slice(shard.first_row_used, shard.first_row_used + shard.num_rows_used)
+                piece = Piece(k, number, start, size, num_rows)
+                rows = slice(piece.first_row_used, piece.first_row_used + piece.num_rows_used)
                 own_mask = None if mask is None else mask[rows]
                 part = super().call(inputs[rows], training=True, mask=own_mask)
-                parts.append(shard.without_dummy_row(part))
+                parts.append(piece.without_dummy_row(part))
         wide = keras.ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
         _move(self, *self._moments(wide, mask))
         return keras.ops.concatenate(parts, 0)

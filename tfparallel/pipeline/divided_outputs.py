@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.data.rows_of_replica import Shard, where_it_is
 from tfparallel.judge.positions import AXIS
+from tfparallel.piece import Piece, where_it_is
 from tfparallel.pipeline.micro_batches import Batch
 from tfparallel.pipeline.stages import PartOf, Values
 from tfparallel.seams.keras import mask_of, set_mask
 from tfparallel.step.placeholders import has_positions
 
 
-class Piece(NamedTuple):
+class SequencePart(NamedTuple):
     """A micro-batch for the loss, or its positions on one device.
 
     Attributes:
@@ -70,7 +70,7 @@ def note_parts(
             values[PartOf(key, index)] = part
 
 
-def outputs_by_device(batch: Batch, shard: Shard, values: Values) -> list[Any]:
+def outputs_by_device(batch: Batch, piece: Piece, values: Values) -> list[Any]:
     """Returns the outputs of a micro-batch by device, each in the model's own structure.
 
     Empty if they are whole.
@@ -79,11 +79,11 @@ def outputs_by_device(batch: Batch, shard: Shard, values: Values) -> list[Any]:
     outputs = []
     for index in indices:
         with where_it_is(values[PartOf(batch.output_keys[0], index)]):
-            outputs.append(batch.outputs_of(shard, values, index))
+            outputs.append(batch.outputs_of(piece, values, index))
     return outputs
 
 
-def pieces_of(whole: Piece, outputs: Sequence[Any]) -> list[Piece]:
+def pieces_of(whole: SequencePart, outputs: Sequence[Any]) -> list[SequencePart]:
     """Cuts the targets and the weights of divided outputs; each part is on its device.
 
     Args:
@@ -99,12 +99,12 @@ def pieces_of(whole: Piece, outputs: Sequence[Any]) -> list[Piece]:
     by_device = zip(*by_leaf, strict=True) if leaves else [()] * len(parts)
     like = (whole.y, whole.sample_weight)
     return [
-        Piece(*keras.tree.pack_sequence_as(like, list(local)), each)
+        SequencePart(*keras.tree.pack_sequence_as(like, list(local)), each)
         for local, each in zip(by_device, outputs, strict=True)
     ]
 
 
-def on_each(pieces: Sequence[Piece], function: Callable[[Piece], Any]) -> list[Any]:
+def on_each(pieces: Sequence[SequencePart], function: Callable[[SequencePart], Any]) -> list[Any]:
     """Calls a function with each piece, on the device of its outputs."""
     results = []
     for piece in pieces:

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.data.rows_of_replica import Shard
+from tfparallel.piece import Piece
 from tfparallel.pipeline.gradient_sums import GradientSums
 from tfparallel.problems import PlacementError
 from tfparallel.replication.dummy_rows import zeros_without_rows
@@ -42,7 +42,7 @@ class MeshGathers(Gathers):
         self._trace, self._of_step = trace, sums
         self.writes: set[str] = set()
         self._reader = 0
-        self._shard: Shard | None = None
+        self._piece: Piece | None = None
         self._added: list[Any] = []
 
     def begin(self) -> None:
@@ -50,17 +50,17 @@ class MeshGathers(Gathers):
         super().begin()
         self._num_read.clear()  # Each micro-batch has the same readings.
 
-    def begin_backward(self, reader: int, shard: Shard) -> None:
+    def begin_backward(self, reader: int, piece: Piece) -> None:
         """Marks the start of a backward pass.
 
         Args:
             reader: The stage, or another number, by which sparse gradients are told apart.
-            shard: The rows of the micro-batch.
+            piece: The rows of the micro-batch.
         """
         if self._new:
             self._trace.make_others()  # Their readers, too.
         super().begin_backward(lambda *_: None)
-        self._reader, self._shard = reader, shard
+        self._reader, self._piece = reader, piece
 
     def take_added(self) -> list[Any]:
         """Returns tensors that exist once the gradients of a backward pass have been added."""
@@ -106,7 +106,7 @@ class MeshGathers(Gathers):
         return joined_rows([shares], [variable], variable.places)[0], None
 
     def _scattered(self, variable, whole, upstream, reading):
-        (upstream,) = zeros_without_rows(self._shard, [upstream])
+        (upstream,) = zeros_without_rows(self._piece, [upstream])
         if not tf.executing_eagerly():
             total = super()._scattered(variable, whole, upstream, reading)
             self._add(variable, total)

@@ -12,10 +12,10 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfparallel.data.rows_of_replica import Shard, of_any_number, times, where_it_is
 from tfparallel.judge.positions import AXIS
+from tfparallel.piece import Piece, of_any_number, times, where_it_is
 from tfparallel.pipeline.divided_outputs import (
-    Piece,
+    SequencePart,
     length_of,
     on_each,
     outputs_by_device,
@@ -57,22 +57,23 @@ class LossCall:
         self._batch = batch
         self._metrics = metrics
         weights = list(map(storage_of, model._trained()))  # A loss may read some of them.
-        self._call = TracedOnce(self._run, batch.shards, weights, each=each)
+        self._call = TracedOnce(self._run, batch.pieces, weights, each=each)
         self._loss: MicroBatchLoss | None = None
         self._judged = OverPositions("the outputs are whole", False, None)
         self._input_keys: list[Key] = []
         self._num_shares: int | None = None
 
     def __call__(
-        self, values: Values, targets: Any, shard: Shard
+        self, values: Values, targets: Any, piece: Piece
     ) -> tuple[Part | None, list[tf.Tensor]]:
         """Returns a micro-batch's part of the loss, and the increments of the metrics' states."""
         if self._loss is None:
-            self._prepare(Piece(*targets, self._batch.outputs_of(shard, values)), values, shard)
+            whole = SequencePart(*targets, self._batch.outputs_of(piece, values))
+            self._prepare(whole, values, piece)
         self._input_keys = [*values_of(values, self._batch.output_keys)]
         # Micro-batches may differ by a row; targets are cut here, so their size would be constant.
         targets = map(_of_any_number, keras.tree.flatten(targets))
-        results = self._call([*(values[key] for key in self._input_keys), *targets], shard)
+        results = self._call([*(values[key] for key in self._input_keys), *targets], piece)
         if self._num_shares is None:
             return None, results
         loss, *others = results
@@ -82,17 +83,17 @@ class LossCall:
         """Returns the divisor of the whole batch's loss, as `MicroBatchLoss.divisor`."""
         return None if self._loss is None else self._loss.divisor(self._batch.num_rows)
 
-    def _run(self, tensors: list[Any], shard: Shard) -> tuple[list[Any], list[int]]:
+    def _run(self, tensors: list[Any], piece: Piece) -> tuple[list[Any], list[int]]:
         values = dict(zip(self._input_keys, tensors, strict=False))
         like = (self._batch.y, self._batch.sample_weight)
         y, sample_weight = keras.tree.pack_sequence_as(like, tensors[len(values) :])
-        whole = Piece(y, sample_weight, self._batch.outputs_of(shard, values))
-        pieces = pieces_of(whole, outputs_by_device(self._batch, shard, values))
+        whole = SequencePart(y, sample_weight, self._batch.outputs_of(piece, values))
+        pieces = pieces_of(whole, outputs_by_device(self._batch, piece, values))
         why_not, _, placements = self._judged
         checks, grown = [], []
         if self._metrics is not None:
             seen = [each.outputs for each in ([whole] if why_not else pieces)]
-            checks = as_many_rows(self._model, keras.tree.flatten(seen), shard.num_rows)
+            checks = as_many_rows(self._model, keras.tree.flatten(seen), piece.num_rows)
         with tf.control_dependencies(checks):
             part = self._part(whole) if why_not else _added(on_each(pieces, self._part))
             if self._metrics is not None and placements is None:
@@ -105,21 +106,21 @@ class LossCall:
         self._num_shares = len(part.shares)
         return [part.loss, *part.shares, *grown], [0]
 
-    def _part(self, piece: Piece) -> Part | None:
+    def _part(self, piece: SequencePart) -> Part | None:
         return self._loss(piece.y, piece.sample_weight, piece.outputs)
 
-    def _growth(self, piece: Piece) -> list[tf.Tensor]:
+    def _growth(self, piece: SequencePart) -> list[tf.Tensor]:
         return growth(self._metrics.summed, piece.y, piece.outputs, piece.sample_weight)
 
-    def _prepare(self, whole: Piece, values: Values, shard: Shard) -> None:
+    def _prepare(self, whole: SequencePart, values: Values, piece: Piece) -> None:
         """Judges the loss over positions, and prepares its divisors, for the whole batch.
 
         Args:
             whole: The first micro-batch.
             values: Its outputs, by key.
-            shard: Its rows.
+            piece: Its rows.
         """
-        by_device = outputs_by_device(self._batch, shard, values)
+        by_device = outputs_by_device(self._batch, piece, values)
         # Rows are judged in a step that does not join outputs.
         sizes = [] if self._metrics is None else [self._batch.num_rows]
         if by_device:
@@ -127,10 +128,10 @@ class LossCall:
             self._judged = self._judgement(whole, [each.length for each in pieces])
             if self._judged.by_position:
                 sizes.append(sum(each.length for each in pieces))
-        numbers = self._batch.rows_of_examples(shard, values)
+        numbers = self._batch.rows_of_examples(piece, values)
         self._loss = self._prepared(by_device or [whole.outputs], sizes, numbers)
 
-    def _judgement(self, whole: Piece, lengths: Sequence) -> OverPositions:
+    def _judgement(self, whole: SequencePart, lengths: Sequence) -> OverPositions:
         flat = keras.tree.flatten(whole.outputs)
         length = flat[0].shape[AXIS]
         judgement = adds_up_over_positions(

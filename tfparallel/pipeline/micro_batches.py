@@ -6,15 +6,15 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data.partition import row_ranges
-from tfparallel.data.rows_of_replica import (
-    Shard,
+from tfparallel.judge.check_rows import has_rows, keeps_number_of_rows
+from tfparallel.logits import Logits, logits_of, output_of
+from tfparallel.piece import (
+    Piece,
     count_rows,
     of_known_number,
     times,
     where_it_is,
 )
-from tfparallel.judge.check_rows import has_rows, keeps_number_of_rows
-from tfparallel.logits import Logits, logits_of, output_of
 from tfparallel.pipeline.masks import Masks
 from tfparallel.pipeline.remote_replicas import Others
 from tfparallel.pipeline.stages import Key, LogitsOf, PartOf, Values
@@ -59,8 +59,8 @@ class Batch:
         others: The number of replicas, and their processes.
 
     Attributes:
-        shards: The rows of each piece; `shard.replica` is its index.
-        local_shards: Those of the replicas of this process.
+        pieces: The rows of each piece; `piece.replica` is its index.
+        local_pieces: Those of the replicas of this process.
         num_rows: The rows of the whole batch; a tensor if unknown when the step is traced.
         masks: Which calls of the model find a mask.
         behind: The logits behind tensors that stages made, by key.
@@ -83,23 +83,23 @@ class Batch:
         first = next(tensor for tensor in self._flat if tensor is not None)
         self.num_rows = count_rows(first)
         number = num_micro_batches * others.num_replicas
-        self.shards = [
-            Shard(m, number, start, size, self.num_rows)
+        self.pieces = [
+            Piece(m, number, start, size, self.num_rows)
             for m, (start, size) in enumerate(row_ranges(self.num_rows, number))
         ]
-        self.local_shards = others.local(self.shards)
+        self.local_pieces = others.local(self.pieces)
 
     @property
     def output_keys(self) -> list[int]:
         """The ids of the model's symbolic outputs."""
         return [id(symbol) for symbol in self._functional.outputs]
 
-    def inputs_of(self, shard: Shard) -> Values:
+    def inputs_of(self, piece: Piece) -> Values:
         """Returns a micro-batch's inputs by symbolic input id; cut on the batch's device."""
         inputs = {}
         for symbol, tensor in zip(self._functional.inputs, self._flat, strict=True):
             with where_it_is(tensor):
-                inputs[id(symbol)] = None if tensor is None else shard.rows_used(tensor)
+                inputs[id(symbol)] = None if tensor is None else piece.rows_used(tensor)
         return inputs
 
     def note_logits(self, values: Values) -> None:
@@ -120,7 +120,7 @@ class Batch:
             behind = self.behind[key.output]
             values[key.output] = behind.output(values[key], values[key.output])
 
-    def targets_of(self, shard: Shard) -> tuple[Any, Any]:
+    def targets_of(self, piece: Piece) -> tuple[Any, Any]:
         """Returns a micro-batch's targets and weights, cut on the batch's device; scalars whole."""
 
         def rows(tensor):
@@ -128,40 +128,40 @@ class Batch:
                 return None
             with where_it_is(tensor):
                 tensor = tf.convert_to_tensor(tensor)
-                return tensor if tensor.shape.rank == 0 else shard.rows(tensor)
+                return tensor if tensor.shape.rank == 0 else piece.rows(tensor)
 
         return keras.tree.map_structure(rows, (self.y, self.sample_weight))
 
-    def rows_of_examples(self, shard: Shard, values: Values) -> list[int | tf.Tensor | None]:
+    def rows_of_examples(self, piece: Piece, values: Values) -> list[int | tf.Tensor | None]:
         """Returns how many rows of each output belong to an example.
 
         Args:
-            shard: The rows of a micro-batch.
+            piece: The rows of a micro-batch.
             values: Its outputs, by key.
         """
         outputs = [values[key] for key in self.output_keys]
-        return rows_of_examples(self._model, outputs, shard)
+        return rows_of_examples(self._model, outputs, piece)
 
-    def outputs_of(self, shard: Shard, values: Values, index: int | None = None) -> Any:
+    def outputs_of(self, piece: Piece, values: Values, index: int | None = None) -> Any:
         """Returns a micro-batch's outputs in the model's own structure, without a dummy row.
 
         Args:
-            shard: Its rows.
+            piece: Its rows.
             values: Its outputs, by key.
             index: To return the positions on one device: its index.
         """
         flat, number = [], 1 if has_rows(self._model) else None
         for symbol in self.output_keys:
             key = symbol if index is None else PartOf(symbol, index)
-            part = shard.without_dummy_row(values[key], number)
+            part = piece.without_dummy_row(values[key], number)
             mask = self.masks.at_end(symbol, values[key])
             if mask is None and mask_of(part) is not None:
                 part = tf.identity(part)  # Calls find the mask, but the loss must not.
             logits = values.get(LogitsOf(key))
             if logits is not None and logits_of(part) is None:  # Sliced, or sent here.
-                part = self.behind[key].output(shard.without_dummy_row(logits, number), part)
+                part = self.behind[key].output(piece.without_dummy_row(logits, number), part)
             if mask is not None:
-                set_mask(part, shard.without_dummy_row(mask, number))
+                set_mask(part, piece.without_dummy_row(mask, number))
             flat.append(part)
         return self.packed(flat)
 
@@ -184,7 +184,7 @@ class Batch:
             )
         behind = self.behind.get(key)
         masks = [self.masks.at_end(key, piece[key]) for piece in values]
-        place, pairs = self.output_keys.index(key), zip(self.local_shards, values, strict=True)
+        place, pairs = self.output_keys.index(key), zip(self.local_pieces, values, strict=True)
         numbers = [self.rows_of_examples(*pair)[place] for pair in pairs]
         sources: dict[Key, tf.Tensor] = {}
         if behind is None or behind.operation is None:
@@ -196,25 +196,25 @@ class Batch:
         return Joined(sources, behind, mask, numbers[0])
 
     def _rows(self, parts: list[tf.Tensor], numbers: list[int | tf.Tensor | None]) -> tf.Tensor:
-        each = zip(self.local_shards, parts, numbers, strict=True)
-        rows = [shard.without_dummy_row(part, number) for shard, part, number in each]
-        joined = self._others.joined(tf.concat(rows, 0), self.shards, numbers[0])
+        each = zip(self.local_pieces, parts, numbers, strict=True)
+        rows = [piece.without_dummy_row(part, number) for piece, part, number in each]
+        joined = self._others.joined(tf.concat(rows, 0), self.pieces, numbers[0])
         return of_known_number(joined, self.num_rows, numbers[0]) if self._keeps_number else joined
 
     def rows_of(
-        self, shard: Shard, gradient: tf.Tensor, per_example: int | tf.Tensor | None
+        self, piece: Piece, gradient: tf.Tensor, per_example: int | tf.Tensor | None
     ) -> tf.Tensor:
         """Returns a micro-batch's part of the gradient of an output; zeros for a dummy row.
 
         Args:
-            shard: The rows of the micro-batch.
+            piece: The rows of the micro-batch.
             gradient: The gradient of the joined output.
             per_example: How many rows of it an example has; None for a single piece.
         """
-        rows = shard.rows(gradient, per_example)
-        if not shard.may_be_idle or per_example is None:
+        rows = piece.rows(gradient, per_example)
+        if not piece.may_be_idle or per_example is None:
             return rows
-        missing = times(shard.num_rows_used - shard.num_rows, per_example)
+        missing = times(piece.num_rows_used - piece.num_rows, per_example)
         return tf.pad(rows, [[0, missing]] + [[0, 0]] * (gradient.shape.rank - 1))
 
     def packed(self, flat: list[tf.Tensor]) -> Any:

@@ -15,10 +15,10 @@ import keras
 import tensorflow as tf
 
 from tfparallel.compute_context import context, within
-from tfparallel.data import rows_of_replica as shards
 from tfparallel.draws.replica_seeds import drawing_by, global_seed_generator, in_pieces
 from tfparallel.draws.row_draws import DividedSeeds
 from tfparallel.extend import extend
+from tfparallel.piece import Piece
 from tfparallel.problems import PlacementError
 from tfparallel.seams.keras import layers_in, seed_generators_of
 
@@ -60,7 +60,7 @@ class Pass:
     Args:
         memory: The state that the step's passes share.
         stage: The stage's index.
-        shard: The micro-batch's rows; `shard.replica` is its index.
+        piece: The micro-batch's rows; `piece.replica` is its index.
 
     Attributes:
         moments: The moments of batch normalization: `(n, mean, M)` by layer and call.
@@ -69,9 +69,9 @@ class Pass:
 
     place = 0
 
-    def __init__(self, memory: StepMemory, stage: int, shard: shards.Shard):
+    def __init__(self, memory: StepMemory, stage: int, piece: Piece):
         self.memory = memory
-        self.shard = shard
+        self.piece = piece
         self.moments: dict[Any, tuple] = {}
         self.stage = stage
         self._calls: dict[int, int] = {}
@@ -89,13 +89,13 @@ def current_pass() -> Pass | None:
 
 @contextlib.contextmanager
 def computing(stage_pass: Pass | None) -> Iterator[None]:
-    """Makes `stage_pass` the pass of this thread, and its rows the current shard; None for none."""
+    """Makes `stage_pass` the pass of this thread, and its rows the current piece; None for none."""
     if stage_pass is None:
-        with within(stage_pass=None, shard=None):
+        with within(stage_pass=None, piece=None):
             yield
         return
     with (
-        within(stage_pass=stage_pass, shard=stage_pass.shard),
+        within(stage_pass=stage_pass, piece=stage_pass.piece),
         drawing_by(stage_pass.memory.global_seeds),
     ):
         yield
@@ -111,7 +111,7 @@ class MicroBatchSeedGenerator(DividedSeeds):
             seed = super().next(ordered)
             return seed if tf.executing_eagerly() else self._divided(seed, seed)
         seed = self._of_step(stage_pass, ordered)
-        index = tf.cast(stage_pass.shard.replica, tf.int64)
+        index = tf.cast(stage_pass.piece.replica, tf.int64)
         of_piece = seed + tf.cast(tf.stack([index * _FOLD % 2**31, 0]), seed.dtype)
         return self._divided(seed, of_piece)
 

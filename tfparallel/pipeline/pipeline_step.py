@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from tfparallel.collectives import indexed_slices
 from tfparallel.collectives.packing import is_summable
-from tfparallel.data.rows_of_replica import for_replicas
+from tfparallel.piece import for_replicas
 from tfparallel.pipeline.allowed_writes import sums_in_layers
 from tfparallel.pipeline.batch_loss import ExtraLosses, WholeLoss, added_up, scale_of
 from tfparallel.pipeline.batch_norm import write_averages
@@ -86,9 +86,9 @@ class Step:
             return ReplicaStep(self._options, memory, self._batch, trace, *of_replica).run()
 
         # Cut outside of the replicas' traces, where sizes are known.
-        inputs = self._by_replica(map(self._batch.inputs_of, self._batch.local_shards))
-        targets = self._by_replica(map(self._batch.targets_of, self._batch.local_shards))
-        by_micro_batch = [for_replicas(self._batch.local_shards[m::number]) for m in range(number)]
+        inputs = self._by_replica(map(self._batch.inputs_of, self._batch.local_pieces))
+        targets = self._by_replica(map(self._batch.targets_of, self._batch.local_pieces))
+        by_micro_batch = [for_replicas(self._batch.local_pieces[m::number]) for m in range(number)]
         results = trace.run(on_replica, inputs, targets, list(zip(*by_micro_batch, strict=True)))
         self.order = results[0].step.order
         for each in sums:
@@ -169,10 +169,10 @@ class Step:
             gradients = [(whole.gradient(source), number) for source, number in pairs]
             return self._by_replica(
                 [
-                    None if gradient is None else self._batch.rows_of(shard, gradient, number)
+                    None if gradient is None else self._batch.rows_of(piece, gradient, number)
                     for gradient, number in gradients
                 ]
-                for shard in self._batch.local_shards
+                for piece in self._batch.local_pieces
             )
 
     def _totals(

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfparallel.collectives.packing import is_summable
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.traffic import ROWS
-from tfparallel.data.rows_of_replica import Shard, times
+from tfparallel.piece import Piece, times
 
 
 class Others(NamedTuple):
@@ -39,9 +39,9 @@ class Others(NamedTuple):
             return 0
         return self.num_replicas // self.workers.num_workers * self.workers.worker_index
 
-    def local(self, shards: Sequence[Shard]) -> list[Shard]:
+    def local(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Returns the pieces of this worker's replicas, given those of the whole batch."""
-        return self._by_worker(shards)[0 if self.workers is None else self.workers.worker_index]
+        return self._by_worker(pieces)[0 if self.workers is None else self.workers.worker_index]
 
     def summed(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums over the workers, in one collective per dtype."""
@@ -59,28 +59,28 @@ class Others(NamedTuple):
         return self.workers.all_gather([tensor[None] for tensor in tensors], ones)
 
     def joined(
-        self, rows: tf.Tensor, shards: Sequence[Shard], per_example: int | tf.Tensor | None
+        self, rows: tf.Tensor, pieces: Sequence[Piece], per_example: int | tf.Tensor | None
     ) -> tf.Tensor:
         """Joins the rows of all workers, in order.
 
         Args:
             rows: The rows of the local pieces, shape `(rows, …)`.
-            shards: The pieces of the whole batch.
+            pieces: The pieces of the whole batch.
             per_example: How many rows an example has; None for a single piece.
         """
         if self.workers is None:
             return rows
         counts = [
-            times(_sum([shard.num_rows for shard in of_one]), per_example)
-            for of_one in self._by_worker(shards)
+            times(_sum([piece.num_rows for piece in of_one]), per_example)
+            for of_one in self._by_worker(pieces)
         ]
         (joined,) = self.workers.all_gather([rows], counts, ROWS)
         return joined
 
-    def _by_worker(self, shards):
+    def _by_worker(self, pieces):
         count = 1 if self.workers is None else self.workers.num_workers
-        each = len(shards) // count
-        return [shards[w * each : (w + 1) * each] for w in range(count)]
+        each = len(pieces) // count
+        return [pieces[w * each : (w + 1) * each] for w in range(count)]
 
 
 def _sum(numbers):

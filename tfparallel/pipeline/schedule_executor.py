@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfparallel.compute_context import within
-from tfparallel.data.rows_of_replica import Shard
 from tfparallel.layout.schedule import Instruction
+from tfparallel.piece import Piece
 from tfparallel.pipeline.allowed_writes import PassScope
 from tfparallel.pipeline.batch_loss import scale_of
 from tfparallel.pipeline.device_order import DeviceOrder
@@ -93,7 +93,7 @@ class ReplicaStep:
         trace: Traces the replica, and replays it for the others.
         inputs: The inputs of each of the replica's micro-batches.
         targets: The targets and weights of each.
-        shards: The rows of each.
+        pieces: The rows of each.
 
     Attributes:
         order: The ends and times of the instructions.
@@ -110,11 +110,11 @@ class ReplicaStep:
         trace: MeshTrace,
         inputs: Sequence[Values],
         targets: Sequence[Any],
-        shards: Sequence[Shard],
+        pieces: Sequence[Piece],
     ):
         self._options = options
         self._batch = batch
-        self._shards = shards
+        self._pieces = pieces
         self._trained, each = options.model._trained(), options.traces_each
         self._calls = [
             StageCall(stage, batch, memory, self._scope, self._trained, each=each)
@@ -126,11 +126,11 @@ class ReplicaStep:
         self._sums = GradientSums()
         self._gathers = MeshGathers(trace, self._sums)
         # For TensorFlow's own seeds; smaller numbers distinguish the replicas.
-        self._apart = [DrawnApart(m << 16) for m in range(len(shards))]
+        self._apart = [DrawnApart(m << 16) for m in range(len(pieces))]
         # By micro-batch: the tensors between stages, and the losses that layers added.
         self._values = [dict(of_one) for of_one in inputs]
         self._targets = targets
-        self._added: list[list[tf.Tensor]] = [[] for _ in shards]
+        self._added: list[list[tf.Tensor]] = [[] for _ in pieces]
         self._place_of_added: dict[tuple, int] = {}  # By stage and micro-batch, the first.
         self._of_added: Sequence[tf.Tensor | None] | None = None  # None where the loss adds them.
         self._inputs_of: dict[tuple, Values] = {}  # The stage's inputs, by stage and micro-batch.
@@ -246,7 +246,7 @@ class ReplicaStep:
         # A user's own function keeps the copies that it was traced with.
         read = [(variable, copy) for variable in variables for copy in copies(variable)]
         sources = [*sent.values(), *(copy for _, copy in read)]
-        self._gathers.begin_backward(index, self._shards[m])
+        self._gathers.begin_backward(index, self._pieces[m])
         gradients = self._gradients(record.tape, targets, sources, seeds)
         done = of_loss + self._gathers.take_added()
         for source, gradient in zip(sent, gradients, strict=False):
@@ -262,28 +262,28 @@ class ReplicaStep:
     def _add(self, variables, gradients, m, reader) -> list[Any]:
         """Adds a micro-batch's gradients of weights; returns what exists once they are added."""
         # The first micro-batch of all has rows. To select would be a program of its own for XLA.
-        shard, added = self._shards[m], []
-        if not isinstance(shard.replica, int) or shard.replica > 0:
-            gradients = zeros_without_rows(shard, gradients)
+        piece, added = self._pieces[m], []
+        if not isinstance(piece.replica, int) or piece.replica > 0:
+            gradients = zeros_without_rows(piece, gradients)
         for variable, gradient in zip(variables, gradients, strict=True):
             added += self._gathers.add(variable, gradient, reader)
         return added
 
     def _run_stage(self, stage, m, inputs) -> _Recorded:
         """Calls the stage's layers, and after the last stage the loss, under a tape."""
-        shard, loss, grown, before = self._shards[m], None, [], len(operations_here())
+        piece, loss, grown, before = self._pieces[m], None, [], len(operations_here())
         self._gathers.begin()
         with within(gathers=self._gathers), tf.GradientTape() as tape:
             tape.watch(list(self._with_gradient(inputs).values()))
             tape.watch([copy for v in self._variables_of(stage) for copy in copies(v)])
-            out = self._calls[stage.index](inputs, shard)
+            out = self._calls[stage.index](inputs, piece)
             self._read[stage.index] |= {id(value) for value in tape.watched_variables()}
-            added = [(loss, tf.ones_like(loss) * shard.weight(loss.dtype)) for loss in out.losses]
+            added = [(loss, tf.ones_like(loss) * piece.weight(loss.dtype)) for loss in out.losses]
         values = out.values | inputs
         if self._is_last(stage.index) and not self._options.begins_joined:
             with within(gathers=self._gathers), tf.GradientTape() as tape_of_loss:
                 tape_of_loss.watch([t for t in values.values() if is_differentiable(t)])
-                part, grown = self.loss(values, self._targets[m], shard)
+                part, grown = self.loss(values, self._targets[m], piece)
             loss = None if part is None else (tape_of_loss, part)
         self._apart[m].change(operations_here()[before:])
         return _Recorded(tape, values, added, out.moments, loss, grown)
@@ -300,7 +300,7 @@ class ReplicaStep:
         sources = self._with_gradient(record.values)
         read = read_by(tape, self._trained)
         values = [*sources.values(), *(copy for _, copy in read)]
-        self._gathers.begin_backward(OF_LOSS, self._shards[m])
+        self._gathers.begin_backward(OF_LOSS, self._pieces[m])
         gradients = self._gradients(tape, part.loss, values, seed)
         done = self._gathers.take_added()
         for key, gradient in zip(sources, gradients, strict=False):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.data.rows_of_replica import Shard
+from tfparallel.piece import Piece
 from tfparallel.pipeline.allowed_writes import PassScope
 from tfparallel.pipeline.divided_outputs import note_parts
 from tfparallel.pipeline.micro_batches import Batch
@@ -67,17 +67,17 @@ class StageCall:
         self._batch = batch
         self._memory = memory
         self._scope = scope
-        self._call = TracedOnce(self._run, batch.shards, map(storage_of, weights), each=each)
+        self._call = TracedOnce(self._run, batch.pieces, map(storage_of, weights), each=each)
         self._input_keys: list[Key] = []
         # The results of `_run`: values by these keys, losses, and the moments of batch norms.
         self._output_keys: list[Key] = []
         self._num_losses = 0
         self._moments: dict[Any, int] = {}  # The number of tensors of each layer.
 
-    def __call__(self, inputs: Values, shard: Shard) -> StageOutputs:
+    def __call__(self, inputs: Values, piece: Piece) -> StageOutputs:
         """Calls the layers on the tensors of the stage's `inputs`."""
         self._input_keys = [*inputs]
-        results = iter(self._call([*inputs.values()], shard))
+        results = iter(self._call([*inputs.values()], piece))
         values = {key: next(results) for key in self._output_keys}
         losses = [next(results) for _ in range(self._num_losses)]
         moments = {
@@ -85,10 +85,10 @@ class StageCall:
         }
         return StageOutputs(values, losses, moments)
 
-    def _run(self, tensors: list[Any], shard: Shard) -> tuple[list[Any], list[int]]:
+    def _run(self, tensors: list[Any], piece: Piece) -> tuple[list[Any], list[int]]:
         inputs = dict(zip(self._input_keys, tensors, strict=True))
         self._batch.attach_logits(inputs)
-        stage_pass, scope = Pass(self._memory, self._stage.index, shard), self._scope()
+        stage_pass, scope = Pass(self._memory, self._stage.index, piece), self._scope()
         with computing(stage_pass), scope, scope.refusing_operations():
             outputs = self._stage.run(inputs, self._batch.masks)
         if self.parts_of is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.data.rows_of_replica import Shard
+from tfparallel.piece import Piece
 from tfparallel.pipeline.as_function import computes_the_same
 from tfparallel.problems import PlacementError
 from tfparallel.seams.keras import mask_of, set_mask
@@ -41,7 +41,7 @@ class TracedOnce:
         function: Takes tensors, some of which may be None, and the micro-batch's rows. Returns
             tensors, and the indices of the targets among them: those that get a gradient. Keras
             masks go in and out with their tensors.
-        shards: The rows of all micro-batches.
+        pieces: The rows of all micro-batches.
         weights: Trainable variables; not read if each micro-batch is traced.
         each: Whether to trace each micro-batch anyway.
 
@@ -52,8 +52,8 @@ class TracedOnce:
 
     def __init__(
         self,
-        function: Callable[[list[Any], Shard], tuple[list[Any], Collection[int]]],
-        shards: Sequence[Shard],
+        function: Callable[[list[Any], Piece], tuple[list[Any], Collection[int]]],
+        pieces: Sequence[Piece],
         weights: Iterable[tf.Variable] = (),
         *,
         each: bool = False,
@@ -61,7 +61,7 @@ class TracedOnce:
         self.targets: frozenset[int] = frozenset()
         self._function = function
         # If known and the same for all, a layer sees that no micro-batch is empty.
-        sizes = {s.num_rows if isinstance(s.num_rows, int) else None for s in shards}
+        sizes = {s.num_rows if isinstance(s.num_rows, int) else None for s in pieces}
         self._num_rows = sizes.pop() if len(sizes) == 1 else None
         self._is_direct = each or tf.executing_eagerly()
         self._handles = set() if self._is_direct else {id(each.handle) for each in weights}
@@ -69,12 +69,12 @@ class TracedOnce:
         self._types: list[tf.TypeSpec] = []
         self._masked: list[int] = []  # The indices of the results with masks.
 
-    def __call__(self, tensors: Sequence[Any], shard: Shard) -> list[Any]:
+    def __call__(self, tensors: Sequence[Any], piece: Piece) -> list[Any]:
         """Returns the function's results for a micro-batch's tensors.
 
         Args:
             tensors: The micro-batch's tensors.
-            shard: Its rows.
+            piece: Its rows.
 
         Raises:
             MustTraceEach: If their types differ from those of the first micro-batch.
@@ -82,13 +82,13 @@ class TracedOnce:
         """
         if self._traced is None and not self._is_direct:
             try:
-                self._trace(tensors, shard)
+                self._trace(tensors, piece)
             except _NoFunction:
                 self._is_direct = True
         if self._is_direct:
-            results, _ = self._function(list(tensors), shard)
+            results, _ = self._function(list(tensors), piece)
             return results
-        arguments = [*_shard_numbers(shard), *_with_masks(tensors)]
+        arguments = [*_piece_numbers(piece), *_with_masks(tensors)]
         pairs = zip(self._types, arguments, strict=True)
         if not all(spec.is_compatible_with(each) for spec, each in pairs):
             raise MustTraceEach
@@ -107,13 +107,13 @@ class TracedOnce:
             set_mask(results[place], mask)
         return results
 
-    def _trace(self, tensors, shard):
-        outside = [*_shard_numbers(shard), *_with_masks(tensors)]
+    def _trace(self, tensors, piece):
+        outside = [*_piece_numbers(piece), *_with_masks(tensors)]
 
         def body(*arguments):
             _stand_for(arguments, outside)
             local_tensors = _without_masks(arguments[3:], tensors)
-            results, targets = self._function(local_tensors, self._own_shard(shard, arguments[:3]))
+            results, targets = self._function(local_tensors, self._own_piece(piece, arguments[:3]))
             graph = tf.compat.v1.get_default_graph()
             weights = [inner for outer, inner in graph.captures if id(outer) in self._handles]
             if not computes_the_same(graph, weights):
@@ -134,14 +134,14 @@ class TracedOnce:
         self._types = [*map(_type_of, outside)]
         self._traced = function.get_concrete_function(*self._types)
 
-    def _own_shard(self, shard, numbers) -> Shard:
+    def _own_piece(self, piece, numbers) -> Piece:
         index, start, num_rows = numbers
         num_rows = num_rows if self._num_rows is None else self._num_rows
-        return shard._replace(replica=index, start=start, num_rows=num_rows)
+        return piece._replace(replica=index, start=start, num_rows=num_rows)
 
 
-def _shard_numbers(shard: Shard) -> list[tf.Tensor]:
-    numbers = (shard.replica, shard.start, shard.num_rows)
+def _piece_numbers(piece: Piece) -> list[tf.Tensor]:
+    numbers = (piece.replica, piece.start, piece.num_rows)
     tensors = [tf.convert_to_tensor(number, tf.int32) for number in numbers]
     if tf.executing_eagerly():
         return tensors

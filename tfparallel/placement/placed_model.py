@@ -8,11 +8,11 @@ import keras
 import tensorflow as tf
 
 from tfparallel.checkpoint.model_files import can_be_streamed, save_streamed
-from tfparallel.data.rows_of_replica import count_rows
 from tfparallel.extend import original_class
 from tfparallel.flight.marks import mark
 from tfparallel.judge.check_rows import proof_in_words
 from tfparallel.layout.layout import Layout
+from tfparallel.piece import count_rows
 from tfparallel.placement.gradients import gradients
 from tfparallel.placement.processes import after_writes, has_others, naming_lost_process
 from tfparallel.problems import PlacementError

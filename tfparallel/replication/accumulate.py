@@ -30,8 +30,8 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives.reducer import Reducer
-from tfparallel.data.rows_of_replica import Place
 from tfparallel.extend import is_own
+from tfparallel.piece import RowsOfWorker
 from tfparallel.replication.noise_scale import NoiseScale
 from tfparallel.replication.places import ReplicaPlaces
 from tfparallel.replication.refusals import check_activity
@@ -220,7 +220,8 @@ class Accumulate(EveryStep):
         index = self.model._workers.worker_index
         size = worker_rows[index]
         before = tf.add_n([tf.zeros_like(size), *worker_rows[:index]])
-        return data, Place(self.model.strategy.first_replica, before, size, tf.add_n(worker_rows))
+        first_replica = self.model.strategy.first_replica
+        return data, RowsOfWorker(first_replica, before, size, tf.add_n(worker_rows))
 
     def apply(self, result: PassResult, default) -> None:
         """Accumulates the gradients of a step, multiplied by its divisor."""

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import tensorflow as tf
 
-from tfparallel.data import rows_of_replica as shards
+from tfparallel.piece import Piece, working_on
 from tfparallel.replication.dummy_rows import zeros_without_rows
 from tfparallel.replication.weight_gradients import WeightGradients
 from tfparallel.seams.tapes import recording_on
@@ -30,7 +30,7 @@ Tensors = list[tf.Tensor | None]
 class _Replica(Protocol):
     """What a replica keeps of its call."""
 
-    shard: shards.Shard
+    piece: Piece
     tape: tf.GradientTape
     inputs: list[tf.Tensor]
 
@@ -60,7 +60,7 @@ class BackwardPasses:
 
     Args:
         name: The layer's name, for errors.
-        replicas: For each local replica its shard, the persistent tape of its call, and its rows of
+        replicas: For each local replica its piece, the persistent tape of its call, and its rows of
             the differentiable inputs; traced, like `trace`.
         arguments: The arguments of the call, for the whole batch.
         shards_here: The rows of each local replica.
@@ -75,14 +75,14 @@ class BackwardPasses:
         name: str,
         replicas: Sequence[_Replica],
         arguments: tuple,
-        shards_here: Sequence[shards.Shard],
+        pieces_here: Sequence[Piece],
         trace: ReplicaTrace,
         weights: WeightGradients,
         joined: Callable[[Sequence[tf.Tensor | None], int | tf.Tensor], tf.Tensor | None],
         summed: Callable[[list[tf.Tensor]], list[tf.Tensor]],
     ):
         self._name, self._replicas, self._arguments = name, replicas, arguments
-        self._shards, self._trace, self._weights = shards_here, trace, weights
+        self._pieces, self._trace, self._weights = pieces_here, trace, weights
         self._joined, self._summed = joined, summed
         self._num_inputs = len(replicas[0].inputs)
 
@@ -152,21 +152,21 @@ class BackwardPasses:
         self._check(step, upstream)
         present = [place for place, dy in enumerate(upstream) if dy is not None]
         seeds = [
-            [shard.rows(upstream[place], step.per_example[place]) for place in present]
-            for shard in self._shards
+            [piece.rows(upstream[place], step.per_example[place]) for place in present]
+            for piece in self._pieces
         ]
         num_inputs = self._num_inputs
 
         def on_replica(k, seeds):
             replica = self._replicas[k]
-            shard, tape = replica.shard, replica.tape
+            piece, tape = replica.piece, replica.tape
             pairs = [
                 (step.computed[k][place], seed) for place, seed in zip(present, seeds, strict=True)
             ]
             pairs = [pair for pair in pairs if is_differentiable(pair[0])]
             sources = [*replica.inputs, *self._weights.variables_read(k), *step.taken[k]]
             entered = recording_on(tape) if again else contextlib.nullcontext()
-            with shards.working_on(shard), entered:
+            with working_on(piece), entered:
                 if again:
                     tape.watch(seeds)
                 gradients = tape.gradient(
@@ -175,15 +175,15 @@ class BackwardPasses:
                 for place in range(num_inputs):
                     if gradients[place] is not None:
                         rows = tf.convert_to_tensor(gradients[place])
-                        gradients[place] = shard.without_dummy_row(rows, 1)
+                        gradients[place] = piece.without_dummy_row(rows, 1)
                 end = len(gradients) - len(step.taken[k])
-                of_weights = self._weights.of_its_rows(shard, gradients[num_inputs:end])
-                of_taken = zeros_without_rows(shard, gradients[end:])
+                of_weights = self._weights.of_its_rows(piece, gradients[num_inputs:end])
+                of_taken = zeros_without_rows(piece, gradients[end:])
             self._weights.check(of_weights)
             return [*gradients[:num_inputs], *of_weights, *of_taken], seeds
 
         self._weights.begin_backward(self._arguments)
-        results = self._trace.run(on_replica, range(len(self._shards)), seeds)
+        results = self._trace.run(on_replica, range(len(self._pieces)), seeds)
         gradients = [of_replica for of_replica, _ in results]
         by_source = list(zip(*gradients, strict=True))
         by_input = by_source[:num_inputs]

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfparallel.collectives import differentiable
 from tfparallel.collectives.in_replica import Replicas, of_all_here
-from tfparallel.data import rows_of_replica as shards
+from tfparallel.piece import current
 from tfparallel.seams.keras import reduced_axes
 from tfparallel.tracing.custom_gradient import call_with_gradient
 
@@ -31,10 +31,10 @@ class SynchronizedBatchNormalization:
     synchronize = True  # False on the instance: each replica uses its own moments.
 
     def _moments(self, inputs, mask):
-        shard = shards.current()
-        if shard is None or not self.synchronize:
+        piece = current()
+        if piece is None or not self.synchronize:
             return super()._moments(inputs, mask)
-        return _global_moments(self, shard, inputs, mask)
+        return _global_moments(self, piece, inputs, mask)
 
     def _own_moments(self, inputs):
         """Returns n_k, m_k and M_k of this replica's rows; n_k is the same for all channels."""
@@ -78,7 +78,7 @@ def _of_all_replicas(*tensors):
     return context.merge_call(of_all_workers, args=tuple(stacked_here))
 
 
-def _global_moments(layer, shard, inputs, mask):
+def _global_moments(layer, piece, inputs, mask):
     """Combines (n_k, m_k, M_k) of all replicas; returns the global mean and variance."""
     # Keras adds its epsilon to the count of a masked input.
     correction = 0.0 if mask is None else keras.config.epsilon()
@@ -86,8 +86,8 @@ def _global_moments(layer, shard, inputs, mask):
     def forward(x):
         of_rows = layer._own_moments(x) if mask is None else layer._own_masked_moments(x, mask)
         count, mean, deviations = of_rows
-        if shard.may_be_idle:
-            count, mean, deviations = map(shard.if_it_has_rows, (count, mean, deviations))
+        if piece.may_be_idle:
+            count, mean, deviations = map(piece.if_it_has_rows, (count, mean, deviations))
         counts, means, squares = _of_all_replicas(count, mean, deviations)
         counts = in_rows(counts)
         n = tf.reduce_sum(counts, 0) + correction

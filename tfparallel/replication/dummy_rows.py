@@ -10,26 +10,26 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfparallel.collectives import indexed_slices
-from tfparallel.data.rows_of_replica import Shard
+from tfparallel.piece import Piece
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
 
-def zeros_without_rows(shard: Shard | None, gradients: Sequence[Gradient]) -> list[Gradient]:
+def zeros_without_rows(piece: Piece | None, gradients: Sequence[Gradient]) -> list[Gradient]:
     """Returns a replica's gradients, or zeros if it computes only a dummy row.
 
     Args:
-        shard: Its rows; None outside of a replicated call.
+        piece: Its rows; None outside of a replicated call.
         gradients: Dense, sparse, or None.
     """
-    if shard is None or not shard.may_be_idle:
+    if piece is None or not piece.may_be_idle:
         return list(gradients)
     selected = list(gradients)
     dense = [place for place, each in enumerate(gradients) if isinstance(each, tf.Tensor)]
-    terms = shard.terms_if_it_has_rows([gradients[place] for place in dense])
+    terms = piece.terms_if_it_has_rows([gradients[place] for place in dense])
     for place, term in zip(dense, terms, strict=True):
         selected[place] = term
     for place, each in enumerate(gradients):
         if isinstance(each, tf.IndexedSlices):
-            selected[place] = indexed_slices.with_values(each, shard.if_it_has_rows)
+            selected[place] = indexed_slices.with_values(each, piece.if_it_has_rows)
     return selected

@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives.reducer import Reducer
-from tfparallel.data import rows_of_replica as shards
+from tfparallel.piece import current
 from tfparallel.problems import PlacementError
 from tfparallel.replication.dummy_rows import zeros_without_rows
 from tfparallel.seams.distribute import PerReplica, regroup
@@ -216,7 +216,7 @@ class Gathers:
         is_sparse = isinstance(upstream, tf.IndexedSlices)
         is_left_out = not variable.trainable or (is_sparse and not self._sums_rows)
         if not is_left_out:
-            (upstream,) = zeros_without_rows(shards.current(), [upstream])
+            (upstream,) = zeros_without_rows(current(), [upstream])
         if is_sparse:
             values = [upstream.values, upstream.indices]
         else:

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data import partition
-from tfparallel.data import rows_of_replica as shards
+from tfparallel.piece import Piece, count_rows, where_it_is
 from tfparallel.seams.keras import mask_of, set_mask
 from tfparallel.tracing.custom_gradient import is_differentiable
 
@@ -64,18 +64,18 @@ class BatchInputs:
         """The arguments, for the whole batch."""
         return keras.tree.pack_sequence_as(self._structure, self._leaves)
 
-    def split(self, all_shards: list[shards.Shard]) -> list[list[Any]]:
+    def split(self, all_pieces: list[Piece]) -> list[list[Any]]:
         """Returns each replica's rows of the tensors with a batch axis.
 
         Each tensor is sliced where it lies (on the host, for a batch from an iterator), so a device
         receives only its own rows.
         """
-        parts = [[] for _ in all_shards]
+        parts = [[] for _ in all_pieces]
         for index in self._batched:
             leaf = self._leaves[index]
-            with shards.where_it_is(leaf):
-                for part, shard in zip(parts, all_shards, strict=True):
-                    part.append(shard.rows_used(leaf))
+            with where_it_is(leaf):
+                for part, piece in zip(parts, all_pieces, strict=True):
+                    part.append(piece.rows_used(leaf))
         return parts
 
     def floats_of(self, part: list[Any]) -> list[tf.Tensor]:
@@ -107,7 +107,7 @@ def count_common_rows(leaves: Iterable[Any]) -> int | tf.Tensor:
     Raises:
         ValueError: If two disagree, as far as their sizes are known while tracing.
     """
-    sizes = [shards.count_rows(leaf) for leaf in leaves if has_batch_axis(leaf)]
+    sizes = [count_rows(leaf) for leaf in leaves if has_batch_axis(leaf)]
     static = {size for size in sizes if isinstance(size, int)}
     if len(static) > 1:
         raise ValueError(
@@ -118,7 +118,7 @@ def count_common_rows(leaves: Iterable[Any]) -> int | tf.Tensor:
     return static.pop() if static else sizes[0]
 
 
-def own_shards(strategy, num_rows, worker_rows=None) -> list[shards.Shard]:
+def own_pieces(strategy, num_rows, worker_rows=None) -> list[Piece]:
     """Returns the rows of each of this worker's replicas.
 
     Args:
@@ -133,18 +133,18 @@ def own_shards(strategy, num_rows, worker_rows=None) -> list[shards.Shard]:
         total = num_rows if place is None else place.num_own_rows
         ranges = partition.row_ranges(total, num_replicas, weights)[local]
         result = [
-            shards.Shard(
+            Piece(
                 local.start + k, num_replicas, start, size, total, stream=strategy.stream
             )
             for k, (start, size) in enumerate(ranges)
         ]
-        return result if place is None else [shard.at(place, num_rows) for shard in result]
+        return result if place is None else [piece.at(place, num_rows) for piece in result]
     index = strategy.workers.worker_index
     own_rows = worker_rows[index]
     before = tf.add_n([tf.zeros_like(own_rows), *worker_rows[:index]])
     ranges = partition.row_ranges(own_rows, len(strategy.devices), weights and weights[local])
     return [
-        shards.Shard(
+        Piece(
             local.start + k,
             num_replicas,
             before + start,

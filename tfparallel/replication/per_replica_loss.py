@@ -21,9 +21,9 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data.partition import row_ranges
-from tfparallel.data.rows_of_replica import Place, Shard, count_rows, current
 from tfparallel.extend import original_class
 from tfparallel.flight.marks import mark
+from tfparallel.piece import Piece, RowsOfWorker, count_rows, current
 from tfparallel.replication.replicated_call import checked_output
 from tfparallel.replication.row_sums import Summed, Sums
 from tfparallel.seams.compiled import compiled_loss, loss_tracker
@@ -146,10 +146,10 @@ class OwnRows(WhereRowsMeet, OneStep):
         def on_replica(x, y, sample_weight):
             outputs = call(x, **mode)
             # Counted on the arguments: in the trace of an eager step, `first` is not symbolic.
-            shard = current() or _whole(count_rows(_first(x)))
+            piece = current() or _whole(count_rows(_first(x)))
             flat = [checked_output(self, output) for output in keras.tree.flatten(outputs)]
-            with tf.control_dependencies(as_many_rows(self, flat, shard.num_rows_used)):
-                loss_terms = terms(compiled, y, outputs, sample_weight, shard.num_averaged_rows)
+            with tf.control_dependencies(as_many_rows(self, flat, piece.num_rows_used)):
+                loss_terms = terms(compiled, y, outputs, sample_weight, piece.num_averaged_rows)
                 grown = growth(metrics.summed, y, outputs, sample_weight)
             outputs_and_terms.append((outputs, loss_terms))
             by_sizes = all(len(of_loss) == 1 for of_loss in loss_terms)
@@ -178,7 +178,7 @@ class _OfWorker(NamedTuple):
     """
 
     tracker: keras.metrics.Metric
-    place: Place
+    place: RowsOfWorker
 
     def update_state(self, value: tf.Tensor, sample_weight: int | None = None) -> None:
         """Weighs the worker's loss so that those of all workers weigh what Keras's one does."""
@@ -243,6 +243,6 @@ def _first(x):
     return next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
 
 
-def _whole(num_rows) -> Shard:
+def _whole(num_rows) -> Piece:
     """All rows, for a step that is traced outside of replicas (`collectives/indexed_slices.py`)."""
-    return Shard(0, 1, 0, num_rows, num_rows)
+    return Piece(0, 1, 0, num_rows, num_rows)

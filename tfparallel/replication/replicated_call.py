@@ -15,7 +15,7 @@
         └────────── Σ ──────────┘          all-reduce: ∂J/∂θ = Σ_k g_k
 
 ∂J/∂y comes from the loss of the whole batch, so it includes the divisor of that loss: examples,
-tokens under a mask, or a sum of weights. The sum over k is therefore exact for shards of any size
+tokens under a mask, or a sum of weights. The sum over k is therefore exact for pieces of any size
 and for any loss, even one that compares examples. A call that computes losses over its own rows
 returns `Sums` instead of outputs (`per_replica_loss.py`), and receives 1/D in the backward pass. If
 D follows from sizes, no worker waits for the others before its backward pass is done: the sums
@@ -34,12 +34,12 @@ from tfparallel.collectives.packing import is_summable
 from tfparallel.collectives.traffic import ROWS
 from tfparallel.compute_context import within
 from tfparallel.data import partition
-from tfparallel.data import rows_of_replica as shards
 from tfparallel.judge.check_rows import keeps_number_of_rows
 from tfparallel.logits import Logits, logits_of, output_of, sources_of
+from tfparallel.piece import Piece, for_replicas, of_known_number, times
 from tfparallel.replication import state
 from tfparallel.replication.backward_pass import BackwardPasses, Pass
-from tfparallel.replication.inputs import BatchInputs, own_shards
+from tfparallel.replication.inputs import BatchInputs, own_pieces
 from tfparallel.replication.refusals import refuse_state
 from tfparallel.replication.row_sums import Summed, Sums
 from tfparallel.replication.weight_gradients import WeightGradients
@@ -55,7 +55,7 @@ from tfparallel.update.pending_sums import PendingSums
 class _Replica(NamedTuple):
     """The results of one replica's forward pass."""
 
-    shard: shards.Shard
+    piece: Piece
     tape: tf.GradientTape
     inputs: list[tf.Tensor]
     logits: list[Logits | None]  # One per output.
@@ -133,12 +133,12 @@ class ReplicatedCall:
         inputs = BatchInputs(args, kwargs, may_be_empty=may_be_empty)
         self._refuse_lost_gradients(inputs.whole_floats)
         call_state = state.CallState(self._layer)
-        shards_here = own_shards(self._strategy, inputs.num_rows, self._worker_rows)
+        pieces_here = own_pieces(self._strategy, inputs.num_rows, self._worker_rows)
         trace = ReplicaTrace(self._strategy)
         replicas: list[_Replica] = []
 
         def forward(*_):
-            replicas.extend(self._forward(inputs, call_state, shards_here, trace))
+            replicas.extend(self._forward(inputs, call_state, pieces_here, trace))
             with recording():  # The caller's tape only sees sources that exist on return.
                 sources.extend(self._gradients.add_read(replicas[0].tape))
             joined = [tf.concat(rows, 0) for rows in _transposed(replicas, "joined")]
@@ -150,7 +150,7 @@ class ReplicatedCall:
             if self._may_wait(replicas[0]):
                 self._waiting = sums
             results = joined + (self._waiting or self._summed(sums))
-            return results, self._backward(replicas, inputs, shards_here, trace, sources, needed)
+            return results, self._backward(replicas, inputs, pieces_here, trace, sources, needed)
 
         needed = [needs_gradient([tensor]) for tensor in inputs.floats]
         sources = inputs.floats + self._gradients.sources()
@@ -162,7 +162,7 @@ class ReplicatedCall:
             refuse_state(self._layer, call_state.written(scopes, with_sums=False))
         call_state.combine(
             scopes,
-            shards_here,
+            pieces_here,
             self._of_workers
             if self._strategy.place is None
             else functools.partial(refuse_state, self._layer),
@@ -185,15 +185,15 @@ class ReplicatedCall:
             return Summed(sums, self._waited_for if wait else lambda: sums, wait, outputs), losses
         return keras.tree.pack_sequence_as(first.structure, outputs), losses
 
-    def _forward(self, inputs: BatchInputs, call_state: state.CallState, shards_here, trace):
+    def _forward(self, inputs: BatchInputs, call_state: state.CallState, pieces_here, trace):
         """Calls the layer on each replica, with its rows of the inputs."""
-        parts = inputs.split(shards_here)
+        parts = inputs.split(pieces_here)
 
-        def on_replica(k, shard, part):
+        def on_replica(k, piece, part):
             float_rows = inputs.floats_of(part)
             self._gradients.gathers.begin()
             with (
-                within(shard=shard, gathers=self._gradients.gathers),
+                within(piece=piece, gathers=self._gradients.gathers),
                 tf.GradientTape(persistent=True) as tape,
             ):
                 tape.watch(float_rows)
@@ -202,7 +202,7 @@ class ReplicatedCall:
                     structure = self._call(*replica_args, **replica_kwargs)
                 is_summed = isinstance(structure, Sums)
                 sums = structure.tensors if is_summed else []
-                sums = [shard.if_it_has_rows(term) for term in sums]
+                sums = [piece.if_it_has_rows(term) for term in sums]
                 flat = structure.rows if is_summed else keras.tree.flatten(structure)
                 outputs = [checked_output(self._layer, output) for output in flat]
                 masks = [mask_of(output) for output in outputs]
@@ -210,20 +210,20 @@ class ReplicatedCall:
                 # A step that sums has checked that there is one row per example.
                 numbers = [1] * len(outputs)
                 if not is_summed:
-                    numbers = rows_of_examples(self._layer, outputs, shard)
+                    numbers = rows_of_examples(self._layer, outputs, piece)
                 sources = [
-                    [shard.without_dummy_row(tensor, number) for tensor in sources_of(*pair)]
+                    [piece.without_dummy_row(tensor, number) for tensor in sources_of(*pair)]
                     for *pair, number in zip(outputs, logits, numbers, strict=True)
                 ]
                 masks = [
-                    None if mask is None else shard.without_dummy_row(mask, number)
+                    None if mask is None else piece.without_dummy_row(mask, number)
                     for mask, number in zip(masks, numbers, strict=True)
                 ]
                 losses = [
-                    shard.if_it_has_rows(loss * shard.weight(loss.dtype)) for loss in scope.losses
+                    piece.if_it_has_rows(loss * piece.weight(loss.dtype)) for loss in scope.losses
                 ]
             return _Replica(
-                shard,
+                piece,
                 tape,
                 float_rows,
                 logits,
@@ -236,8 +236,8 @@ class ReplicatedCall:
                 structure,
             )
 
-        replica_shards, before = shards.for_replicas(shards_here), len(operations_here())
-        replicas = trace.run(on_replica, range(len(shards_here)), replica_shards, parts)
+        replica_pieces, before = for_replicas(pieces_here), len(operations_here())
+        replicas = trace.run(on_replica, range(len(pieces_here)), replica_pieces, parts)
         with recording():
             self._refuse_lost_gradients(_captured_floats(operations_here()[before:]))
         inputs.take_off_masks(parts[0])
@@ -271,7 +271,7 @@ class ReplicatedCall:
         return self._arrived
 
     def _of_known_size(self, joined, numbers, num_rows):
-        """Restores the static batch size that the rows lost (`Shard.rows_used`).
+        """Restores the static batch size that the rows lost (`Piece.rows_used`).
 
         Only for a known number of rows per example.
         """
@@ -279,7 +279,7 @@ class ReplicatedCall:
         if not is_whole or not keeps_number_of_rows(self._layer):
             return joined
         pairs = zip(joined, numbers, strict=True)
-        return [shards.of_known_number(each, num_rows, number) for each, number in pairs]
+        return [of_known_number(each, num_rows, number) for each, number in pairs]
 
     def _gathered(self, tensors, numbers, num_rows):
         """Joins this worker's rows with those of the other workers.
@@ -298,7 +298,7 @@ class ReplicatedCall:
             number = numbers[remaining[0]]
             alike = [place for place in remaining if numbers[place] is number]
             remaining = [place for place in remaining if numbers[place] is not number]
-            counts = [shards.times(count, number) for count in examples]
+            counts = [times(count, number) for count in examples]
             rows = workers.all_gather([tensors[place] for place in alike], counts, ROWS)
             for place, each in zip(alike, rows, strict=True):
                 results[place] = each
@@ -320,10 +320,10 @@ class ReplicatedCall:
         workers, rows = self._strategy.workers, [tf.expand_dims(each, 0) for each in tensors]
         return workers.all_gather(rows, [1] * workers.num_workers) if workers and rows else rows
 
-    def _backward(self, replicas, inputs, shards_here, trace, sources, needed):
+    def _backward(self, replicas, inputs, pieces_here, trace, sources, needed):
         """Returns the function from the gradients of the results to those of the sources."""
         passes = BackwardPasses(
-            self._layer.name, replicas, inputs.structure, shards_here, trace, self._gradients,
+            self._layer.name, replicas, inputs.structure, pieces_here, trace, self._gradients,
             lambda rows, number: self._joined(rows, number, inputs.num_rows), self._summed,
         )  # fmt: skip
         first, none = replicas[0], [[] for _ in replicas]

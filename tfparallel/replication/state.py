@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 import keras
 import tensorflow as tf
 
-from tfparallel.data import rows_of_replica as shards
 from tfparallel.draws.replica_seeds import ReplicaSeedGenerator, global_seed_generator, in_pieces
+from tfparallel.piece import Piece
 from tfparallel.problems import PlacementError
 from tfparallel.seams.keras import (
     DTYPE_POLICY,
@@ -121,7 +121,7 @@ class CallState:
     def combine(
         self,
         scopes: list[ReplicaScope],
-        own_shards: list[shards.Shard],
+        own_pieces: list[Piece],
         of_workers: Callable[[list[tf.Tensor]], Sequence[tf.Tensor]],
         rows_of_workers: Callable[[], Sequence],
     ) -> None:
@@ -129,7 +129,7 @@ class CallState:
 
         Args:
             scopes: The scopes of this worker's replicas, in order.
-            own_shards: Their shards.
+            own_pieces: Their pieces.
             of_workers: Stacks each of some tensors of all workers, in order.
             rows_of_workers: Returns the number of rows of each worker.
         """
@@ -142,9 +142,9 @@ class CallState:
             with tf.device(new[0].device):
                 new = [tf.identity(copy) for copy in new]
                 own_terms.append(
-                    averaged(new, [shard.num_rows for shard in own_shards])
+                    averaged(new, [piece.num_rows for piece in own_pieces])
                     if before is None
-                    else _added(before, new, own_shards)
+                    else _added(before, new, own_pieces)
                 )
         by_worker = of_workers(own_terms)
         for (key, variable), stacked in zip(written, by_worker, strict=True):
@@ -159,12 +159,12 @@ class CallState:
                 other.assign(previous)
 
 
-def _added(old, new, own_shards):
+def _added(old, new, own_pieces):
     """The increments of a metric's sum by the replicas with examples."""
     return tf.add_n(
         [
-            shard.if_it_has_rows(after - before)
-            for shard, before, after in zip(own_shards, old, new, strict=True)
+            piece.if_it_has_rows(after - before)
+            for piece, before, after in zip(own_pieces, old, new, strict=True)
         ]
     )
 

@@ -23,10 +23,9 @@ import keras
 import tensorflow as tf
 
 from tfparallel.callbacks.nan import NaNGuard
-from tfparallel.data import rows_of_replica as shards
 from tfparallel.data import rows_of_worker
-from tfparallel.data.rows_of_replica import Place
 from tfparallel.extend import attach
+from tfparallel.piece import RowsOfWorker, cut
 from tfparallel.replication.inputs import as_tensor, count_common_rows, has_batch_axis
 from tfparallel.replication.sync_option import EVERY_STEP, Synchronization
 from tfparallel.step.call import Call
@@ -203,11 +202,12 @@ class EveryStep:
         of_worker = rows_of_worker.rows_of_worker(self.model.strategy)(num_rows)
         start, size = rows_of_worker.rows_to_read(of_worker, num_rows, tf.minimum, tf.maximum)
 
-        def cut(leaf):
-            return shards.cut(leaf, start, size) if has_batch_axis(leaf) else leaf
+        def rows_here(leaf):
+            return cut(leaf, start, size) if has_batch_axis(leaf) else leaf
 
-        place = Place(self.model.strategy.first_replica, of_worker.start, of_worker.size, num_rows)
-        return keras.tree.map_structure(cut, data), place
+        first_replica = self.model.strategy.first_replica
+        place = RowsOfWorker(first_replica, of_worker.start, of_worker.size, num_rows)
+        return keras.tree.map_structure(rows_here, data), place
 
     def refuse(self, required: str, received: str):
         raise ValueError(

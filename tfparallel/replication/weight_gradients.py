@@ -15,8 +15,8 @@ import tensorflow as tf
 
 from tfparallel.collectives import indexed_slices
 from tfparallel.collectives.reducer import Reducer
-from tfparallel.data.rows_of_replica import Shard
 from tfparallel.extend import attach
+from tfparallel.piece import Piece
 from tfparallel.replication import state
 from tfparallel.replication.dummy_rows import Gradient, zeros_without_rows
 from tfparallel.replication.gathers import Gathers, between_replicas
@@ -97,17 +97,17 @@ class WeightGradients:
         """A local replica's copy or share of each weight."""
         return [variables.copies(variable)[replica] for variable in self._trained]
 
-    def of_its_rows(self, shard: Shard, gradients: Sequence[Gradient]) -> list[Gradient]:
+    def of_its_rows(self, piece: Piece, gradients: Sequence[Gradient]) -> list[Gradient]:
         """A replica's gradients: zeros if it computes only a dummy row.
 
         Those of shares are sums over all replicas, and stay as they are.
 
         Args:
-            shard: Its rows.
+            piece: Its rows.
             gradients: What its tape returns for each weight.
         """
         is_whole = [not isinstance(variable, ShardedVariable) for variable in self._trained]
-        selected = iter(zeros_without_rows(shard, list(itertools.compress(gradients, is_whole))))
+        selected = iter(zeros_without_rows(piece, list(itertools.compress(gradients, is_whole))))
         return [
             next(selected) if whole else each
             for whole, each in zip(is_whole, gradients, strict=True)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from tfparallel.data.rows_of_replica import Shard, count_rows, where_it_is
 from tfparallel.judge.check_rows import has_rows, rows_per_example
+from tfparallel.piece import Piece, count_rows, where_it_is
 
 AS_MANY = "A model must return one row per example."
 FIXED = "A call in pieces must return a fixed number of rows per example."
@@ -64,7 +64,7 @@ def as_many_rows(model: keras.Model, outputs: list[tf.Tensor], num_rows) -> list
 
 
 def rows_of_examples(
-    layer: keras.Layer, outputs: Sequence[tf.Tensor], shard: Shard
+    layer: keras.Layer, outputs: Sequence[tf.Tensor], piece: Piece
 ) -> list[int | tf.Tensor | None]:
     """Returns how many rows of each output belong to an example; all pieces have the same number.
 
@@ -73,30 +73,30 @@ def rows_of_examples(
     Args:
         layer: The layer or model, after it was judged.
         outputs: The flat outputs of a piece, with the dummy row of an idle one.
-        shard: The piece.
+        piece: The piece.
 
     Returns:
         The numbers; None for the only piece, which has all rows.
     """
     proved = rows_per_example(layer) or [None] * len(outputs)
-    return [_per_example(layer, *each, shard) for each in zip(outputs, proved, strict=True)]
+    return [_per_example(layer, *each, piece) for each in zip(outputs, proved, strict=True)]
 
 
-def _per_example(layer, output, proved, shard) -> int | tf.Tensor | None:
+def _per_example(layer, output, proved, piece) -> int | tf.Tensor | None:
     if isinstance(proved, int):
         return proved
-    if proved is None and shard.num_replicas == 1:
+    if proved is None and piece.num_replicas == 1:
         return None
     num_rows, checks = count_rows(output), []
     if proved is None:
         checks = _equal(
-            [(num_rows, shard.num_rows_used)],
+            [(num_rows, piece.num_rows_used)],
             f"{FIXED} Received of '{layer.name}', for a part of the batch, outputs whose number "
             "of rows differs from the number of examples and is not proved to be a multiple of it. "
             "Return one row per example, leave out `check_rows=False`, or use one device.",
         )
     with tf.control_dependencies(checks):
-        return num_rows // shard.num_rows_used
+        return num_rows // piece.num_rows_used
 
 
 def row_counts(*structures) -> list:

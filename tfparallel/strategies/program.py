@@ -22,10 +22,10 @@ import tensorflow as tf
 from tfparallel.collectives.algorithm_selection import choice_of
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.data.partition import check_weights
-from tfparallel.data.rows_of_replica import Place
 from tfparallel.device_names import canonical
 from tfparallel.layout.layout import Layout, replicas_in_words
 from tfparallel.layout.mesh import Mesh
+from tfparallel.piece import RowsOfWorker
 from tfparallel.seams.datasets import copied_from_python
 from tfparallel.seams.distribute import replica_index, strategy_of
 from tfparallel.strategies import distributed_data, keras_trainer, variables
@@ -92,13 +92,13 @@ class ProgramStrategy:
     compression: str | None = None  # How gradients are compressed between workers; None: not.
     check_rows = True  # Whether to refuse a call that mixes examples; see `data_parallel`.
     stream = 0  # The random stream of the replicas: the worker's index if it is apart.
-    place: Place | None = None  # The place of its rows in the global batch if it is apart.
+    place: RowsOfWorker | None = None  # The place of its rows in the global batch if it is apart.
     _first_in_job: int | None = None
     _program_depth = 0
     _replica_weights: tuple[int, ...] | None = None
 
     @contextlib.contextmanager
-    def apart(self, place: Place | None = None) -> Iterator[None]:
+    def apart(self, place: RowsOfWorker | None = None) -> Iterator[None]:
         """Makes this worker's replicas the only ones within the block.
 
         Traces within it are the program of a job with one worker, on a separate batch.

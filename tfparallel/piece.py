@@ -13,7 +13,7 @@ from tfparallel.seams.keras import mask_of, set_mask
 _WITH_NO_NAN = (tf.float16, tf.float32, tf.float64, tf.complex64, tf.complex128)
 
 
-class Place(NamedTuple):
+class RowsOfWorker(NamedTuple):
     """The position of a worker's rows in the global batch, if the worker reads only those.
 
     Attributes:
@@ -29,7 +29,7 @@ class Place(NamedTuple):
     num_rows: Any
 
 
-class Shard(NamedTuple):
+class Piece(NamedTuple):
     """One replica's part of a replicated call.
 
     Attributes:
@@ -53,7 +53,7 @@ class Shard(NamedTuple):
     stream: int = 0
     num_drawn_rows: Any = None
 
-    def at(self, place: Place, num_input_rows) -> "Shard":
+    def at(self, place: RowsOfWorker, num_input_rows) -> "Piece":
         """Returns the same rows, relative to the batch of all workers."""
         return self._replace(
             replica=place.replica + self.replica,
@@ -172,28 +172,28 @@ def times(num_examples, per_example: int | tf.Tensor | None):
     return num_examples if is_one else num_examples * per_example
 
 
-def for_replicas(all_shards: Sequence[Shard]) -> list[Shard]:
-    """Converts shards to arguments of a function that is traced once, for the first of them.
+def for_replicas(all_pieces: Sequence[Piece]) -> list[Piece]:
+    """Converts pieces to arguments of a function that is traced once, for the first of them.
 
-    Numbers that differ between shards become tensors, so that the trace has no constants in their
+    Numbers that differ between pieces become tensors, so that the trace has no constants in their
     place.
     """
-    if tf.executing_eagerly() or len(all_shards) == 1:
-        return list(all_shards)
-    sizes = {shard.num_rows if isinstance(shard.num_rows, int) else None for shard in all_shards}
+    if tf.executing_eagerly() or len(all_pieces) == 1:
+        return list(all_pieces)
+    sizes = {piece.num_rows if isinstance(piece.num_rows, int) else None for piece in all_pieces}
     is_even = len(sizes) == 1 and None not in sizes
     names = ("replica", "start") if is_even else ("replica", "start", "num_rows")
-    shards = []
-    for shard in all_shards:
+    pieces = []
+    for piece in all_pieces:
         with tf.device("/device:CPU:0"):
-            numbers = {name: tf.convert_to_tensor(getattr(shard, name), tf.int32) for name in names}
-            if not shards:
+            numbers = {name: tf.convert_to_tensor(getattr(piece, name), tf.int32) for name in names}
+            if not pieces:
                 numbers = {
                     name: tf.compat.v1.placeholder_with_default(number, [])
                     for name, number in numbers.items()
                 }
-        shards.append(shard._replace(**numbers))
-    return shards
+        pieces.append(piece._replace(**numbers))
+    return pieces
 
 
 def cut(tensor, start, size):
@@ -260,11 +260,11 @@ def where_it_is(tensor):
     return tf.device(getattr(tensor, "device", None) or "/device:CPU:0")
 
 
-def current() -> Shard | None:
-    """Returns the shard of this thread's current replicated call, or None outside of one."""
-    return context().shard
+def current() -> Piece | None:
+    """Returns the piece of this thread's current replicated call, or None outside of one."""
+    return context().piece
 
 
-def working_on(shard: Shard | None) -> AbstractContextManager[None]:
-    """Makes `shard` the current shard of this thread."""
-    return within(shard=shard)
+def working_on(piece: Piece | None) -> AbstractContextManager[None]:
+    """Makes `piece` the current piece of this thread."""
+    return within(piece=piece)

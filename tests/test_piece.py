@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfparallel.data.rows_of_replica import Shard, current, of_any_number, working_on
+from tfparallel.piece import Piece, current, of_any_number, working_on
 
 ROWS = np.arange(12, dtype="float32").reshape(6, 2)
 
 
-def of_static_size(*shard):
+def of_static_size(*piece):
     """Its rows are known when a step is traced."""
-    return Shard(*shard)
+    return Piece(*piece)
 
 
 def of_dynamic_size(replica, num_replicas, *numbers):
     """Its rows are known only when a step runs."""
-    return Shard(replica, num_replicas, *map(tf.constant, numbers))
+    return Piece(replica, num_replicas, *map(tf.constant, numbers))
 
 
 def sparse(rows):
@@ -71,9 +71,9 @@ def test_a_single_row_stands_for_inputs_without_rows(make):
 def test_a_mask_goes_with_its_rows():
     tensor = tf.constant(ROWS)
     tensor._keras_mask = tf.constant(ROWS > 5)
-    local_rows = Shard(1, 2, 2, 2, 6).rows_used(tensor)
+    local_rows = Piece(1, 2, 2, 2, 6).rows_used(tensor)
     assert local_rows._keras_mask.numpy().tolist() == [[False, False], [True, True]]
-    assert not hasattr(Shard(1, 2, 2, 2, 6).rows_used(tf.constant(ROWS)), "_keras_mask")
+    assert not hasattr(Piece(1, 2, 2, 2, 6).rows_used(tf.constant(ROWS)), "_keras_mask")
 
 
 @pytest.mark.parametrize("make", [of_static_size, of_dynamic_size])
@@ -107,8 +107,8 @@ def test_an_example_may_have_several_rows(make):
 
 @pytest.mark.parametrize("make", [of_static_size, of_dynamic_size])
 def test_weights_are_shares_of_the_global_batch(make):
-    shards = [make(0, 3, 0, 1, 4), make(1, 3, 1, 3, 4), make(2, 3, 4, 0, 4)]
-    weights = [shard.weight("float64") for shard in shards]
+    pieces = [make(0, 3, 0, 1, 4), make(1, 3, 1, 3, 4), make(2, 3, 4, 0, 4)]
+    weights = [piece.weight("float64") for piece in pieces]
     assert [weight.dtype for weight in weights] == [tf.float64] * 3
     assert [float(weight) for weight in weights] == [0.25, 0.75, 0]
 
@@ -118,7 +118,7 @@ def test_a_trace_does_not_know_the_number_of_rows():
 
     @tf.function
     def step(tensor):
-        rows = Shard(1, 2, 2, 3, 6).rows_used(tensor)
+        rows = Piece(1, 2, 2, 3, 6).rows_used(tensor)
         seen.append(rows.shape.as_list())
         return rows
 
@@ -128,8 +128,8 @@ def test_a_trace_does_not_know_the_number_of_rows():
     assert of_any_number(None) is None
 
 
-def test_shards_are_nested_and_of_one_thread():
-    outer, inner = Shard(0, 2, 0, 2, 4), Shard(1, 4, 1, 1, 4)
+def test_pieces_are_nested_and_of_one_thread():
+    outer, inner = Piece(0, 2, 0, 2, 4), Piece(1, 4, 1, 1, 4)
     seen_elsewhere = []
     assert current() is None
     with working_on(outer):
