@@ -20,9 +20,9 @@ LIBRARY = TOP / "tfparallel"
 ROWS = [
     ["activity", "chatter", "compute_context", "installed", "texts"],
     ["startup", "cluster", "cuda_driver", "device_names", "layout", "keras_compat", "seams"],
-    ["device_listing", "device_memory", "task_files"],
+    ["device_listing", "device_memory", "starter_tasks"],
     ["device_setup"],
-    ["devices", "data", "task", "extend", "logits", "user_log", "flight"],
+    ["devices", "data", "task", "extend", "piece", "user_log", "flight"],
     ["problems", "ray"],
     ["tracing"],
     ["judge", "variables", "xla"],
@@ -49,7 +49,7 @@ PLAIN = ["", "startup", "cluster", "ray", "device_names", "task"]
 PLAIN += ["data.example_order", "data.partition"]
 PLAIN += ["checkpoint.folder", "checkpoint.stored", "diagnostics.faults"]
 PLAIN += ["commands.main", "command_line.runner"]
-PLAIN += ["command_line.contradictions", "flight.culprit", "task_files.kinds"]
+PLAIN += ["command_line.contradictions", "flight.culprit", "starter_tasks.kinds"]
 PLAIN += ["commands.launch", "commands.init", "commands.bench_pipeline"]
 PLAIN += ["bench.measure", "bench.table", "commands.plan_all_reduce"]
 PLAIN += ["collectives.algorithms", "collectives.cost_model", "collectives.profile"]

@@ -2,11 +2,11 @@
 
 import pytest
 
-from tfparallel.command_line import flags
+from tfparallel.command_line import flag_parsing
 from tfparallel.command_line.command_table import COMMANDS
 from tfparallel.command_line.exclusions import EXCLUDES
+from tfparallel.command_line.flag_parsing import defined, flag_problems
 from tfparallel.command_line.flag_table import TABLE, flags_of
-from tfparallel.command_line.flags import defined, flag_problems
 from tfparallel.command_line.options import TrainOptions
 from tfparallel.command_line.runner import checked
 from tfparallel.layout.mesh import Mesh
@@ -53,9 +53,9 @@ def test_a_text_is_read_once(monkeypatch):
     """Story: the door, the contradictions and the command's body each parsed them."""
     texts = []
     for name in ("mesh", "sync"):
-        read = flags._READERS[name]
+        read = flag_parsing._READERS[name]
         monkeypatch.setitem(
-            flags._READERS, name, lambda text, read=read: texts.append(text) or read(text)
+            flag_parsing._READERS, name, lambda text, read=read: texts.append(text) or read(text)
         )
     typed = ["--parallel=hybrid", "--mesh=data=3,pipeline=5", "--sync=accumulate:17"]
     values, _ = checked("train", [__file__, *typed])

@@ -13,8 +13,8 @@ import tfparallel
 from tests.commands.command_line import ROOT
 from tests.commands.command_line import tfparallel as run
 from tfparallel.commands.main import main
+from tfparallel.starter_tasks.kinds import KINDS
 from tfparallel.task import load_task
-from tfparallel.task_files.kinds import KINDS
 
 
 @pytest.fixture

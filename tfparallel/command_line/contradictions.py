@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from tfparallel.bench.sizes import COLLECTIVES, ITEM_BYTES, sweep
-from tfparallel.command_line.flags import nearest
+from tfparallel.command_line.flag_parsing import nearest
 from tfparallel.command_line.options import TrainOptions
 from tfparallel.layout.layout import RECOMPUTES
 from tfparallel.layout.schedule import ScheduleError, make_schedule

@@ -16,7 +16,7 @@ from tfparallel.layout.mesh import Mesh
 from tfparallel.ray.options import parse_num_workers, parse_resources, parse_storage_path
 from tfparallel.replication import sync_option
 from tfparallel.replication.sync_option import Synchronization
-from tfparallel.task_files.kinds import KINDS
+from tfparallel.starter_tasks.kinds import KINDS
 from tfparallel.texts import parse_bytes
 
 _IN_PARALLEL = "train, check, bench pipeline_job"

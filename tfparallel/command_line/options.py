@@ -5,7 +5,7 @@ from typing import Any
 
 from absl import flags
 
-from tfparallel.command_line.flags import resolved, value_of
+from tfparallel.command_line.flag_parsing import resolved, value_of
 from tfparallel.layout.mesh import Mesh
 from tfparallel.replication.sync_option import EVERY_STEP, Synchronization
 

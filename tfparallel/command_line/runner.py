@@ -17,8 +17,8 @@ from tfparallel.activity import Activity
 from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.command_line.command_table import COMMANDS, Command
 from tfparallel.command_line.exits import StartError, UsageError, run_command
+from tfparallel.command_line.flag_parsing import defined, flag_problems, parsed
 from tfparallel.command_line.flag_table import flags_of
-from tfparallel.command_line.flags import defined, flag_problems, parsed
 from tfparallel.command_line.help import help_text
 from tfparallel.task import TaskError, path_problems
 

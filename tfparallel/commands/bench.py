@@ -22,7 +22,7 @@ from tfparallel.collectives.algorithm_selection import MIN_GAIN
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.command_line.contradictions import counts_of
 from tfparallel.command_line.exits import StartError, UsageError
-from tfparallel.command_line.flags import resolved
+from tfparallel.command_line.flag_parsing import resolved
 from tfparallel.diagnostics.report import versions, write_report
 from tfparallel.replication.drop_in_strategies import MultiWorkerMirroredStrategy
 from tfparallel.startup import quiet_stderr

@@ -13,7 +13,7 @@ from absl import flags
 
 from tfparallel.cluster.environment import available_cores
 from tfparallel.command_line.exits import StartError
-from tfparallel.command_line.flags import value_of
+from tfparallel.command_line.flag_parsing import value_of
 from tfparallel.command_line.runner import TFPARALLEL, run_job
 from tfparallel.diagnostics.report import write_report
 from tfparallel.flight.diagnosis import verdict

@@ -9,7 +9,7 @@ from absl import flags
 
 from tfparallel.activity import Activity
 from tfparallel.command_line.exits import UsageError
-from tfparallel.command_line.flags import resolved
+from tfparallel.command_line.flag_parsing import resolved
 from tfparallel.diagnostics.doctor import examine
 from tfparallel.diagnostics.report import VERDICTS, Finding, versions, worst, write_report
 from tfparallel.diagnostics.suggestion import suggested, this_machine

@@ -10,7 +10,7 @@ from absl import flags
 
 from tfparallel.command_line.exits import UsageError
 from tfparallel.command_line.flag_table import flags_of
-from tfparallel.task_files.kinds import KINDS, SAMPLE, data_problems
+from tfparallel.starter_tasks.kinds import KINDS, SAMPLE, data_problems
 
 _PREDICTS = {name: kind.predicts for name, kind in KINDS.items()}
 _DEFAULTS = {"kind": "image", "data": SAMPLE, "parallel": "data"}
@@ -27,7 +27,7 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
     commands = [f"tfparallel train {shlex.quote(path)} {parallelism}"]
     if answers["parallel"] != "none":
         commands.append(f"tfparallel check {shlex.quote(path)} {parallelism}")
-    templates = importlib.import_module("tfparallel.task_files.templates")
+    templates = importlib.import_module("tfparallel.starter_tasks.templates")
     text = templates.task_file(answers["kind"], data, commands)
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
@@ -132,7 +132,7 @@ def _data(answers, path, target):
         return None
     if problems := data_problems(answers["kind"], answers["data"]):
         raise UsageError("\n".join(problems))
-    data_files = importlib.import_module("tfparallel.task_files.data_files")
+    data_files = importlib.import_module("tfparallel.starter_tasks.data_files")
     try:
         return data_files.read_data_file(answers["kind"], answers["data"], path, target)
     except data_files.DataFileError as error:

@@ -27,7 +27,7 @@ from tfparallel.checkpoint.stored import CheckpointError, ForeignCheckpointError
 from tfparallel.collectives.lost_worker import WorkerLostError
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.command_line.exits import LostError, UsageError
-from tfparallel.command_line.flags import value_of
+from tfparallel.command_line.flag_parsing import value_of
 from tfparallel.command_line.options import TrainOptions
 from tfparallel.commands.parallelism import Parallelism
 from tfparallel.commands.task_setup import compiling, start_chosen_parallelism, use_precision

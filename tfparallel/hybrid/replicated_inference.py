@@ -17,7 +17,6 @@ from tfparallel.compute_context import within
 from tfparallel.data.partition import row_ranges
 from tfparallel.extend import attach
 from tfparallel.judge.check_rows import keeps_number_of_rows, why_not_in_pieces
-from tfparallel.logits import logits_of, output_of, sources_of
 from tfparallel.piece import Piece, for_replicas, of_known_number, working_on
 from tfparallel.pipeline.allowed_writes import other_writes
 from tfparallel.pipeline.gathers import MeshGathers
@@ -26,6 +25,7 @@ from tfparallel.problems import PlacementError
 from tfparallel.replication.inputs import BatchInputs
 from tfparallel.replication.replicated_call import checked_output
 from tfparallel.seams.keras import clear_losses, mask_of, set_mask
+from tfparallel.step.logits import logits_of, output_of, sources_of
 from tfparallel.step.row_counts import rows_of_examples
 from tfparallel.strategies.replica_trace import MeshTrace
 from tfparallel.user_log import notice

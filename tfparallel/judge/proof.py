@@ -27,6 +27,7 @@ from tfparallel.judge.propagation import (
 from tfparallel.judge.random_layers import drawing_layers, draws_in
 from tfparallel.judge.rules.draws import draws
 from tfparallel.judge.size import depends_on_rows, per_row
+from tfparallel.judge.source_line import line_of, place_in
 from tfparallel.judge.static_rows import Computation
 from tfparallel.judge.variable_updates import (
     IN_FUNCTION,
@@ -35,7 +36,6 @@ from tfparallel.judge.variable_updates import (
     forbidden_writes,
     raw_writes,
 )
-from tfparallel.judge.where import line_of, place_in
 from tfparallel.seams.keras import layers_in, mask_of
 from tfparallel.tracing.graphs import is_in_function
 from tfparallel.tracing.trial_trace import traced_apart

@@ -9,7 +9,7 @@ from tfparallel.extend import attach
 from tfparallel.judge.placements import Shard
 from tfparallel.judge.propagation import Judge
 from tfparallel.judge.rules.draws import GLOBAL_SEED, draws, is_seed_as_number, row_draw_of
-from tfparallel.judge.where import place_in
+from tfparallel.judge.source_line import place_in
 from tfparallel.seams.keras import layers_in, seed_generators_of
 from tfparallel.tracing.graphs import is_in_function, with_inner
 

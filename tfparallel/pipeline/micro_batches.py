@@ -7,7 +7,6 @@ import tensorflow as tf
 
 from tfparallel.data.partition import row_ranges
 from tfparallel.judge.check_rows import has_rows, keeps_number_of_rows
-from tfparallel.logits import Logits, logits_of, output_of
 from tfparallel.piece import (
     Piece,
     count_rows,
@@ -20,6 +19,7 @@ from tfparallel.pipeline.remote_replicas import Others
 from tfparallel.pipeline.stages import Key, LogitsOf, PartOf, Values
 from tfparallel.seams.functional import as_outputs, flat_inputs, functional_of
 from tfparallel.seams.keras import mask_of, set_mask
+from tfparallel.step.logits import Logits, logits_of, output_of
 from tfparallel.step.row_counts import rows_of_examples
 
 

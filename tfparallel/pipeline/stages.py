@@ -32,7 +32,7 @@ class PartOf(NamedTuple):
 
 
 class LogitsOf(NamedTuple):
-    """The key of the logits behind a tensor (`tfparallel/logits.py`)."""
+    """The key of the logits behind a tensor (`step/logits.py`)."""
 
     output: int | PartOf
 

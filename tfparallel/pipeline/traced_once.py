@@ -6,20 +6,38 @@ began. Instead, it is one function, forward and, by TensorFlow, backward; the st
 
 A micro-batch's rows and index are arguments, like its tensors. Values that are the same for all in
 a step (Keras's seeds, divisors) are computed outside, and captured.
+
+Layers do not compute the same inside such a function if
+
+* Python computes a part (`tf.py_function`), which keeps the tape of one call;
+* random numbers are drawn without a Keras seed: each call may repeat the draws of the first;
+* a weight has several gradients, one of them sparse. A function returns them as one, but the kind
+  of each matters (`collectives/indexed_slices.py`).
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfparallel.piece import Piece
-from tfparallel.pipeline.as_function import computes_the_same
 from tfparallel.problems import PlacementError
 from tfparallel.seams.keras import mask_of, set_mask
 from tfparallel.seams.tensorflow import InaccessibleTensorError
 from tfparallel.tracing import provenance
 from tfparallel.tracing.custom_gradient import is_differentiable
+from tfparallel.tracing.graphs import called_by, draws_anew, with_inner
+
+# Operations that pass a sparse gradient on unchanged.
+_HANDED_ON = ("Cast", "ConcatV2", "Identity", "IdentityN", "ReadVariableOp")
+# Readers of a weight whose gradients are dense.
+_DENSE = {
+    "Add", "AddV2", "BatchMatMulV2", "BiasAdd", "Conv2D", "Conv2DBackpropInput", "Conv3D",
+    "DepthwiseConv2dNative", "Einsum", "ExpandDims", "FusedBatchNormV3", "MatMul", "Maximum", "Mul",
+    "RealDiv", "Reshape", "Rsqrt", "Shape", "Square", "Squeeze", "StridedSlice", "Sub", "Sum",
+    "Transpose", "VariableShape",
+}  # fmt: skip
 
 
 class MustTraceEach(Exception):
@@ -116,7 +134,7 @@ class TracedOnce:
             results, targets = self._function(local_tensors, self._own_piece(piece, arguments[:3]))
             graph = tf.compat.v1.get_default_graph()
             weights = [inner for outer, inner in graph.captures if id(outer) in self._handles]
-            if not computes_the_same(graph, weights):
+            if not _computes_the_same(graph, weights):
                 raise _NoFunction
             masks = [mask_of(each) for each in results]
             self._masked = [place for place, mask in enumerate(masks) if mask is not None]
@@ -200,3 +218,34 @@ def _type_of(tensor) -> tf.TypeSpec:
     if isinstance(spec, tf.SparseTensorSpec):
         return tf.SparseTensorSpec([None, *spec.shape[1:]], spec.dtype)
     return spec
+
+
+def _computes_the_same(graph: tf.Graph, weights: Collection[tf.Tensor]) -> bool:
+    """Returns whether a traced graph may be called as a function.
+
+    Args:
+        graph: The graph.
+        weights: The handles of the trainable weights in the graph.
+    """
+    for operation in with_inner(graph.get_operations()):
+        if operation.type == "EagerPyFunc" or draws_anew(operation):
+            return False
+    return not any(_may_be_sparse_twice(weight) for weight in weights)
+
+
+def _may_be_sparse_twice(weight: tf.Tensor) -> bool:
+    readers = list(_readers(weight))
+    for graph in itertools.chain(*map(called_by, readers)):
+        if any("Gather" in operation.type for operation in with_inner(graph.get_operations())):
+            return True  # Only the function knows how often it looks the weight up.
+    return len(readers) > 1 and not {reader.type for reader in readers} <= _DENSE
+
+
+def _readers(tensor: tf.Tensor) -> Iterator[tf.Operation]:
+    """Yields the operations that compute with a weight's value, once per use."""
+    for operation in tensor.consumers():
+        if operation.type in _HANDED_ON:
+            for output in operation.outputs:
+                yield from _readers(output)
+        else:
+            yield operation

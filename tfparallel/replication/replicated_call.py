@@ -35,7 +35,6 @@ from tfparallel.collectives.traffic import ROWS
 from tfparallel.compute_context import within
 from tfparallel.data import partition
 from tfparallel.judge.check_rows import keeps_number_of_rows
-from tfparallel.logits import Logits, logits_of, output_of, sources_of
 from tfparallel.piece import Piece, for_replicas, of_known_number, times
 from tfparallel.replication import state
 from tfparallel.replication.backward_pass import BackwardPasses, Pass
@@ -45,6 +44,7 @@ from tfparallel.replication.row_sums import Summed, Sums
 from tfparallel.replication.weight_gradients import WeightGradients
 from tfparallel.seams.keras import mask_of, set_mask
 from tfparallel.seams.tensorflow import needs_gradient, recording
+from tfparallel.step.logits import Logits, logits_of, output_of, sources_of
 from tfparallel.step.row_counts import rows_of_examples
 from tfparallel.strategies.replica_trace import ReplicaTrace
 from tfparallel.tracing.custom_gradient import call_with_gradient, is_differentiable

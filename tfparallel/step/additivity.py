@@ -28,9 +28,9 @@ from tfparallel.judge.positions import computed_in, is_divided
 from tfparallel.judge.propagation import Judge, Judged, exchanges_of
 from tfparallel.judge.rules.draws import draws
 from tfparallel.judge.size import ROWS
+from tfparallel.judge.source_line import line_of
 from tfparallel.judge.static_rows import Computation
 from tfparallel.judge.variable_updates import Writes
-from tfparallel.judge.where import line_of
 from tfparallel.seams.compiled import (
     CompileMetrics,
     compiled_loss,

@@ -4,14 +4,14 @@ import dataclasses
 import textwrap
 from collections.abc import Sequence
 
-from tfparallel.task_files.data_files import (
+from tfparallel.starter_tasks.data_files import (
     DataFile,
     lines_of_images,
     lines_of_series,
     lines_of_table,
     lines_of_text,
 )
-from tfparallel.task_files.kinds import KINDS
+from tfparallel.starter_tasks.kinds import KINDS
 
 
 @dataclasses.dataclass(frozen=True)
