@@ -11,8 +11,8 @@ import tfparallel
 from tests.commands.command_line import ROOT
 from tests.comparison import seeded
 from tests.forked import run_python
-from tests.replication import test_accumulated_steps as accumulated
 from tests.replication import test_sharded_optimizer as sharded
+from tests.replication.sync import test_accumulated_steps as accumulated
 from tfparallel import Mesh
 from tfparallel.strategies.variables import copies as copies_of
 from tfparallel.update.built_optimizers import wrapped_by

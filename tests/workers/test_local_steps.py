@@ -7,7 +7,7 @@ import pytest
 
 from tests.commands.command_line import TASKS, tfparallel
 from tests.parts import each_a_part, parts_asked_for
-from tfparallel.replication.sync_option import Synchronization
+from tfparallel.replication.sync.option import Synchronization
 
 from .jobs import ROOT, run_workers
 

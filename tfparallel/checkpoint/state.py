@@ -6,9 +6,9 @@ Six groups, which are read and written at different times:
 * `metrics`: the running sums of the epoch, which Keras resets at its start;
 * `seeds`: the counter of Keras's global seed generator, for layers without their own;
 * `unsent`: the errors of the workers' compressed gradients (`collectives/compression.py`), and the
-  variables of the synchronization policy: those that determine the number of steps per update
-  (`replication/noise_scale.py`) or its learning rate (`replication/adascale.py`), or the momentum
-  of the outer step (`replication/outer_step.py`);
+  variables of the synchronization policy (`replication/sync/`): those that determine the number of
+  steps per update (`noise_scale.py`) or its learning rate (`adascale.py`), or the momentum of the
+  outer step (`outer_step.py`);
 * `losses`: variables that Keras does not track: those that losses read, and others
   (`untracked_variables.py`);
 * `callbacks`: arrays of other callbacks (`callbacks/callback_states.py`).

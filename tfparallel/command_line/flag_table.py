@@ -14,8 +14,8 @@ from tfparallel.diagnostics.faults import parse_fault
 from tfparallel.layout.layout import RECOMPUTES, SHARED_OUT
 from tfparallel.layout.mesh import Mesh
 from tfparallel.ray.options import parse_num_workers, parse_resources, parse_storage_path
-from tfparallel.replication import sync_option
-from tfparallel.replication.sync_option import Synchronization
+from tfparallel.replication.sync import option as sync_option
+from tfparallel.replication.sync.option import Synchronization
 from tfparallel.starter_tasks.kinds import KINDS
 from tfparallel.texts import parse_bytes
 

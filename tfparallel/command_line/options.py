@@ -7,7 +7,7 @@ from absl import flags
 
 from tfparallel.command_line.flag_parsing import resolved, value_of
 from tfparallel.layout.mesh import Mesh
-from tfparallel.replication.sync_option import EVERY_STEP, Synchronization
+from tfparallel.replication.sync.option import EVERY_STEP, Synchronization
 
 _STAGED = ("pipeline", "hybrid")
 

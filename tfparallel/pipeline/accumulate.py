@@ -14,7 +14,7 @@ import keras
 
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.pipeline.gradient_sums import local_storage
-from tfparallel.replication.accumulate import Accumulate
+from tfparallel.replication.sync.accumulate import Accumulate
 from tfparallel.update.places import Places
 
 

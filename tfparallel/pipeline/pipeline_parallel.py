@@ -20,7 +20,7 @@ from tfparallel.placement import layer_devices
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.model_parallel import place, seen_model
 from tfparallel.problems import PlacementError, Problems, usable_devices
-from tfparallel.replication.sync_option import Synchronization
+from tfparallel.replication.sync.option import Synchronization
 from tfparallel.texts import counted
 
 

@@ -21,7 +21,7 @@ from tfparallel.pipeline.stages import cut_stages
 from tfparallel.pipeline.traced_once import MustTraceEach
 from tfparallel.placement.placed_model import PlacedModel
 from tfparallel.problems import PlacementError
-from tfparallel.replication.sync_policy import EveryStep, HasPolicy
+from tfparallel.replication.sync.policy import EveryStep, HasPolicy
 from tfparallel.seams.compiled import compiled_loss
 from tfparallel.seams.functional import as_outputs
 from tfparallel.step.one_step import PassResult

@@ -21,7 +21,7 @@ from tfparallel.replication.data_parallel_model import extend_model, preparing
 from tfparallel.replication.drop_in_strategies import MirroredStrategy, MultiWorkerMirroredStrategy
 from tfparallel.replication.refusals import check_scope
 from tfparallel.replication.sharding import build_in_shares
-from tfparallel.replication.sync_option import Synchronization
+from tfparallel.replication.sync.option import Synchronization
 from tfparallel.seams.distribute import DistributedVariable
 from tfparallel.user_log import notice
 

@@ -17,15 +17,15 @@ from tfparallel.judge.check_rows import proof_in_words
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
 from tfparallel.replication import predictions, refusals, sample_partition, state
-from tfparallel.replication.accumulate import Accumulate
-from tfparallel.replication.adascale import AdaScale
 from tfparallel.replication.extend_members import extend_parts
-from tfparallel.replication.local_sgd import LocalSgd
 from tfparallel.replication.per_replica_loss import OwnRows
 from tfparallel.replication.places import ReplicaPlaces
 from tfparallel.replication.replicated_layer import ReplicatedLayer, judge_anew
-from tfparallel.replication.sync_option import EVERY_STEP, Synchronization
-from tfparallel.replication.sync_policy import EveryStep, HasPolicy
+from tfparallel.replication.sync.accumulate import Accumulate
+from tfparallel.replication.sync.adascale import AdaScale
+from tfparallel.replication.sync.local_sgd import LocalSgd
+from tfparallel.replication.sync.option import EVERY_STEP, Synchronization
+from tfparallel.replication.sync.policy import EveryStep, HasPolicy
 from tfparallel.replication.worker_session import WorkerSession
 from tfparallel.seams.keras import batches_of, layers_in
 from tfparallel.seams.saving import read_as_saved

@@ -7,10 +7,10 @@ import tensorflow as tf
 
 import tfparallel
 from tests.comparison import assert_equal, seeded
-from tests.replication import test_accumulated_steps as accumulated
-from tests.replication.test_accumulated_steps import all_weights_are_large  # noqa: F401
-from tfparallel.replication.adascale import Gain
-from tfparallel.replication.sync_option import Synchronization
+from tests.replication.sync import test_accumulated_steps as accumulated
+from tests.replication.sync.test_accumulated_steps import all_weights_are_large  # noqa: F401
+from tfparallel.replication.sync.adascale import Gain
+from tfparallel.replication.sync.option import Synchronization
 
 ROWS, STEPS, EPOCHS = accumulated.ROWS, accumulated.STEPS, 3  # Updates of 3, 3, 3 and 1 steps.
 RATE, MOMENTUM = 0.125, 0.875  # Of few bits: Keras keeps both in float32, in float64 models too.

@@ -27,7 +27,7 @@ from tfparallel.data import rows_of_worker
 from tfparallel.extend import attach
 from tfparallel.piece import RowsOfWorker, cut
 from tfparallel.replication.inputs import as_tensor, count_common_rows, has_batch_axis
-from tfparallel.replication.sync_option import EVERY_STEP, Synchronization
+from tfparallel.replication.sync.option import EVERY_STEP, Synchronization
 from tfparallel.step.call import Call
 from tfparallel.step.one_step import PassResult
 

@@ -23,8 +23,8 @@ import tensorflow as tf
 
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.extend import attached
-from tfparallel.replication.accumulate import LEAST_MEASURED, Accumulate
-from tfparallel.replication.noise_scale import squares
+from tfparallel.replication.sync.accumulate import LEAST_MEASURED, Accumulate
+from tfparallel.replication.sync.noise_scale import squares
 from tfparallel.seams.optimizers import rate_of
 from tfparallel.seams.tensorflow import ResourceVariable
 

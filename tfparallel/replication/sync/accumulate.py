@@ -32,10 +32,10 @@ import tensorflow as tf
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.extend import is_own
 from tfparallel.piece import RowsOfWorker
-from tfparallel.replication.noise_scale import NoiseScale
 from tfparallel.replication.places import ReplicaPlaces
 from tfparallel.replication.refusals import check_activity
-from tfparallel.replication.sync_policy import BeginsEpochs, EveryStep
+from tfparallel.replication.sync.noise_scale import NoiseScale
+from tfparallel.replication.sync.policy import BeginsEpochs, EveryStep
 from tfparallel.seams.compiled import compiled_loss, loss_terms
 from tfparallel.seams.keras import layers_in
 from tfparallel.seams.tensorflow import ResourceVariable

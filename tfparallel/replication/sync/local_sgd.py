@@ -24,8 +24,8 @@ from tfparallel.data import rows_of_worker
 from tfparallel.extend import is_own
 from tfparallel.replication import sample_partition
 from tfparallel.replication.inputs import count_common_rows
-from tfparallel.replication.outer_step import OuterStep
-from tfparallel.replication.sync_policy import BeginsEpochs, EveryStep
+from tfparallel.replication.sync.outer_step import OuterStep
+from tfparallel.replication.sync.policy import BeginsEpochs, EveryStep
 from tfparallel.seams.optimizers import rate_of
 from tfparallel.seams.tensorflow import ResourceVariable
 from tfparallel.update.built_optimizers import with_wrapped

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.replication.outer_step import OuterStep
+from tfparallel.replication.sync.outer_step import OuterStep
 
 
 def test_a_constraint_holds_after_it():

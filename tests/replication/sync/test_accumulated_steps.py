@@ -10,7 +10,7 @@ import tfparallel
 from tests.comparison import assert_equal, seeded, state_of
 from tests.replication.test_sharded_optimizer import apart as weights_apart
 from tfparallel.replication import sharding
-from tfparallel.replication.noise_scale import NoiseScale
+from tfparallel.replication.sync.noise_scale import NoiseScale
 
 ROWS, STEPS, NUM_EXAMPLES, WORDS = 4, 3, 37, 7  # Steps of 4 rows, the tenth of one.
 
