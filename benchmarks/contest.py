@@ -19,7 +19,7 @@ from contender_process import ContenderProcess
 
 TOP = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(TOP))
-from tfparallel.cluster.local_workers import worker_environment  # noqa: E402
+from tfparallel.cluster.launcher.local_workers import worker_environment  # noqa: E402
 from tfparallel.cluster.ports import free_ports  # noqa: E402
 from tfparallel.cluster.rendezvous import Rendezvous  # noqa: E402
 

@@ -53,7 +53,7 @@ _FACE = {
     "scatter": ("tfparallel.collectives.personalized", "scatter"),
     "send": ("tfparallel.collectives.messages", "send"),
     "tensor_parallel": ("tfparallel.layers.tensor_parallel", "tensor_parallel"),
-    "spawn": ("tfparallel.cluster.spawn", "spawn"),
+    "spawn": ("tfparallel.cluster.launcher.spawn", "spawn"),
     "worker_index": ("tfparallel.collectives.ops", "worker_index"),
 }
 

@@ -1,6 +1,6 @@
 """A spare process, which loads TensorFlow and waits until it becomes a worker.
 
-`launch --standby` starts it; see `tfparallel.cluster.warm_spares`.
+`launch --standby` starts it; see `tfparallel.cluster.launcher.warm_spares`.
 """
 
 import importlib
@@ -9,7 +9,7 @@ import os
 import time
 
 from tfparallel import startup
-from tfparallel.cluster.warm_spares import STANDBY
+from tfparallel.cluster.launcher.warm_spares import STANDBY
 from tfparallel.cluster.worker_error import WORKER_ERROR
 
 _LOOK_SECONDS = 0.01

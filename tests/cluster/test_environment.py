@@ -8,7 +8,7 @@ import pytest
 from tfparallel.cluster import cgroup
 from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.cluster.environment import available_cores, core_shares
-from tfparallel.cluster.local_workers import worker_environment
+from tfparallel.cluster.launcher.local_workers import worker_environment
 from tfparallel.cluster.rendezvous import Rendezvous
 
 MEETING = Rendezvous([["a:1", "a:2"], ["[::1]:3"]], master="[::1]:4", token="secret", node=1)

@@ -2,7 +2,7 @@
 
 import pickle
 
-from tfparallel.cluster.sent_function import pickled
+from tfparallel.cluster.launcher.sent_function import pickled
 
 
 def test_a_function_keeps_the_name_of_its_file():

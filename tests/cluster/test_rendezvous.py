@@ -21,10 +21,10 @@ from tfparallel.cluster import rendezvous, wire
 from tfparallel.cluster.address import join_address, split_address
 from tfparallel.cluster.connection import Connection, run
 from tfparallel.cluster.control_channel import ControlChannel
+from tfparallel.cluster.launcher.supervisor import Job, Program, StopRequest
 from tfparallel.cluster.listener import is_loopback_here_only
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.rendezvous import meet
-from tfparallel.cluster.supervisor import Job, Program, StopRequest
 from tfparallel.cluster.wire import Secret, Session, encoded, unproved
 from tfparallel.cluster.worker_exit import Departure
 

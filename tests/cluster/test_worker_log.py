@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tfparallel.cluster.output import WorkerLog
+from tfparallel.cluster.launcher.output import WorkerLog
 
 
 def test_it_goes_on_where_it_was(tmp_path):

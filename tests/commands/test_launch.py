@@ -13,8 +13,8 @@ import time
 import psutil
 import pytest
 
+from tests.cluster.launcher.test_output_filter import MARK, strange_lines
 from tests.cluster.processes import STUBBORN_FAMILY, family, survivors, wait_for
-from tests.cluster.test_output_filter import MARK, strange_lines
 from tests.commands.command_line import ROOT
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.worker_error import WorkerError

@@ -29,7 +29,7 @@ from tests.gpu.speed import speeds
 from tests.gpu.training import TOLERANCE, apart, compared, kinds, trained
 from tfparallel import cuda_driver
 from tfparallel import devices as device_lib
-from tfparallel.cluster.spawn import spawn
+from tfparallel.cluster.launcher.spawn import spawn
 from tfparallel.collectives import cross_device
 from tfparallel.collectives.algorithm_selection import ChosenAllReduce
 from tfparallel.diagnostics.check import make_deterministic

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tests.forked import Forked, wait_for_first
-from tfparallel.cluster.local_workers import meet_alone, worker_environment
+from tfparallel.cluster.launcher.local_workers import meet_alone, worker_environment
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # TensorFlow's survivors of a lost peer notice it within seconds.

@@ -4,8 +4,8 @@ absl's definitions, `--help` and usage errors are generated from these rows.
 """
 
 from tfparallel.bench.sizes import ITEM_BYTES, MIN_WARMUP
+from tfparallel.cluster.launcher.supervisor import GRACE_SECONDS
 from tfparallel.cluster.launcher_env import parse_nnodes
-from tfparallel.cluster.supervisor import GRACE_SECONDS
 from tfparallel.collectives import compression_name
 from tfparallel.collectives.compression_name import CompressionName
 from tfparallel.command_line import words_elsewhere as words

@@ -12,10 +12,10 @@ from tfparallel.cluster.address import join_address, split_address
 from tfparallel.cluster.environment import available_cores, core_shares
 from tfparallel.cluster.job_files import JobFile, job_name_of, slurm_script
 from tfparallel.cluster.kubernetes_files import RESTARTED_BY_JOBSET, kubernetes_objects
+from tfparallel.cluster.launcher.supervisor import StopRequest
+from tfparallel.cluster.launcher.warm_spares import imports_tfparallel
 from tfparallel.cluster.launcher_env import node_rank_of, parse_nnodes
 from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN
-from tfparallel.cluster.supervisor import StopRequest
-from tfparallel.cluster.warm_spares import imports_tfparallel
 from tfparallel.cluster.wire import is_word
 from tfparallel.commands.launching import TOKEN, launched, say
 from tfparallel.commands.launching_on_ray import launched_on_ray

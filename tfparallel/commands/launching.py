@@ -12,22 +12,26 @@ from absl import flags
 
 from tfparallel.chatter import has_nvidia_gpu, wants_quiet
 from tfparallel.cluster.address import split_address
-from tfparallel.cluster.back_off import RestartBackOff
 from tfparallel.cluster.differences import name_workers
 from tfparallel.cluster.environment import ALL_REDUCE
 from tfparallel.cluster.job_files import job_name_of
+from tfparallel.cluster.launcher.back_off import RestartBackOff
+from tfparallel.cluster.launcher.local_workers import (
+    host_programs,
+    meet_alone,
+    programs_with_servers,
+)
+from tfparallel.cluster.launcher.output import Prefixer, WorkerLog
+from tfparallel.cluster.launcher.output_filter import OutputFilter
+from tfparallel.cluster.launcher.supervisor import Job, Program, StopRequest
+from tfparallel.cluster.launcher.warm_spares import WarmSpares
 from tfparallel.cluster.launcher_env import node_rank_of
 from tfparallel.cluster.listener import LISTEN_ADDR
-from tfparallel.cluster.local_workers import host_programs, meet_alone, programs_with_servers
-from tfparallel.cluster.output import Prefixer, WorkerLog
-from tfparallel.cluster.output_filter import OutputFilter
 from tfparallel.cluster.own_folder import OwnFolder
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN
 from tfparallel.cluster.rendezvous import Rendezvous, meet
-from tfparallel.cluster.supervisor import Job, Program, StopRequest
 from tfparallel.cluster.trained_alone import trained_alone, watched
-from tfparallel.cluster.warm_spares import WarmSpares
 from tfparallel.cluster.worker_error import WORKER_ERROR
 from tfparallel.cluster.worker_exit import Outcome
 from tfparallel.flight.culprit import lost_by, waited_for, with_errors

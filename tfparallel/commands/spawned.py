@@ -11,7 +11,7 @@ from typing import Any
 import cloudpickle
 
 from tfparallel.cluster.cluster_spec import Cluster
-from tfparallel.cluster.sent_function import CALL, RESULT
+from tfparallel.cluster.launcher.sent_function import CALL, RESULT
 from tfparallel.startup import has_nvidia_gpu, prepare
 
 

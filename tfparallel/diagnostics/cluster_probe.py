@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from tfparallel.cluster.launcher.spawn import spawn
 from tfparallel.cluster.launcher_env import without_counts
-from tfparallel.cluster.spawn import spawn
 
 _OF_A_WORKER = ("TF_CONFIG", "TFPARALLEL_WORKERS", "RANK", "WORLD_SIZE", "JOB_COMPLETION_INDEX")
 _SPAWN_SECONDS = 90

@@ -8,7 +8,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tfparallel.cluster.sent_function import module_path
+from tfparallel.cluster.launcher.sent_function import module_path
 from tfparallel.ray.placement import Placement, Slot
 from tfparallel.ray.storage import describe_unseen
 from tfparallel.ray.worker_host import Place, WorkerHost

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import ray
 
+from tfparallel.cluster.launcher.supervisor import StopRequest
 from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN
-from tfparallel.cluster.supervisor import StopRequest
 from tfparallel.ray.attempt import Work
 from tfparallel.ray.job import run_job
 from tfparallel.ray.options import RayOptions

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfparallel.cluster.config_error import refusal, shown
-from tfparallel.cluster.sent_function import pickled_call, refuse_inside_a_worker
+from tfparallel.cluster.launcher.sent_function import pickled_call, refuse_inside_a_worker
 from tfparallel.ray.options import RayOptions
 
 MISSING = (

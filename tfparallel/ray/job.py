@@ -13,8 +13,8 @@ import dataclasses
 import time
 from collections.abc import Callable
 
-from tfparallel.cluster.back_off import RestartBackOff
-from tfparallel.cluster.supervisor import StopRequest
+from tfparallel.cluster.launcher.back_off import RestartBackOff
+from tfparallel.cluster.launcher.supervisor import StopRequest
 from tfparallel.ray.attempt import Attempt, Work
 from tfparallel.ray.crew import Crew
 from tfparallel.ray.options import RayOptions

@@ -5,8 +5,8 @@ import os
 from collections.abc import Iterator
 
 from tfparallel.chatter import has_nvidia_gpu, wants_quiet
-from tfparallel.cluster.output import Prefixer, TextOutput, WorkerLog
-from tfparallel.cluster.output_filter import OutputFilter
+from tfparallel.cluster.launcher.output import Prefixer, TextOutput, WorkerLog
+from tfparallel.cluster.launcher.output_filter import OutputFilter
 from tfparallel.cluster.worker_exit import Outcome
 from tfparallel.flight.culprit import with_errors
 

@@ -4,8 +4,8 @@ import os
 import signal
 from collections.abc import Sequence
 
+from tfparallel.cluster.launcher.supervisor import StopRequest
 from tfparallel.cluster.preemption import SignalWatch
-from tfparallel.cluster.supervisor import StopRequest
 
 
 class StopSignals(SignalWatch):

@@ -17,13 +17,13 @@ import ray
 
 from tfparallel.cluster.environment import thread_budget
 from tfparallel.cluster.gpu_binding import BOUND
+from tfparallel.cluster.launcher.local_workers import worker_environment
+from tfparallel.cluster.launcher.sent_function import CALL, RESULT, module_path, program
+from tfparallel.cluster.launcher.supervisor import Job, Program
 from tfparallel.cluster.launcher_env import without_counts
-from tfparallel.cluster.local_workers import worker_environment
 from tfparallel.cluster.own_folder import OwnFolder
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.rendezvous import Rendezvous
-from tfparallel.cluster.sent_function import CALL, RESULT, module_path, program
-from tfparallel.cluster.supervisor import Job, Program
 from tfparallel.cluster.worker_exit import WorkerExit
 from tfparallel.flight.culprit import lost_by
 from tfparallel.flight.record import FOLDER

@@ -16,9 +16,9 @@ import pytest
 from tests.cluster.processes import STUBBORN_FAMILY, family, survivors, wait_for
 from tests.cluster.spawnable import fail_in_worker_1, place
 from tfparallel.cluster.cluster_spec import Cluster
-from tfparallel.cluster.spawn import spawn
+from tfparallel.cluster.launcher.spawn import spawn
 
-TOP = pathlib.Path(__file__).resolve().parents[2]
+TOP = pathlib.Path(__file__).resolve().parents[3]
 TIMEOUT_SECONDS = 60
 
 def spawned(function, num_workers=2, **options):

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from tests.commands.command_line import ROOT
-from tfparallel.cluster.output import Prefixer
-from tfparallel.cluster.output_filter import OutputFilter
+from tfparallel.cluster.launcher.output import Prefixer
+from tfparallel.cluster.launcher.output_filter import OutputFilter
 from tfparallel.cluster.worker_error import LINE_BYTES, WORKER_ERROR, WorkerError
 
 CHATTER = (

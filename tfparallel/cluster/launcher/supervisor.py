@@ -20,11 +20,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from tfparallel.cluster.control_channel import ControlChannel
-from tfparallel.cluster.output import Reader, last_lines
+from tfparallel.cluster.launcher.output import Reader, last_lines
+from tfparallel.cluster.launcher.warm_spares import WarmSpares
+from tfparallel.cluster.launcher.worker_process import Program, WorkerProcess
 from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN, held_back
-from tfparallel.cluster.warm_spares import WarmSpares
 from tfparallel.cluster.worker_exit import Outcome, WorkerExit, root_cause_first
-from tfparallel.cluster.worker_process import Program, WorkerProcess
 
 __all__ = ["GRACE_SECONDS", "Job", "Program", "StopRequest"]
 
@@ -81,7 +81,7 @@ class Job:
         Args:
             programs: The programs of the workers.
             on_output: Called from another thread with the worker, "stdout" or "stderr", and its
-                output; see `tfparallel.cluster.output.Reader`. An exception in it ends the job.
+                output; see `output.Reader`. An exception in it ends the job.
             grace_seconds: The time between the stop signal and SIGKILL.
             news: The channel to the job's other hosts, if any. The caller closes it.
             on_lost: Called with the exit of a spare program, without which the job continues.

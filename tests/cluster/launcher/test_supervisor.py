@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from tests.cluster.processes import STUBBORN_FAMILY, family, survivors, wait_for
-from tfparallel.cluster.supervisor import Job, Program, StopRequest
-from tfparallel.cluster.warm_spares import WarmSpares
+from tfparallel.cluster.launcher.supervisor import Job, Program, StopRequest
+from tfparallel.cluster.launcher.warm_spares import WarmSpares
 from tfparallel.cluster.worker_exit import WorkerExit
 
 
@@ -309,7 +309,7 @@ def test_a_reaper_whose_second_is_killed_goes_on(tmp_path):
 
 
 def test_a_reaper_that_does_not_answer_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr("tfparallel.cluster.supervisor._GUARDIAN_SECONDS", 0.2)
+    monkeypatch.setattr("tfparallel.cluster.launcher.supervisor._GUARDIAN_SECONDS", 0.2)
     with Job([python(0, STUBBORN_FAMILY, tmp_path)], grace_seconds=0.1) as job:
         processes = family(tmp_path)
         guardian_of(job).suspend()
@@ -358,7 +358,7 @@ def test_a_command_that_is_not_there():
 # Of a user who may have as many processes as the argument says.
 LIMITED = """
 import os, resource, sys, time
-from tfparallel.cluster.worker_process import Program, WorkerProcess
+from tfparallel.cluster.launcher.worker_process import Program, WorkerProcess
 resource.setrlimit(resource.RLIMIT_NPROC, (int(sys.argv[1]),) * 2)
 try:
     worker = WorkerProcess(Program(0, ["true"], os.environ))
@@ -397,7 +397,7 @@ def test_a_full_process_table_is_named(num_processes, code):
 # its reaper waits for the child that it left.
 NUMBER_TAKEN = """
 import os, pathlib, subprocess, sys, time
-from tfparallel.cluster.worker_process import Program, WorkerProcess
+from tfparallel.cluster.launcher.worker_process import Program, WorkerProcess
 
 leaves = "import subprocess; subprocess.Popen(['sleep', '0.5'], start_new_session=True)"
 worker = WorkerProcess(Program(0, [sys.executable, "-c", leaves], os.environ))

@@ -10,11 +10,11 @@ from tfparallel.cluster.environment import (
     job_environment,
     too_many_workers,
 )
+from tfparallel.cluster.launcher.supervisor import Program
 from tfparallel.cluster.listener import LISTEN_ADDR, everywhere
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.rendezvous import Rendezvous
 from tfparallel.cluster.roles import Roles
-from tfparallel.cluster.supervisor import Program
 from tfparallel.cluster.tf_config import write
 
 

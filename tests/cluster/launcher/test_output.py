@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfparallel.cluster.output import Prefixer, last_lines
+from tfparallel.cluster.launcher.output import Prefixer, last_lines
 
 
 def shown(*pieces):

@@ -19,13 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfparallel.chatter import has_nvidia_gpu, wants_quiet
-from tfparallel.cluster.back_off import RestartBackOff
 from tfparallel.cluster.config_error import refusal, shown
-from tfparallel.cluster.local_workers import host_programs, meet_alone
-from tfparallel.cluster.output import Prefixer, TextOutput
-from tfparallel.cluster.output_filter import OutputFilter
-from tfparallel.cluster.own_folder import OwnFolder
-from tfparallel.cluster.sent_function import (
+from tfparallel.cluster.launcher.back_off import RestartBackOff
+from tfparallel.cluster.launcher.local_workers import host_programs, meet_alone
+from tfparallel.cluster.launcher.output import Prefixer, TextOutput
+from tfparallel.cluster.launcher.output_filter import OutputFilter
+from tfparallel.cluster.launcher.sent_function import (
     CALL,
     RESULT,
     module_path,
@@ -33,7 +32,8 @@ from tfparallel.cluster.sent_function import (
     program,
     refuse_inside_a_worker,
 )
-from tfparallel.cluster.supervisor import Job
+from tfparallel.cluster.launcher.supervisor import Job
+from tfparallel.cluster.own_folder import OwnFolder
 from tfparallel.cluster.worker_exit import Outcome
 
 _DEVICE_TYPES = ("auto", "cpu", "gpu")

@@ -1,6 +1,6 @@
 """Restarts that follow each other soon wait longer and longer."""
 
-from tfparallel.cluster.back_off import RestartBackOff
+from tfparallel.cluster.launcher.back_off import RestartBackOff
 
 
 def test_restarts_wait_longer_and_longer():

@@ -10,9 +10,9 @@ import pytest
 
 from tests.cluster.processes import wait_for
 from tests.commands.command_line import tfparallel
-from tfparallel.cluster.supervisor import Job
-from tfparallel.cluster.warm_spares import WarmSpares, imports_tfparallel
-from tfparallel.cluster.worker_process import Program
+from tfparallel.cluster.launcher.supervisor import Job
+from tfparallel.cluster.launcher.warm_spares import WarmSpares, imports_tfparallel
+from tfparallel.cluster.launcher.worker_process import Program
 
 PROGRAM = """
 import os, sys

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from tfparallel.cluster import reaper
+from tfparallel.cluster.launcher import reaper
 
 _GUARDIAN = os.path.abspath(reaper.__file__)
 _SECOND_SECONDS = 6.0  # The second reaper kills within 5 s.

@@ -22,8 +22,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from tfparallel.cluster.launcher.worker_process import Program, WorkerProcess
 from tfparallel.cluster.own_folder import OwnFolder
-from tfparallel.cluster.worker_process import Program, WorkerProcess
 
 # The path of the file that a waiting process reads.
 STANDBY = "TFPARALLEL_STANDBY"
