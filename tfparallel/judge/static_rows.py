@@ -28,6 +28,7 @@ _PASS_ON = {
 }
 _JOIN = {"ConcatV2", "Pack"}
 _CONSTANT = {"Const", "Fill", "OnesLike", "ZerosLike"}
+_SIZES = {"Shape", "ShapeN", "Size", "Rank"}
 _MOST_VALUES = 16
 _OF_GRADIENTS = re.compile(r"(?:^|/)gradient(?:s|_tape)(?:_\d+)?/")
 
@@ -95,8 +96,12 @@ def _numbers(graph, inputs: Mapping[str, Any]) -> Iterator[tuple[tf.Operation, A
         if _OF_GRADIENTS.search(op.name):
             continue
         read, functions = [origin_of(each) for each in op.inputs], list(called_by(op))
-        if functions:
-            read = list(filter(None, read))  # A known size is not an argument.
+        if functions:  # A known size is not an argument, nor what an unknown one is read of.
+            read = [
+                each
+                for place, each in enumerate(read)
+                if each and not _is_argument_for_sizes(op, functions, place)
+            ]
         origins[op.name] = _origin(op, read)
         if any(map(_is_number, op.outputs)):
             yield from ((op, what) for what in _computed(op, read))
@@ -105,6 +110,48 @@ def _numbers(graph, inputs: Mapping[str, Any]) -> Iterator[tuple[tf.Operation, A
             arguments = op.inputs[max(len(op.inputs) - len(function.inputs), 0) :]
             pairs = zip(function.inputs, arguments, strict=False)
             yield from _numbers(function, {inner.op.name: origin_of(o) for inner, o in pairs})
+
+
+def _is_argument_for_sizes(op, functions: Sequence[tf.Graph], place: int) -> bool:
+    """Whether functions take nothing but sizes of an argument, such as the rows that a loop counts.
+
+    Args:
+        op: The operation that calls the functions.
+        functions: The functions.
+        place: The index of the argument among the operation's inputs.
+    """
+    is_loop = op.type in ("While", "StatelessWhile")
+    if is_loop and op.outputs[place].consumers():
+        return False
+    for function in functions:
+        index = place - max(len(op.inputs) - len(function.inputs), 0)
+        if index < 0 or not _gives_only_sizes(function.inputs[index]):
+            return False
+        returned = [i for i, each in enumerate(function.outputs) if _is_from(each, function, index)]
+        if returned not in ([], [index] if is_loop else []):
+            return False
+    return True
+
+
+def _is_from(tensor, function, index) -> bool:
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return tensor is function.inputs[index]
+
+
+def _gives_only_sizes(tensor) -> bool:
+    for op in tensor.consumers():
+        if op.type == "Identity":
+            if not _gives_only_sizes(op.outputs[0]):
+                return False
+        elif op.type not in _SIZES:
+            functions = list(called_by(op))
+            places = [place for place, each in enumerate(op.inputs) if each is tensor]
+            if not functions or not all(
+                _is_argument_for_sizes(op, functions, place) for place in places
+            ):
+                return False
+    return True
 
 
 def _computed(op, read: Sequence) -> Iterator[Any]:
