@@ -84,6 +84,8 @@ def test_help_offers_what_a_flag_takes(capsys):
     [
         (["train", "a.py", "--paralel=data"],
          "--paralel is not a flag of `train`. Did you mean --parallel?"),
+        (["train", "a.py", "--batch_sise=8"],
+         "--batch_sise is not a flag of `train`. Did you mean --global_batch_size?"),
         (["bench", "train", "a.py", "--qqq"],
          "--qqq is not a flag of `bench train`. `tfparallel bench train --help` shows the flags."),
         (["launch", "--inject=a", "--", "b"],

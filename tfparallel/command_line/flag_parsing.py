@@ -196,6 +196,11 @@ def _equivalents(name: str, rows: Mapping[str, Flag]) -> list[str]:
     return []
 
 
+def _nearest_elsewhere(name: str) -> str:
+    """Returns the closest name of another tool, or the name itself if none is close."""
+    return next(iter(difflib.get_close_matches(name, FLAGS, n=1, cutoff=0.8)), name)
+
+
 def _of_launcher(name: str) -> str | None:
     """Returns the flag of `launch` that has a name, there or in another tool, as it is typed."""
     rows = flags_of("launch")
@@ -220,6 +225,8 @@ def _unknown(command, typed):
         fix = f"It is for the launcher: `tfparallel launch {launch} -- tfparallel {command} …`."
     elif match := nearest(name, [word for row in rows.values() for word in (row.name, *row.also)]):
         fix = f"Did you mean --{match}?"
+    elif alike := _equivalents(_nearest_elsewhere(name), rows):
+        fix = f"Did you mean {' or '.join(alike)}?"
     elif name in NEEDLESS:
         fix = "Nothing here needs it: drop it."
     elif name == "version":
