@@ -61,7 +61,7 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
         "num_examples": len(keras.tree.flatten(batch)[0]),
     }
     model._symbolic_build(data_batch=batch)  # Creates the metrics' variables, as `fit` does first.
-    model._build_optimizer()
+    model.make_train_function()  # Builds the optimizer, which a step of its own must find built.
     step = tf.function(model.train_step, autograph=False)
     result["step_seconds"] = _median_seconds(lambda: step(batch), values.steps)
     if parallelism.name == "pipeline":
