@@ -261,10 +261,7 @@ class ReplicaStep:
 
     def _add(self, variables, gradients, m, reader) -> list[Any]:
         """Adds a micro-batch's gradients of weights; returns what exists once they are added."""
-        # The first micro-batch of all has rows. To select would be a program of its own for XLA.
-        piece, added = self._pieces[m], []
-        if not isinstance(piece.replica, int) or piece.replica > 0:
-            gradients = zeros_without_rows(piece, gradients)
+        added, gradients = [], zeros_without_rows(self._pieces[m], gradients)
         for variable, gradient in zip(variables, gradients, strict=True):
             added += self._gathers.add(variable, gradient, reader)
         return added
