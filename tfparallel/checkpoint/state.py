@@ -78,7 +78,7 @@ def describe(model: keras.Model) -> dict[str, list[list[Any]]]:
     workers, compression = _compression(model)
     unsent = compression.describe(workers, model.trainable_variables) if compression else []
     policy = [[k, v.shape.as_list(), v.dtype.name] for k, v in _policy_state(model).items()]
-    losses = [[name, *_spec(variable)[1:]] for name, variable in _loss_variables(model)]
+    losses = [[name, *_spec(variable)[1:]] for name, variable in _untracked(model)]
     return specs | {"unsent": [*unsent, *policy], "losses": losses}
 
 
@@ -102,7 +102,7 @@ def capture(model: keras.Model) -> dict[str, Iterator[np.ndarray]]:
     workers, compression = _compression(model)
     unsent = compression.capture(workers, model.trainable_variables) if compression else []
     policy = (variable.numpy() for variable in _policy_state(model).values())
-    losses = (tf.convert_to_tensor(variable).numpy() for _, variable in _loss_variables(model))
+    losses = (tf.convert_to_tensor(variable).numpy() for _, variable in _untracked(model))
     return values | {"unsent": itertools.chain(unsent, policy), "losses": losses}
 
 
@@ -158,7 +158,7 @@ def restore_unsent(model: keras.Model, names: Sequence[str], arrays: Iterable[np
 def restore_losses(model: keras.Model, arrays: Iterable[np.ndarray]) -> None:
     """Restores the group `losses`, in the order of `capture`."""
     with model.distribute_strategy.scope():
-        for (_, variable), array in zip(_loss_variables(model), arrays, strict=True):
+        for (_, variable), array in zip(_untracked(model), arrays, strict=True):
             variable.assign(array)
 
 
@@ -283,8 +283,8 @@ def _metric_variables(model):
     return [variable for variable in model.metrics_variables if id(variable) not in training_ids]
 
 
-def _loss_variables(model) -> list[tuple[str, keras.Variable | tf.Variable]]:
-    """Returns the variables of losses that are in no other group, with their names."""
+def _untracked(model) -> list[tuple[str, keras.Variable | tf.Variable]]:
+    """Returns the variables that Keras does not track and that are in no other group, by name."""
     others = {id(variable) for group in _variables(model).values() for variable in group}
     return [pair for pair in untracked_variables(model) if id(pair[1]) not in others]
 
